@@ -115,6 +115,10 @@ class Exchange:
         for all_reduce in self._all_reduce.values():
             all_reduce.abandon()
 
+    def let_go(self) -> None:
+        """Nothing is exchanged any more. What exchanges a stage's sums knows this and holds the sums: a cycle."""
+        self._all_reduce.clear()
+
     def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
         self._works[stage].tally.exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
         copied = self._crossings[stage].to_host(tensors[in_host:], Crosses.REDUCED)

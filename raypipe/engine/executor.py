@@ -141,6 +141,7 @@ class Executor:
         """Nothing is run here any more: what is held goes at once, though parts of it refer to each other."""
         self.works.clear()
         self._updates.clear()
+        self._exchange.let_go()
         self._reduction = None  # type: ignore[assignment]
 
     def undo(self) -> None:

@@ -21,22 +21,39 @@ from raypipe.ir.schedule import Action
 __all__ = ["InMemoryChannel"]
 
 
+class _End:
+    """What lies at one end of a link. Both channels know both ends, and not each other: no cycle outlives them."""
+
+    def __init__(self, name: str, generation: int) -> None:
+        self.generation = generation
+        self.inbox = Inbox(name)
+        self.coded = False
+        self._lock = threading.Lock()
+        self._error: LinkError | None = None
+
+    def fail(self, error: LinkError, *, keep: bool = False) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self.inbox.fail(error, keep=keep)
+
+    def raise_if_failed(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise type(self._error)(str(self._error)) from self._error
+
+
 class InMemoryChannel:
     """One end of a pair; see the Channel protocol. Made by ``pair``."""
 
     on_device = False
 
-    def __init__(self, name: str, generation: int, max_tensors: int) -> None:
+    def __init__(self, name: str, max_tensors: int, own: _End, other: _End) -> None:
         self.name = name
-        self.generation = generation
+        self.generation = own.generation
         self.max_tensors = max_tensors
-        self._inbox = Inbox(name)
+        self._own, self._other = own, other
         self._codecs = Codecs()
-        self._coded = False
         self._keep: KeepSent | None = None
-        self._peer = self
-        self._lock = threading.Lock()
-        self._error: LinkError | None = None
 
     @property
     def busy(self) -> bool:
@@ -45,12 +62,11 @@ class InMemoryChannel:
     @classmethod
     def pair(cls, name: str, generation: int, max_tensors: int) -> tuple[InMemoryChannel, InMemoryChannel]:
         """Both ends of a link whose messages have at most ``max_tensors`` tensors."""
-        a, b = cls(name, generation, max_tensors), cls(name, generation, max_tensors)
-        a._peer, b._peer = b, a
-        return a, b
+        ends = _End(name, generation), _End(name, generation)
+        return cls(name, max_tensors, *ends), cls(name, max_tensors, *reversed(ends))
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
-        self._raise_if_failed()
+        self._own.raise_if_failed()
         message = frame.encode(
             action,
             tensors,
@@ -62,18 +78,18 @@ class InMemoryChannel:
         if self._keep is not None:
             self._keep(action, message)
         try:
-            head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
+            head = frame.parse(message.header, generation=self._other.generation, max_tensors=self.max_tensors)
         except LinkError as error:  # what the receiving end of a network would find
             self.abort(str(error))
             return
-        if head.generation == self._peer.generation:
+        if head.generation == self._other.generation:
             payload = frame.gather(message)
             arrived_at_s = time.time()
-            found = frame.decode(head, payload, coded=self._peer._coded)
-            self._peer._inbox.deliver(head, found, arrived_at_s)
+            found = frame.decode(head, payload, coded=self._other.coded)
+            self._other.inbox.deliver(head, found, arrived_at_s)
 
     def recv(self, action: Action, timeout_s: float) -> Message:
-        return self._inbox.take(action, timeout_s)
+        return self._own.inbox.take(action, timeout_s)
 
     def keep_sent(self, keep: KeepSent) -> None:
         self._keep = keep
@@ -82,28 +98,18 @@ class InMemoryChannel:
         self._codecs = Codecs(codec_forward, codec_backward)
 
     def leave_coded(self) -> None:
-        self._coded = True
+        self._own.coded = True
 
     def abort(self, reason: str) -> None:
         error = LinkAbortedError(f"{self.name}: aborted: {reason}")
-        for end in (self, self._peer):
-            end._fail(error)
+        for end in (self._own, self._other):
+            end.fail(error)
 
     def leave(self, reason: str) -> None:
-        self._fail(LinkAbortedError(f"{self.name}: aborted: {reason}"))
-        self._peer._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
+        self._own.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"))
+        self._other.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
 
     def close(self) -> None:
         error = LinkError(f"{self.name}: closed.")
-        self._fail(error)
-        self._peer._fail(error, keep=True)
-
-    def _fail(self, error: LinkError, *, keep: bool = False) -> None:
-        with self._lock:
-            self._error = self._error or error
-        self._inbox.fail(error, keep=keep)
-
-    def _raise_if_failed(self) -> None:
-        with self._lock:
-            if self._error is not None:
-                raise type(self._error)(str(self._error)) from self._error
+        self._own.fail(error)
+        self._other.fail(error, keep=True)

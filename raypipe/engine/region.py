@@ -12,6 +12,7 @@ import functools
 import hashlib
 import linecache
 import math
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,9 @@ def compiled(source: str, names: dict[str, Any], title: str, place: torch.device
         known = {name: thing.placed(place) if isinstance(thing, Region) else thing for name, thing in known.items()}
         known["device"] = functools.partial(_device, place)
     exec(compile(source, filename, "exec"), known)
-    return known["forward"]
+    function = known.pop("forward")  # else it would be known to itself, and outlive its last user
+    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    return function
 
 
 def _device(place: torch.device, *words: Any, **options: Any) -> torch.device:
