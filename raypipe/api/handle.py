@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +24,8 @@ from raypipe.api.result import Result, losses_of, result_of
 from raypipe.engine.metrics import part_before
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
+from raypipe.ir.kept_records import KeptRecords
 from raypipe.ir.pictures.chart import Line, chart_svg
-from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.run.journal import KEPT_RECORDS, News
 from raypipe.runtime.run.status import RunStatus
@@ -84,7 +83,7 @@ class RunHandle:
         self.name = name
         self._connection = connection
         self._ended: Callable[[], None] | None = ended
-        self._records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
+        self._records = KeptRecords(most=KEPT_RECORDS)
         self._told = 0  # records that were ever told
         self._news: News | None = None
         self._fetching = threading.RLock()
@@ -131,7 +130,9 @@ class RunHandle:
 
     def _repr_html_(self) -> str:
         status = self._fetch(0.0).status
-        return run_html(status, [(record.step + 1.0, record.loss) for record in self._records])
+        steps, losses = (self._records.column(name) for name in ("step", "loss"))
+        # Another thread may be adding the last one.
+        return run_html(status, [(step + 1.0, loss) for step, loss in zip(steps, losses, strict=False)])
 
     def checkpoint(self, timeout_s: float = 600.0) -> str:
         """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
@@ -238,8 +239,9 @@ class RunHandle:
             news = self._news = self._connection.news(self._told, wait_s)
             if news.end - len(news.records) > self._told:
                 self._records.clear()  # some were told and forgotten before this handle asked: they are in the folder
+            steps = self._records.column("step")
             for record in news.records:
-                while self._records and self._records[-1].step >= record.step:
+                while steps and steps[-1] >= record.step:
                     self._records.pop()  # the run went back
                 self._records.append(record)
             self._told = news.end

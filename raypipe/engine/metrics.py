@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
+from raypipe.ir.kept_records import KeptRecords
 from raypipe.ir.report import Numbers, StepRecord
 
 __all__ = [
@@ -64,15 +66,27 @@ def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> 
     Args:
         evaluations: names of columns that are there whether a record has such a number or not.
     """
-    columns = {name: [getattr(record, name) for record in records] for name in SCHEMA.names}
-    found = [dict(record.evaluation) for record in records]
+    kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
+    columns = {name: kept.column(name) for name in SCHEMA.names}
+    found = [dict(numbers) for numbers in kept.column("evaluation")]
     names = dict.fromkeys((*evaluations, *(name for numbers in found for name in numbers)))
     return _table({**columns, **{name: [numbers.get(name) for numbers in found] for name in names}})
 
 
 def _table(columns: Mapping[str, Any]) -> pa.Table:
     more = [(name, pa.float64()) for name in columns if name not in SCHEMA.names]
-    return pa.table({name: columns[name] for name in (*SCHEMA.names, *dict(more))}, pa.schema([*SCHEMA, *more]))
+    schema = pa.schema([*SCHEMA, *more])
+    return pa.table([_column(columns[name], schema.field(name).type) for name in schema.names], schema=schema)
+
+
+def _column(values: Any, kind: pa.DataType) -> Any:
+    """Of a table: what was read of another one, or Python's numbers."""
+    if isinstance(values, pa.ChunkedArray):
+        return values.cast(kind)
+    if not isinstance(values, array) or kind == pa.bool_():
+        return pa.array(list(map(bool, values)) if kind == pa.bool_() else values, kind)
+    # Of a copy, for an array whose memory is used elsewhere cannot grow.
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values[:])])
 
 
 def table_read(data: bytes, what: str) -> pa.Table:
@@ -148,7 +162,7 @@ class MetricsWriter:
         self._tried_s = clock()
         self._new = 0  # records since the last try to write
         self._changed = False  # whether memory has what the folder does not
-        self.recent: list[StepRecord] = []
+        self.recent = KeptRecords()
         """From the beginning of the last part on, the last step in any case; of the parts before, what could not be
         written yet."""
 
@@ -170,7 +184,8 @@ class MetricsWriter:
         """An evaluation followed so many steps; the record that has it now, None where there is none of that step."""
         if not self.recent or self.recent[-1].step != step - 1:
             return None
-        record = self.recent[-1] = replace(self.recent[-1], evaluation=numbers)
+        record = replace(self.recent.pop(), evaluation=numbers)
+        self.recent.append(record)
         self._changed = True
         self._new += 1
         if self._evaluated is not None:
@@ -185,7 +200,7 @@ class MetricsWriter:
         """
         if self._evaluated is None:
             older = [part for part in parts_of(self._run) if not self.recent or part.first < self.recent[0].step]
-            records = [record for part in older for record in self._read(part.name)] + self.recent
+            records = [*(record for part in older for record in self._read(part.name)), *self.recent]
             self._evaluated = {record.step: record.evaluation for record in records if record.evaluation}
         return [(step + 1, self._evaluated[step]) for step in sorted(self._evaluated)]
 
@@ -198,10 +213,10 @@ class MetricsWriter:
         self._tried_s, self._new = self._clock(), 0
         if not self._changed:
             return
-        for group in list(_by_part(self.recent)):
-            self._write_part(group)
-            if len(group) < len(self.recent):  # it is full, and written for the last time
-                self.recent = self.recent[len(group) :]
+        for part in _by_part(self.recent):
+            self._write_part(part)
+            if len(part) < len(self.recent):  # it is full, and written for the last time
+                self.recent.forget(len(part))
         self._changed = False
 
     def go_back(self, step: int) -> None:
@@ -210,12 +225,12 @@ class MetricsWriter:
         Raises:
             CheckpointError: the place cannot be reached, or the part that goes on is damaged.
         """
-        self.recent = [record for record in self.recent if record.step < step]
+        self.recent = KeptRecords(record for record in self.recent if record.step < step)
         self._new, self._changed, self._evaluated, self._kept = 0, True, None, {}
         self._take_over_old_file()
         name = _name(_first_of(max(0, step - 1)))
         if not self.recent and self._run.exists(name):
-            self.recent = [record for record in self._read(name) if record.step < step]
+            self.recent = KeptRecords(record for record in self._read(name) if record.step < step)
         for part in reversed(parts_of(self._run)):  # the newest first, so that there is never a gap
             if part.first >= step:
                 self._run.delete(part.name)
@@ -232,10 +247,13 @@ class MetricsWriter:
         self.go_back(step)
         self._kept = {record.step: record.evaluation for record in records if record.step >= step}
 
-    def _write_part(self, records: Sequence[StepRecord]) -> None:
+    def _write_part(self, records: KeptRecords) -> None:
         sink = pa.BufferOutputStream()
         pq.write_table(table_of(records, self._names), sink)
         self._run.write_bytes(_name(_first_of(records[0].step)), sink.getvalue(), partial=PARTIAL)
+        del sink
+        # Arrow's pool keeps what it freed, by its size, and a part has another one whenever it is written anew.
+        pa.default_memory_pool().release_unused()
 
     def _read(self, name: str) -> list[StepRecord]:
         return records_of(table_read(self._run.read_bytes(name), str(self._run / name)))
@@ -245,13 +263,15 @@ class MetricsWriter:
         if self._run.size_bytes(METRICS) is not None:
             self._run.rename(METRICS, FROM_OLD_RELEASE)
         if self._run.size_bytes(FROM_OLD_RELEASE) is not None:
-            for group in _by_part(self._read(FROM_OLD_RELEASE)):
-                self._write_part(group)
+            for part in _by_part(KeptRecords(self._read(FROM_OLD_RELEASE))):
+                self._write_part(part)
             self._run.delete(FROM_OLD_RELEASE)
 
 
-def _by_part(records: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
-    return (list(group) for _, group in groupby(records, lambda record: _first_of(record.step)))
+def _by_part(records: KeptRecords) -> list[KeptRecords]:
+    sizes = [sum(1 for _ in steps) for _, steps in groupby(records.column("step"), _first_of)]
+    ends = [0, *accumulate(sizes)]
+    return [records[begin:end] for begin, end in pairwise(ends)]
 
 
 def _first_of(step: int) -> int:

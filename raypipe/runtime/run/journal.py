@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raypipe.errors import RaypipeError, StageError
+from raypipe.ir.kept_records import KeptRecords
 from raypipe.ir.links import LinkEstimate
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.run.status import RunStatus
-from raypipe.runtime.run.window import Window
 
 __all__ = ["KEPT_RECORDS", "Journal", "News"]
 
@@ -58,7 +58,7 @@ class Journal:
 
     def __init__(self, name: str, path: str) -> None:
         self._changed = threading.Condition()
-        self._records: Window[StepRecord] = Window(KEPT_RECORDS)
+        self._records = KeptRecords(most=KEPT_RECORDS)
         self._status = RunStatus(name=name, path=path, state="starting")
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -78,7 +78,7 @@ class Journal:
             source: what it goes on from, in words: "from .../step_0000100".
         """
         with self._changed:
-            self._records.extend(list(records))
+            self._records.extend(records)
             self._status = dataclasses.replace(
                 self._status, step=step, first_step=step, checkpoint=checkpoint, source=source
             )
