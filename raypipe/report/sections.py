@@ -59,7 +59,7 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
     if run.plan is not None:
         stages = run.plan.partition.num_stages
         found += [("stages", str(stages)), ("schedule", run.plan.schedule.kind)]
-        found.append(("micro-batches", f"{run.plan.num_microbatches} of {run.plan.microbatch_size} samples"))
+        found.append(("micro-batches", f"{run.plan.num_microbatches} x {run.plan.microbatch_size} samples"))
     found.append(("failures survived", str(len(run.told("recovery", "regroup")))))
     if run.cost is not None:
         found.append(("cost", human_price(run.cost)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from statistics import median
@@ -31,6 +32,8 @@ MEDIANS = 120
 MOST_LONG = 12
 """More marks are short."""
 SHORT_PX = 9.0
+BESIDE_PX = 3.0
+"""Between long marks at the same place."""
 
 DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
 """Of marks, so that kinds differ without their colours too; short ones of a kind stand in a row."""
@@ -159,10 +162,12 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Mark], box: _Box) -> list[str]:
-    """A broken line for each; where there are many, short ones, a row for every kind."""
-    few, parts = len(marks) <= MOST_LONG, []
+    """A broken line for each, side by side at the same place; of many marks short ones, in a row for every kind."""
+    few, parts, there = len(marks) <= MOST_LONG, [], Counter[float]()
     for mark in marks:
         at, row = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind)
+        if few:  # a failure and the recovery from it mostly belong to one step
+            at, there[mark.x] = at + BESIDE_PX * there[mark.x], there[mark.x] + 1
         first, last = (TOP, box.bottom) if few else (row, row + SHORT_PX - 1)
         dashes = f'stroke-dasharray="{DASHES[mark.kind]}"' if few else ""
         parts.append(

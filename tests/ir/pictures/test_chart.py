@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from raypipe.ir.pictures.axis import in_unit, ticks
-from raypipe.ir.pictures.chart import HEIGHT, MEDIANS, MOST_LONG, TOP, WIDTH, Line, Mark, chart_svg
+from raypipe.ir.pictures.chart import BESIDE_PX, HEIGHT, MEDIANS, MOST_LONG, TOP, WIDTH, Line, Mark, chart_svg
 
 
 def _placed(svg: str) -> list[tuple[float, float]]:
@@ -57,6 +57,15 @@ def test_marks_are_drawn_and_their_words_are_escaped() -> None:
     drawn = chart_svg([Line("loss", [(0.0, 1.0), (9.0, 2.0)])], "loss", "step", "loss", marks=[Mark(4.0, "a<b", "bad")])
     assert "<title>a&lt;b</title>" in drawn
     ElementTree.fromstring(drawn)
+
+
+def test_marks_at_the_same_place_stand_side_by_side() -> None:
+    """A failure and the recovery from it belong to one step, and one would hide the other."""
+    marks = [Mark(4.0, "failure", "bad"), Mark(4.0, "recovery", "good"), Mark(6.0, "switch", "note")]
+    drawn = chart_svg([Line("loss", [(0.0, 1.0), (9.0, 2.0)])], "loss", "step", "loss", marks=marks)
+    found = [float(line.get("x1", "")) for line in ElementTree.fromstring(drawn).iter() if line.get("y2")]
+    assert found[1] == found[0] + BESIDE_PX
+    assert found[2] > found[1] + 10
 
 
 @pytest.mark.parametrize("points", [[], [(3.0, math.nan)], [(3.0, 7.0)], [(1.0, 2.0), (2.0, 2.0)]])
