@@ -50,7 +50,7 @@ def _read(folder: Place, name: str) -> Mark | None:
         found = json.loads(folder.read_bytes(name, MOST_BYTES))
         if found.pop("sha256") != _digest(found):
             return None
-        return Mark(int(found["position"]), int(found["number"]), int(found["within"]), found["state"])
+        return Mark.of(found)
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

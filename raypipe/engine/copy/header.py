@@ -34,6 +34,7 @@ class CopyHeader:
         size_bytes: of the block.
         table: of the block, as in a safetensors header.
         groups, scalars: see StageEntry.
+        mark: where the stream goes on that the stage reads, see raypipe.engine.data.stream; None where it reads none.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class CopyHeader:
     table: Mapping[str, Any]
     groups: tuple[OptionGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
+    mark: Mapping[str, Any] | None = None
 
     def infos(self) -> dict[str, TensorInfo]:
         """Where each tensor of the block lies.
@@ -79,6 +81,7 @@ class CopyHeader:
                 name: mapping(values, f"{what}, scalars")
                 for name, values in mapping(found["scalars"], f"{what}, scalars").items()
             },
+            mark=None if found["mark"] is None else mapping(found["mark"], f"{what}, mark"),
         )
         header.infos()
         return header

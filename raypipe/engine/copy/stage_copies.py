@@ -25,6 +25,7 @@ from raypipe.engine.checkpoint.tensor_table import read_table, table_of
 from raypipe.engine.copy.header import OPTIMIZER, TENSORS, CopyHeader
 from raypipe.engine.copy.source import CopySource, view_of, views_of
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.device import CPU, Crosses
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
@@ -64,7 +65,7 @@ class StageCopies:
         """Copy the state, between two steps; see ``begin``."""
         self.begin(step, updates)()
 
-    def begin(self, step: int, updates: int) -> Callable[[], None]:
+    def begin(self, step: int, updates: int, mark: Mark | None = None) -> Callable[[], None]:
         """Begin to copy the state, between two steps.
 
         What is no tensor and the buffers, which the next forward may change, are copied now. The call that is returned
@@ -74,6 +75,7 @@ class StageCopies:
         Args:
             step: optimizer steps done.
             updates: that the scheduler has followed: ``state.updates``.
+            mark: of the stream that the stage reads.
 
         Raises:
             CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
@@ -84,7 +86,8 @@ class StageCopies:
         tensors, groups, scalars = self._parts()
         slot = self._next()
         slot.fit(tensors)
-        header = CopyHeader(self._program.index, step, updates, slot.block.nbytes, slot.table, groups, scalars)
+        told = None if mark is None else mark._asdict()
+        header = CopyHeader(self._program.index, step, updates, slot.block.nbytes, slot.table, groups, scalars, told)
         changing = {f"{TENSORS}{name}" for name in self._program.buffers}
         slot.copy({name: tensor for name, tensor in tensors.items() if name in changing}, self._crossing)
         rest = {name: tensor for name, tensor in tensors.items() if name not in changing}

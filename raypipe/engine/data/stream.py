@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from raypipe.engine.item_randomness import own_generators, seed_generators
@@ -44,6 +44,15 @@ class Mark(NamedTuple):
     number: int = 0
     within: int = 0
     state: Any = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Mark:
+        """What ``_asdict`` made, after its way as JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        return cls(int(told["position"]), int(told["number"]), int(told["within"]), told["state"])
 
 
 class StreamReader:
@@ -75,6 +84,10 @@ class StreamReader:
             for at in range(start, start + count):
                 found.append(self._held.pop(at) if at in self._held else self._item(at, marks=at == start))
             return found
+
+    def known(self, position: int) -> Mark | None:
+        """As ``mark`` where it need not be made, from any thread."""
+        return self._marks.get(position)
 
     def mark(self, position: int) -> Mark | None:
         """How to get there again; None where nobody has begun or stopped to read there lately."""

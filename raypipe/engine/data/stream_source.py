@@ -96,6 +96,7 @@ class StreamSource:
         self._check_repeats()
         self._saves = resumes(self._items, seed, _same_items)
         self._readers: dict[Any, StreamReading] = {}
+        self._learnt: Mark | None = None
         self._lock = threading.Lock()
         self.columns: tuple[Any, ...] = ()
         self.columns = tuple(self._columns_of(self.reader(None).items(0, 1), 0, None))
@@ -112,7 +113,16 @@ class StreamSource:
         with self._lock:
             if owner not in self._readers:
                 self._readers[owner] = StreamReading(self)
+                if self._learnt is not None:
+                    self._readers[owner].learn(self._learnt)
             return self._readers[owner]
+
+    def learn(self, mark: Mark) -> None:
+        """Where the run goes on, which was in another process until now: for all readers here, later ones too."""
+        with self._lock:
+            self._learnt, readers = mark, list(self._readers.values())
+        for reader in readers:
+            reader.learn(mark)
 
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
@@ -254,9 +264,12 @@ class StreamReading:
             self._reader.close()
 
     def mark(self, epoch: int, offset: int) -> Mark | None:
-        """How to get to this sample again, see StreamReader."""
+        """How to get to this sample again, see StreamReader. Where it has been read ahead, nobody waits for a read."""
+        position = epoch * self._source.num_samples + offset
+        if (known := self._reader.known(position)) is not None:
+            return known
         with self._lock:
-            return self._reader.mark(epoch * self._source.num_samples + offset)
+            return self._reader.mark(position)
 
     def mark_before(self, position: int) -> Mark | None:
         """The nearest, see StreamReader; None while somebody reads."""

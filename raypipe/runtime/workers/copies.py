@@ -18,6 +18,7 @@ import torch
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.copy import GENERATIONS, CopyHeader, CopySource, JoinedSource, StageCopies, views_of
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.device import CPU, Device
 from raypipe.engine.message_log import MessageLog
 from raypipe.engine.stage import StageProgram
@@ -138,7 +139,10 @@ class WorkerCopies:
             own.copies.forget_after(step)
         self.holder.forget_after(step)
 
-    def take(self, step: int, *, send: bool = True, must: bool = False) -> None:
+    def take(
+        self, step: int, *, send: bool = True, must: bool = False,
+        mark: Callable[[int], Mark | None] = lambda stage: None,
+    ) -> None:  # fmt: skip
         """Begin to copy the state of every stage, between two steps; the rest happens beside the next one.
 
         While the copy before is on its way to the holder there is none of this step: steps do not wait for a holder
@@ -147,6 +151,7 @@ class WorkerCopies:
         Args:
             send: whether the holder is to have them too.
             must: there has to be one of this step; see CopySender.hurry.
+            mark: (stage) -> where the stream goes on that it reads.
 
         Raises:
             CheckpointError: an optimizer keeps what cannot be copied.
@@ -160,7 +165,10 @@ class WorkerCopies:
             self._older = []
             self.holder.keep(self._generation, self._holds)
         self._taken += 1
-        begun = [Begun(own.program.index, own.copies, own.copies.begin(step, own.state.updates)) for own in self._own]
+        begun = [
+            Begun(stage := own.program.index, own.copies, own.copies.begin(step, own.state.updates, mark(stage)))
+            for own in self._own
+        ]
         self._sender.begin(step, begun, send=send)
         self.log.copied(step, sum(own.copies.size_bytes for own in self._own) // GENERATIONS)
 
@@ -230,8 +238,10 @@ class WorkerCopies:
         return self.holder.copy(StageKey(generation, stage), step)
 
 
-def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]) -> tuple[StateSource, Tally]:
-    """The copies that hold any of these names, as one source, and the bytes that are read of other workers'.
+def joined(
+    copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]
+) -> tuple[StateSource, Tally, Mark | None]:
+    """The copies that hold any of these names, as one source; the bytes that are read of other workers'; and the mark.
 
     Those of this process are read where they lie, its own of a stage of which a replica's was named among them.
     """
@@ -241,4 +251,5 @@ def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iter
         for copy in copies
         if wanted.intersection(copy.names)
     ]
-    return JoinedSource(sources), moved
+    marks = (Mark.of(source.header.mark) for source in sources if source.header.mark is not None)
+    return JoinedSource(sources), moved, next(marks, None)

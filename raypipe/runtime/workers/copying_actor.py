@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from raypipe.engine.copy import CopyHeader
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.executor import Executor
 from raypipe.runtime.workers.copies import CopyFacts, WorkerCopies
 from raypipe.runtime.workers.copy_holder import StageKey
@@ -42,7 +43,7 @@ class CopyingActor(TakeoverActor):
             send: the copy to its holder too, from now on.
         """
         self._fence.check(term)
-        self._copies.take(step, send=send, must=True)
+        self._copies.take(step, send=send, must=True, mark=self._mark)
         self._copies.wait_until_taken()
 
     @ray.method(concurrency_group="copies")
@@ -75,6 +76,10 @@ class CopyingActor(TakeoverActor):
         """All of them: what comes belongs to another run, or to another time in this one."""
         self._copies.close()
         self._copies = WorkerCopies(self._sends)
+
+    def _mark(self, stage: int) -> Mark | None:
+        """Where the stream of train_data goes on, between two steps, if this stage reads one."""
+        return None if self._executor is None else self._executor.works[stage].feed.mark()
 
     def _sends(self) -> bool:
         """Whether a boundary message waits to leave."""

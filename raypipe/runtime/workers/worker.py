@@ -24,6 +24,7 @@ import torch
 from raypipe.engine.checkpoint import FreshOptions, StateSource
 from raypipe.engine.copy import bring_back
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.engine.device import CPU, Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.placement import Placement
@@ -140,7 +141,9 @@ class _StageActor(LinkedActor, ReplayingActor):
             self._copies.forget_after(-1)  # they are of steps that are done again, perhaps with other codecs
             return 0
         me = ray.get_runtime_context().get_actor_id()
-        source, moved = joined(copies, self._copies, me, [name for names in held for name in names])
+        source, moved, mark = joined(copies, self._copies, me, [name for names in held for name in names])
+        if mark is not None and isinstance(stream := run.sources["train"], StreamSource):
+            stream.learn(mark)
         if held == self._held:
             for program, state in zip(programs, self._states, strict=True):
                 bring_back(source, program, state, run.make_optimizer, run.make_scheduler, Crossing(self._device))
@@ -275,7 +278,7 @@ class _StageActor(LinkedActor, ReplayingActor):
             self._begin_shards(order.save_to)
         reports = self._copies.noted(reports, begin_s)
         if order.keep_copy:
-            self._copies.take(order.segment.first_step + order.segment.num_minibatches)
+            self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
         return reports
 
     @ray.method(concurrency_group="control")

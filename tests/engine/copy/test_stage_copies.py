@@ -11,6 +11,7 @@ import torch
 
 from raypipe.engine.checkpoint import load_stage
 from raypipe.engine.copy import CopyHeader, CopySource, HeldCopies, JoinedSource, StageCopies, bring_back, parcels_of
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
@@ -77,6 +78,17 @@ def test_a_fresh_stage_takes_a_copy(trained: bool) -> None:
     copies.take(1, 1)
     load_stage(copies.source(1), fresh.program, fresh.state)
     assert same(fresh.all(), stage.all())
+
+
+def test_where_a_stream_goes_on_travels_with_the_copy() -> None:
+    stage, mark = Stage("sgd"), Mark(40, 2, 6, {"at": [6]})
+    copies = stage.copies()
+    copies.begin(1, 1, mark)()
+    copies.take(2, 2)
+    marks = [CopyHeader.from_json(copies.copy(step)[0].to_json()).mark for step in (1, 2)]
+    assert marks[0] is not None
+    assert Mark.of(marks[0]) == mark
+    assert marks[1] is None
 
 
 def test_a_stage_of_nothing() -> None:

@@ -153,6 +153,18 @@ def test_who_reads_ahead_still_knows_how_to_get_to_where_the_run_stands(size: in
         assert (mark.position, mark.state) == (at, {"at": at % LENGTH or LENGTH, "of": {"epoch": (at - 1) // LENGTH}})
 
 
+def test_another_process_that_learns_a_mark_begins_there() -> None:
+    source = StreamSource(Resumable(1000), seed=3)
+    other, known = pickle.loads(pickle.dumps(source)), source.reader("stage 0")
+    wanted = known.read(0, 600, 8, ("x", "drawn"))
+    mark = known.mark(0, 600)
+    assert mark is not None
+    other.learn(mark)
+    found = other.reader("stage 0")
+    assert all(torch.equal(found.read(0, 600, 8, ("x", "drawn"))[name], wanted[name]) for name in ("x", "drawn"))
+    assert found._reader._live.pulled <= 16
+
+
 @pytest.mark.parametrize(("make", "saves"), [(Numbers, False), (Resumable, True), (ForgetsItsBuffer, False)])
 def test_a_state_that_does_not_lead_to_the_same_items_is_not_used(make: type[Numbers], saves: bool) -> None:
     assert StreamSource(make(), seed=3)._saves is saves
