@@ -85,6 +85,11 @@ class StreamReader:
                 found.append(self._held.pop(at) if at in self._held else self._item(at, marks=at == start))
             return found
 
+    @property
+    def marks(self) -> list[Mark]:
+        """All that are known, from any thread."""
+        return list(self._marks.values())
+
     def known(self, position: int) -> Mark | None:
         """As ``mark`` where it need not be made, from any thread."""
         return self._marks.get(position)

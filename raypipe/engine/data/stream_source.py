@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from raypipe.engine.data.collate import Collate, collated
 from raypipe.engine.data.stacking import key_of, parts_of, stacked
-from raypipe.engine.data.stream import Mark, StreamReader, copied, resumes
+from raypipe.engine.data.stream import MOST_MARKS, Mark, StreamReader, copied, resumes
 from raypipe.engine.item_randomness import own_generators
 from raypipe.errors import ConfigError, DataError
 
@@ -109,12 +109,18 @@ class StreamSource:
         vars(self).update(state, _readers={}, _lock=threading.Lock())
 
     def reader(self, owner: Any) -> StreamReading:
-        """The same samples for one reader, which goes forwards at its own pace; asked again, the same one."""
+        """The same samples for one reader, which goes forwards at its own pace; asked again, the same one.
+
+        A new one knows how to get to where others of this process have been: a stage may become another worker's.
+        """
         with self._lock:
             if owner not in self._readers:
-                self._readers[owner] = StreamReading(self)
+                known = {mark.position: mark for other in self._readers.values() for mark in other.marks}
                 if self._learnt is not None:
-                    self._readers[owner].learn(self._learnt)
+                    known[self._learnt.position] = self._learnt
+                self._readers[owner] = StreamReading(self)
+                for position in sorted(known)[-MOST_MARKS:]:
+                    self._readers[owner].learn(known[position])
             return self._readers[owner]
 
     def learn(self, mark: Mark) -> None:
@@ -279,6 +285,10 @@ class StreamReading:
             return self._reader.mark_before(position)
         finally:
             self._lock.release()
+
+    @property
+    def marks(self) -> list[Mark]:
+        return self._reader.marks
 
     def learn(self, mark: Mark) -> None:
         with self._lock:

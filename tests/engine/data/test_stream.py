@@ -165,6 +165,18 @@ def test_another_process_that_learns_a_mark_begins_there() -> None:
     assert found._reader._live.pulled <= 16
 
 
+def test_a_stage_that_becomes_another_workers_goes_on_where_it_stood() -> None:
+    """As where replicas were lost, and the others count anew; the step that was begun is done again."""
+    source = StreamSource(Resumable(1000), seed=3)
+    before = source.reader(("stage 0", "worker 2"))
+    for at in range(0, 640, 64):
+        before.read(0, at, 64, ("x",))
+    wanted = before.read(0, 512, 64, ("x",))["x"]
+    after = source.reader(("stage 0", "worker 1"))
+    assert torch.equal(after.read(0, 512, 64, ("x",))["x"], wanted)
+    assert after._reader._live.pulled <= 65
+
+
 @pytest.mark.parametrize(("make", "saves"), [(Numbers, False), (Resumable, True), (ForgetsItsBuffer, False)])
 def test_a_state_that_does_not_lead_to_the_same_items_is_not_used(make: type[Numbers], saves: bool) -> None:
     assert StreamSource(make(), seed=3)._saves is saves
