@@ -94,10 +94,16 @@ class KeptCells:
         }
 
     def date(self, asked: argparse.Namespace) -> None:
-        """Have the record begin with the oldest cell that was kept, if any, and count what these took."""
+        """Have the record begin with the oldest cell that was kept, if any, and count what these took.
+
+        Where nothing was measured now, it ends with the newest cell.
+        """
         if not self._earlier:
             return
         earlier = [self._cells[title] for title in self._earlier]
         first = min(earlier, key=lambda cell: cell["date"])
         spent_s = sum(cell["took_s"] for cell in earlier)
         asked.began = records.Began(first["date"], asked.began.clock_s - spent_s, first["load"]["before"])
+        if self._earlier == set(self._cells):
+            last = max(earlier, key=lambda cell: cell["date"])
+            asked.began = asked.began._replace(load_after=last["load"]["after"])

@@ -30,11 +30,16 @@ Run = dict[str, Any]
 
 
 class Began(NamedTuple):
-    """When a benchmark began: the time of day in UTC, the monotonic clock, and the load averages."""
+    """When a benchmark began: the time of day in UTC, the monotonic clock, and the load averages.
+
+    Attributes:
+        load_after: of one that ended earlier; None where it ends when its record is made.
+    """
 
     date: str
     clock_s: float
     load: list[float]
+    load_after: list[float] | None = None
 
 
 def begin() -> Began:
@@ -54,7 +59,7 @@ def run_of(command: str, began: Began, figures: Mapping[str, float], raw: Mappin
         "command": command,
         "duration_s": round(time.monotonic() - began.clock_s, 1),
         "hardware": machine.hardware(),
-        "load": {"before": began.load, "after": machine.load()},
+        "load": {"before": began.load, "after": began.load_after or machine.load()},
         "commit": revision,
         "dirty": dirty,
         "versions": machine.versions(),

@@ -55,8 +55,12 @@ def test_a_record_begins_with_the_oldest_cell(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(cell))
     again = KeptCells(tmp_path)
     again.measured("a", 1, lambda: 8)
+    nothing_new = argparse.Namespace(began=own)
+    again.date(nothing_new)
+    assert nothing_new.began.load_after == [1.0] * 3
     again.measured("b", 1, lambda: 8)
     again.date(asked)
+    assert asked.began.load_after is None
     assert (asked.began.date, asked.began.load) == ("2026-01-01T00:00:00Z", [9.0] * 3)
     assert own.clock_s - asked.began.clock_s == 90.0
     assert again.told["a"]["took_s"] == 90.0
