@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -15,8 +16,15 @@ from typing import Any
 __all__ = ["end_with_parent", "in_child", "run_processes"]
 
 
-def run_processes(processes: Sequence[Any], limit_s: float) -> None:
+END_S = 60.0
+"""How long a process may take to end what it has started: clusters of several nodes, a run."""
+
+
+def run_processes(processes: Sequence[Any], limit_s: float, end_s: float = 0.0) -> None:
     """Start processes of multiprocessing and wait until all have ended; none is left, whatever happens.
+
+    Args:
+        end_s: what the rest of them get to end what they have started, after SIGINT.
 
     Raises:
         RuntimeError: one failed, or took longer than ``limit_s``.
@@ -31,6 +39,9 @@ def run_processes(processes: Sequence[Any], limit_s: float) -> None:
     finally:
         for process in processes:
             if process.pid is not None:
+                if end_s and process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
+                    process.join(end_s)
                 process.kill()
                 process.join(10)
 
@@ -43,9 +54,15 @@ def in_child(work: Callable[..., None], *arguments: Any, limit_s: float) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="bench-child-") as folder:
         file = Path(folder) / "found.json"
-        child = multiprocessing.get_context("spawn").Process(target=work, args=(*arguments, str(file)))
-        run_processes([child], limit_s)
+        child = multiprocessing.get_context("spawn").Process(target=_in_session, args=(work, *arguments, str(file)))
+        run_processes([child], limit_s, END_S)
         return json.loads(file.read_text())
+
+
+def _in_session(work: Callable[..., None], *arguments: Any) -> None:
+    """Ctrl-C reaches the parent alone, which tells this process once: a second one would end its ending."""
+    os.setsid()
+    work(*arguments)
 
 
 def end_with_parent() -> None:

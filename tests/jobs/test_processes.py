@@ -14,6 +14,7 @@ import pytest
 
 from jobs.lib.processes import in_child
 from tests import processes
+from tests.waiting import wait_until
 
 
 def double(number: int, file: str) -> None:
@@ -57,3 +58,37 @@ def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
     while processes.alive(child):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from jobs.lib.processes import in_child
+def work(folder, file):
+    try:
+        (Path(folder) / "begun").touch()
+        time.sleep(600)
+    finally:
+        time.sleep(0.1)
+        (Path(folder) / "ended").touch()
+if __name__ == "__main__":
+    in_child(work, sys.argv[1], limit_s=600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["the parent", "all of the terminal"])
+def test_an_interrupted_child_ends_what_it_has_started(tmp_path: Path, whom: str) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    ) as parent:
+        wait_until((tmp_path / "begun").exists, 120)
+        if whom == "the parent":
+            parent.send_signal(signal.SIGINT)
+        else:
+            os.killpg(parent.pid, signal.SIGINT)
+        parent.wait(120)
+    assert (tmp_path / "ended").exists()
