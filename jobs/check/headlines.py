@@ -56,6 +56,11 @@ HEADLINES: Sequence[Headline] = (
         "{ring_vs_stash_sgd}, {ring_vs_stash_step}",
     ),
     Headline(
+        "a stage of 10 and of 96 MB is killed beside a warm spare: seconds until a new step is done; nothing is lost",
+        "recovery",
+        "{sigkill_seconds_warm_10mb}, {sigkill_seconds_warm_96mb}",
+    ),
+    Headline(
         "half a day of real spot interruptions, computed: share of its steps that a run keeps, and one that restarts",
         "spot",
         "{goodput_elastic_1x} and {goodput_restarted_1x}; at a hundred times the rate {goodput_elastic_100x} and "
