@@ -54,7 +54,7 @@ def test_a_stream_goes_on_in_another_process(local_ray: None, replay: str, tmp_p
     assert events(tmp_path / "run", "recovery") != []
     after = handle.status().stages[0]["process"]
     assert after != before
-    assert (pulled / str(after)).stat().st_size < KILLED * MINIBATCH // 2
+    assert (pulled / str(after)).stat().st_size < STEPS * MINIBATCH  # what it would read from the begin
     alone = trainer(tmp_path, "alone", Counted(pulled), config).fit(STEPS, local=True, progress=False)
     state, wanted = load_state_dict(result.checkpoint), load_state_dict(alone.checkpoint)
     assert [name for name in wanted if not same_bits(state[name], wanted[name])] == []
