@@ -13,7 +13,6 @@ itself: a driver that was stopped for a minute has not heard of anybody for a mi
                  next to no processor time is used                   the longest
     slow         an action that needs nobody else takes long         SLOW_S, and SLOW_TIMES        told
                                                                      the longest
-    unfed        a wait for the data of a micro-batch                UNFED_S                       told
 
 A worker that is given up ends by itself where it lives: its lease, which every pulse renews, is as long.
 A process that has ended needs no row: Ray tells at once. A wait for another stage's message has the deadline of the
@@ -36,8 +35,6 @@ DEAF_S = 180.0
 BLOCKED_S, BLOCKED_TIMES = 120.0, 100.0
 IDLE_S = 60.0
 SLOW_S, SLOW_TIMES = 20.0, 20.0
-UNFED_S = 60.0
-"""Storage and tokenizers may take minutes, and whoever waits for the stage has a deadline: nobody is ended for it."""
 
 
 class Seen(NamedTuple):
@@ -51,7 +48,6 @@ class Seen(NamedTuple):
         action: in progress at its last pulse.
         action_s: how long that has been in progress by now; 0 where it waits for another stage or for data.
         longest_s: the longest earlier action, measured or planned.
-        unfed_s: how long it has waited for data by now; 0 where it does not.
     """
 
     silent_s: float
@@ -61,7 +57,6 @@ class Seen(NamedTuple):
     action: str = ""
     action_s: float = 0.0
     longest_s: float = 0.0
-    unfed_s: float = 0.0
 
 
 class Finding(NamedTuple):
@@ -129,11 +124,6 @@ TABLE = (
     Row(
         "slow", lambda seen: seen.action_s, lambda seen, grace_s: max(SLOW_S, SLOW_TIMES * seen.longest_s), False,
         "has been in {action} for {silence:.0f} s, where the longest one before took {longest:.1f} s",
-    ),
-    Row(
-        "unfed", lambda seen: seen.unfed_s, lambda seen, grace_s: UNFED_S, False,
-        "has waited for the data of {action} for {silence:.0f} s: train_data or eval_data, its collate_fn, or the "
-        "storage behind it is slow or waits for ever",
     ),
 )  # fmt: skip
 """Rows in the order of their weight: the first whose limit has passed is what is told."""

@@ -159,7 +159,6 @@ def test_every_row_has_its_case(row: object) -> None:
         "unreachable": lambda s: Seen(s),
         "blocked": lambda s: Seen(0.0, True, idle_s=s, action="0B1", action_s=s),
         "slow": lambda s: Seen(0.0, True, action="0B1", action_s=s),
-        "unfed": lambda s: Seen(0.0, True, action="0F1", idle_s=s, unfed_s=s),
     }
     made = makers[row.means]  # type: ignore[attr-defined]
     limit_s = row.limit_s(made(0.0), GRACE_S)  # type: ignore[attr-defined]

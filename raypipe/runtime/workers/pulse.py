@@ -40,7 +40,6 @@ class Pulse(NamedTuple):
         action: in progress, as text ("2F0"); empty between segments.
         action_s: how long it has been seen in progress.
         computes: it needs nobody else for it: neither a message of another stage nor a read of data.
-        reads: it waits for a read of data.
         longest_s: the longest that an earlier action of computation was seen in progress, by looks twice a second.
         segments: done since the run began.
         cpu_s: processor time of all threads since the process began.
@@ -56,7 +55,6 @@ class Pulse(NamedTuple):
     segments: int
     cpu_s: float
     resident_bytes: int
-    reads: bool = False
 
 
 class ActionClock:
@@ -174,7 +172,6 @@ def pulse_of(clock: ActionClock, action: Action | None, segments: int, *, reads:
         segments,
         time.process_time(),
         _resident_bytes(),
-        reads and action is not None,
     )
 
 

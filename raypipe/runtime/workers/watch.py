@@ -210,7 +210,6 @@ class Watch:
                 pulse.action,
                 pulse.action_s if pulse.computes else 0.0,
                 max(pulse.longest_s, self.planned_s),
-                pulse.action_s if pulse.reads else 0.0,
             ),
             self._lease_s,
         )

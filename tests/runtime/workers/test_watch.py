@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import ray
 import torch
-from torch.utils.data import Dataset
 
 from raypipe.engine.state import Settings
 from raypipe.errors import StageError
@@ -60,11 +57,11 @@ class Crew:
         self.noticed: list[Notice] = []
         self.fleet = Fleet(count, NEEDS, tell=lambda notice: self.noticed.append(notice))
 
-    def train(self, block: torch.nn.Module, data: Any = None) -> Iterator[list[StepReport]]:
+    def train(self, block: torch.nn.Module) -> Iterator[list[StepReport]]:
         """Two of them train without end, with this layer in stage 1."""
         self.noticed = []
         stages, tensors = faulty(2, 1, block)
-        configure(self.fleet, stages, tensors, sgd, data or CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
+        configure(self.fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
         return steps(self.fleet, stages, SHAPES["even"], "1f1b", count=10**6)
 
     def told(self) -> list[tuple[str, bool, int | None, int]]:
@@ -74,7 +71,7 @@ class Crew:
 @pytest.fixture(scope="module")
 def crew(local_ray: None) -> Iterator[Crew]:
     before = ours()
-    made = Crew(7)
+    made = Crew(5)
     yield made
     made.fleet.stop()
     wait_until(lambda: ours().beyond(before) == NOTHING)
@@ -120,41 +117,6 @@ def test_a_stage_that_is_killed_is_told_with_the_signal(crew: Crew) -> None:
     assert "SIGKILL" in text or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15)
     assert crew.told() == [("died", True, 0, process)]
     assert member.lost
-
-
-class Silent(Dataset[Any]):
-    """Answers nothing from an item on, but for the process that made it."""
-
-    def __init__(self, data: Any, first: int) -> None:
-        self.data, self.first, self.here = data, first, os.getpid()
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, item: int) -> Any:
-        if item >= self.first and os.getpid() != self.here:
-            time.sleep(3600.0)
-        return self.data[item]
-
-
-def test_a_stage_whose_data_does_not_come_is_told_and_not_ended(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a limit of a second instead of a minute; a run of one stage has nobody else who would say so."""
-    monkeypatch.setattr(liveness, "UNFED_S", 1.0)
-    running = crew.train(Nap(10**9, 0.0), Silent(CASES["mlp"].data(40), first=20))
-    members = list(crew.fleet.in_use)
-
-    def end_both() -> None:
-        wait_until(lambda: {found.worker for found in crew.noticed} == {0, 1}, 60.0)
-        assert not any(member.lost for member in members)
-        for member in members:
-            os.kill(member.facts["process"], signal.SIGKILL)
-
-    ends = threading.Thread(target=end_both)
-    end_of(running, ends.start)
-    ends.join(60.0)
-    told = crew.noticed[:2]
-    assert {(found.means, found.over, found.worker) for found in told} == {("unfed", False, 0), ("unfed", False, 1)}
-    assert all("has waited for the data of" in found.reason for found in told)
 
 
 @pytest.mark.parametrize(("block", "means"), [(Nap(9, 3600.0), "blocked"), (Deadlock(9), "deadlocked")])
