@@ -15,7 +15,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.runfile.read import read_runfile
 from tests.exactness import same_bits
 from tests.models import CASES
-from tests.prepare.test_resume import adamw, trainer
+from tests.prepare.test_resume import broken_adamw, trainer
 from tests.runtime.run.test_calls import Fails, Listens
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
@@ -107,19 +107,8 @@ def test_they_hear_of_a_run_from_its_start_to_its_end_and_change_no_bit(tmp_path
 def test_they_are_told_why_a_run_failed(tmp_path: Path) -> None:
     listens = Listens()
 
-    def breaks(named: Any) -> Any:
-        made = adamw(named)
-        steps = iter(range(100))
-
-        def count(*_: Any) -> None:
-            if next(steps) == 2:
-                raise RuntimeError("the optimizer is broken")
-
-        made.register_step_pre_hook(count)
-        return made
-
     with pytest.raises(RaypipeError, match="the optimizer is broken"):
-        trainer("cnn", tmp_path, "run", 1, optimizer=breaks, callbacks=[listens]).fit(
+        trainer("cnn", tmp_path, "run", 1, optimizer=broken_adamw, callbacks=[listens]).fit(
             num_steps=4, local=True, progress=False
         )
     kind, _, error = listens.told[-1]

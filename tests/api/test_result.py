@@ -10,7 +10,7 @@ import pytest
 import raypipe
 from raypipe.errors import ConfigError, RaypipeError
 from tests.models import CASES
-from tests.prepare.test_resume import adamw, trainer
+from tests.prepare.test_resume import broken_adamw, trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
@@ -39,19 +39,8 @@ def test_the_last_evaluation_counts_though_steps_followed(tmp_path: Path) -> Non
 
 
 def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
-    def breaks(named: Any) -> Any:
-        made = adamw(named)
-        steps = iter(range(100))
-
-        def count(*_: Any) -> None:
-            if next(steps) == 2:
-                raise RuntimeError("the optimizer is broken")
-
-        made.register_step_pre_hook(count)
-        return made
-
     with pytest.raises(RaypipeError):
-        trainer("cnn", tmp_path, "run", 1, optimizer=breaks).fit(num_steps=4, local=True, progress=False)
+        trainer("cnn", tmp_path, "run", 1, optimizer=broken_adamw).fit(num_steps=4, local=True, progress=False)
     found = raypipe.Result.from_path(tmp_path / "run")
     assert "the optimizer is broken" in str(found.error)
     assert (len(found.records), found.checkpoint, found.stopped) == (2, "", "")

@@ -32,6 +32,19 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
+def broken_adamw(named: Any) -> torch.optim.Optimizer:
+    """AdamW whose third step fails."""
+    made = adamw(named)
+    steps = iter(range(100))
+
+    def count(*_: Any) -> None:
+        if next(steps) == 2:
+            raise RuntimeError("the optimizer is broken")
+
+    made.register_step_pre_hook(count)
+    return made
+
+
 def unhurried(named: Any) -> torch.optim.Optimizer:
     """The same bits at 50 steps a second or less: what trains until it is stopped has not gone far by then."""
     made = adamw(named)
