@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ def pipeline(
     job = trainer._prepared()
     fleet = LocalFleet(launch.run_setup(job, None), launch.generation_setup(job), job.tensors, device_of)
     plan = job.plan
+    rows = cache(partial(rows_for, plan))  # made once for each key, as a run does
 
     def carry_out(count: int) -> Iterator[list[list[StepReport]]]:
         segments = train_segments(len(data), plan.minibatch_size, plan.microbatch_size, count)
-        return fleet.run((Order(segment) for segment, _ in segments), lambda key: rows_for(plan, key))
+        return fleet.run((Order(segment) for segment, _ in segments), rows)
 
     try:
         yield fleet, carry_out
