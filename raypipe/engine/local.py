@@ -7,17 +7,18 @@ sums over many threads round differently.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from queue import Empty, Queue
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from raypipe.engine.beside import channels_between
 from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
+from raypipe.engine.crew import Crew
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
@@ -76,6 +77,7 @@ class LocalFleet:
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
             mine = setup if placement.leads else _with_own_functions(setup, placement)
             self.executors.append(Executor(run, mine, worker, states, channels[worker], crossing.device))
+        self._crew: Crew[_Outcome] = Crew("raypipe worker", len(self.executors))
         writing = self.executors if run.place is not None else []
         self._writers = [writer for executor in writing for writer in writers_of(executor, run)]
 
@@ -138,6 +140,7 @@ class LocalFleet:
 
     def stop(self) -> None:
         """Close the channels and the data; safe to call twice."""
+        self._crew.close()
         for writer in self._writers:
             writer.close()
         for executor in self.executors:
@@ -147,15 +150,14 @@ class LocalFleet:
                 channel.close()
 
     def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
-        outcomes: Queue[_Outcome] = Queue()
         if order.training:
             for executor in self.executors:
                 executor.use_codecs(order.codecs)
 
-        def carry_out(index: int) -> None:
+        def carry_out(index: int) -> _Outcome:
             try:
                 row = schedule.row(index)
-                reports = self.executors[index].run(
+                return index, self.executors[index].run(
                     order.segment,
                     row,
                     training=order.training,
@@ -163,20 +165,12 @@ class LocalFleet:
                     keep_spans=order.keep_spans,
                     measure=order.measure,
                 )
-                outcomes.put((index, reports))
             except BaseException as error:  # noqa: BLE001  (handed to the caller's thread, not swallowed)
-                outcomes.put((index, error))
+                return index, error
 
         with one_thread():
-            threads = [
-                threading.Thread(target=carry_out, args=(index,), name=f"raypipe worker {index}", daemon=True)
-                for index in range(len(self.executors))
-            ]
-            for thread in threads:
-                thread.start()
+            outcomes = self._crew.hand([partial(carry_out, index) for index in range(len(self.executors))])
             found, failure = self._gather(outcomes)
-            for thread in threads:
-                thread.join()
         if failure is not None:
             raise failure
         by_holder = {
@@ -186,7 +180,9 @@ class LocalFleet:
         }
         return [by_holder[holder] for holder in sorted(by_holder)]
 
-    def _gather(self, outcomes: Queue[_Outcome]) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
+    def _gather(
+        self, outcomes: SimpleQueue[_Outcome]
+    ) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
         """The reports of each worker, and the first failure, or what explains it; it releases the other workers."""
         found: dict[int, list[list[StepReport]]] = {}
         failure: BaseException | None = None
@@ -202,7 +198,7 @@ class LocalFleet:
         return found, failure
 
 
-def _next(outcomes: Queue[_Outcome]) -> _Outcome:
+def _next(outcomes: SimpleQueue[_Outcome]) -> _Outcome:
     while True:  # in short waits, so that Ctrl-C gets through
         try:
             return outcomes.get(timeout=0.5)
