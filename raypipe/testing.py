@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from raypipe.engine.copies import copy_of
 from raypipe.engine.data.source import Source, open_data
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, loss_weights
+from raypipe.engine.norms import each_norm
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import key_checkpoints
@@ -75,6 +77,7 @@ def reference(
     pipeline: PipelineConfig | None = None,
     microbatches_by_step: Sequence[int] = (),
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Reference:
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
@@ -84,6 +87,7 @@ def reference(
             follows from.
         microbatches_by_step: M of every step of a run with retune_microbatches; metrics.parquet tells it at the end of
             each step's ``schedule``.
+        device: where to compute, "cuda" for instance; a pipeline equals it on a device of the same kind.
 
     Raises:
         ConfigError: the precision is not fp32; the micro-batches depend on a profile, or on a number of stages that is
@@ -101,6 +105,7 @@ def reference(
     source = open_data(train_data, seed=config.seed, collate=collate_fn)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)
     reduction = _reduction(trained, source, loss_fn, config)
+    trained.to(device)
     named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
     stepper = optimizer(named)
     scheduler = lr_scheduler(stepper) if lr_scheduler else None
@@ -113,7 +118,7 @@ def reference(
                 microbatch_size = math.ceil(minibatch_size / microbatches_by_step[step])
             segment, at = next_segment(source.num_samples, minibatch_size, microbatch_size, at)
             stepper.zero_grad(set_to_none=True)
-            losses.append(float(_accumulate(trained, source, segment, loss_fn, reduction, config.seed)))
+            losses.append(float(_accumulate(trained, source, segment, loss_fn, reduction, config.seed, device)))
             norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))
             gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
             if config.on_nonfinite == "skip" and not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
@@ -175,18 +180,20 @@ def _accumulate(
     loss_fn: LossFn | None,
     reduction: Reduction,
     seed: int,
+    device: torch.device | str,
 ) -> torch.Tensor:
     """One mini-batch forward and backward; returns its loss."""
     columns = _columns(source, loss_fn)
     whole = source.read(segment.epoch, segment.offset, segment.minibatch_samples, columns)
     sizes = segment.microbatch_samples
     weights = loss_weights(reduction, sizes, _counted(whole, columns, loss_fn, reduction, sizes))
+    whole = _moved(whole, device)
     total: torch.Tensor | None = None
     for index, weight in enumerate(weights):
         at = sum(sizes[:index])
         cut = slice(at, at + sizes[index])
         key = RandomKey(seed, segment.first_step, segment.first_microbatch + index)
-        with KeyedRandomness(key):
+        with KeyedRandomness(key), _made_on(device):
             output, target = _forward(model, whole, cut, loss_fn)
         if weight == 0.0:  # it went through the model, for its buffers, but an average over nothing is nan
             continue
@@ -210,6 +217,18 @@ def _counted(
     return whole.get("labels") if isinstance(whole, Mapping) else None
 
 
+def _made_on(device: torch.device | str) -> AbstractContextManager[object]:
+    """Tensors that a forward makes without saying where are made there, as in a pipeline."""
+    return nullcontext() if torch.device(device).type == "cpu" else torch.device(device)
+
+
+def _moved(whole: Any, device: torch.device | str) -> Any:
+    """Columns of a mini-batch, on the device."""
+    if isinstance(whole, Mapping):
+        return {name: tensor.to(device) for name, tensor in whole.items()}
+    return [tensor.to(device) for tensor in whole]
+
+
 def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | None) -> tuple[Any, Any]:
     if isinstance(whole, Mapping):
         return model(**{name: tensor[cut] for name, tensor in whole.items()}), None
@@ -222,4 +241,8 @@ def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | N
 def _clip(parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
     if max_norm is not None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients or gradients[0].device.type == "cpu":
+        return torch.nn.utils.get_total_norm(gradients)
+    # Where nothing is clipped, stages report norms of parameters, and the total is made on the host.
+    return torch.linalg.vector_norm(torch.stack(list(each_norm(gradients))).cpu())

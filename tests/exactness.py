@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from raypipe import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data.source import open_data
+from raypipe.engine.device import CPU, Device
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.norms import norm_of
 from raypipe.engine.randomness import RandomKey
@@ -151,7 +152,7 @@ def config_of(shape: Shape, num_stages: int = 1, schedule: str = "auto", **more:
 
 
 @cache
-def expected(name: str, shape: Shape, optimizer: str, **more: Any) -> Reference:
+def expected(name: str, shape: Shape, optimizer: str, device: str = "cpu", **more: Any) -> Reference:
     """The reference, made once for all partitions and schedules."""
     found = case(name)
     return reference(
@@ -161,6 +162,7 @@ def expected(name: str, shape: Shape, optimizer: str, **more: Any) -> Reference:
         num_steps=STEPS,
         loss_fn=found.loss_fn,
         pipeline=config_of(shape, **more),
+        device=device,
     )
 
 
@@ -187,6 +189,7 @@ def train(
     replicas: int | tuple[int, ...] = 1,
     lanes: int | None = None,
     shards: bool = False,
+    device_of: Callable[[int], Device] = lambda _: CPU,
     **more: Any,
 ) -> Run:
     """The same training in stages, in threads of this process.
@@ -194,6 +197,7 @@ def train(
     Args:
         cuts: number of stages, or positions.
         workers: that share the stages, where the schedule puts several on each.
+        device_of: worker -> what it computes on.
         replicas, lanes, shards: of every stage; as in Request. Of optimizers that step slices no gradients are kept.
         more: further fields of PipelineConfig.
     """
@@ -201,7 +205,7 @@ def train(
     stages = programs(name, cuts)
     config = config_of(shape, len(stages), schedule, **more)
     tensors = {**made.parameters, **made.buffers}
-    how = (steps, workers, replicas, lanes, shards)
+    how = (steps, workers, replicas, lanes, shards, device_of)
     return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), *how)
 
 
@@ -217,6 +221,7 @@ def train_stages(
     replicas: int | tuple[int, ...] = 1,
     lanes: int | None = None,
     shards: bool = False,
+    device_of: Callable[[int], Device] = lambda _: CPU,
 ) -> Run:
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
@@ -235,7 +240,7 @@ def train_stages(
 
     wiring = build_schedule(request, len(stages), 1, 0).wiring
     setup = GenerationSetup(stages, wiring.homes, recompute=request.recomputed(len(stages)), lanes=wiring.lanes)
-    fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), setup, tensors)
+    fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), setup, tensors, device_of)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]

@@ -116,7 +116,8 @@ class FakeDevice:
             return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # as floats: NaN
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        if self.without != "record_stream" and self.holds(tensor):
+        assert self.holds(tensor), "streams share memory of the device"
+        if self.without != "record_stream":
             self._owner[id(tensor.untyped_storage())][1].add(self._current)
 
     def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
@@ -138,7 +139,7 @@ class FakeDevice:
             with torch.no_grad(), _disable_current_modes():
                 read, written = (x.detach().view(torch.uint8).numpy() for x in (source, into))
                 with _ONE_KERNEL:
-                    kernels(kernel, grid_of(elements), THREADS, read, written, elements, key)
+                    kernels(kernel, grid_of(kernel, elements), THREADS, read, written, elements, key)
                 self.launched.add(kernel)
                 if not (self._may_use(source, stream) and self._may_use(into, stream)):
                     _poison(into)

@@ -80,7 +80,7 @@ class Crossing:
         device = self.device
         if device.immediate or not any(tensor is not None for tensor in tensors):
             return cast(tuple[torch.Tensor | None, ...], tuple(tensors))
-        if all(x is None or (isinstance(x, torch.Tensor) and x.device.type == "cuda") for x in tensors):
+        if all(x is None or (isinstance(x, torch.Tensor) and device.holds(x)) for x in tensors):
             there = cast(tuple[torch.Tensor | None, ...], tuple(tensors))  # a link between devices brought them
             for x in there:
                 if x is not None:
@@ -158,6 +158,10 @@ class Crossing:
                     shown.append(None)
                     continue
                 flat, plain, requires_grad = one
+                if not device.holds(flat):
+                    copy = flat.clone().as_strided(plain.shape, plain.stride())
+                    shown.append(copy.detach().requires_grad_(requires_grad))
+                    continue
                 device.record_stream(flat)
                 if coding is not None and applies(coding.name, flat.dtype, flat.numel()):
                     wire = device.empty(wire_bytes(coding.name, flat.dtype, flat.numel()), torch.uint8)

@@ -105,6 +105,9 @@ class CudaDevice:
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype, device=self.place)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
     def staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -101,6 +101,9 @@ class Device(Protocol):
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the device, of the current stream's allocator; shape (elements,)."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory of the device. Some of what belongs to a stage does not: Adam's counts of steps."""
+
     def staging(self, nbytes: int) -> torch.Tensor:
         """Host memory that copies to and from the device need not wait for; uint8, shape (nbytes,)."""
 
@@ -148,6 +151,9 @@ class CpuDevice:
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
 
     def staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -17,7 +17,7 @@ import torch
 
 from raypipe.ir.report import Norms
 
-__all__ = ["BLOCK", "block_norms", "norm_of", "norm_of_blocks", "norms_told", "total_norm"]
+__all__ = ["BLOCK", "block_norms", "each_norm", "norm_of", "norm_of_blocks", "norms_told", "total_norm"]
 
 BLOCK = 1024
 """Elements. A multiple of what a vector register holds: a step of slices that begin with a block treats every element
@@ -37,6 +37,12 @@ def block_norms(elements: torch.Tensor) -> torch.Tensor:
     if whole < elements.numel():
         parts.append(torch.linalg.vector_norm(elements[whole:]).view(1))
     return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def each_norm(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Scalars, one for each: by what ``torch.nn.utils.clip_grad_norm_`` takes them by, which on a GPU adds up otherwise
+    than ``vector_norm`` does, and in a few kernels for all."""
+    return torch._foreach_norm(list(gradients)) if gradients else ()
 
 
 def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,15 @@ forward of the whole model in execution order; capture writes it into the stages
 same numbers from `KeyedRandomness`.
 
 torch's default CPU generator is not used: it is global, so that two stage threads corrupt each other's
-draws, and seeding it costs 86 us against 1 us for a generator of one's own.
+draws, and seeding it costs 86 us against 1 us for a generator of one's own. Fused operations of a GPU (its dropout, its
+attention with dropout) take no generator: for them the GPU's default one is seeded, and put back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ aten = torch.ops.aten
 
 _MASK64 = (1 << 64) - 1
 _local = threading.local()
+_ONE_DEFAULT = threading.Lock()
+_ONE_CUDNN = threading.Lock()
 
 
 class RandomKey(NamedTuple):
@@ -62,13 +66,35 @@ def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Genera
     generator = pool.get(device)
     if generator is None:
         generator = pool[device] = torch.Generator(device)
-    # The CPU generator uses the low 32 bits only; mixed() has brought all of the key there.
-    generator.manual_seed(mixed(*key, index) & 0x7FFFFFFFFFFFFFFF)
+    generator.manual_seed(_seed(key, index))
     return generator
+
+
+def _seed(key: RandomKey, index: int) -> int:
+    """Of one draw. The CPU generator uses the low 32 bits only; mixed() has brought all of the key there."""
+    return mixed(*key, index) & 0x7FFFFFFFFFFFFFFF
+
+
+@contextmanager
+def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
+    """Inside, operations of this GPU that take no generator draw by the key: they read seed and offset when they are
+    queued. Other threads wait."""
+    number = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[number]
+    with _ONE_DEFAULT:
+        before = generator.get_state()
+        generator.manual_seed(_seed(key, index))
+        try:
+            yield
+        finally:
+            generator.set_state(before)
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
     """``aten::dropout`` in training with 0 < p < 1: the same operations, so the same bits, from a keyed draw."""
+    if x.is_cuda and x.numel():
+        with _default_seeded(x.device, key, index):
+            return torch.native_dropout(x, p, True)[0]
     noise = torch.empty_like(x).bernoulli_(1 - p, generator=_generator(key, index, x.device)).div_(1 - p)
     return x * noise
 
@@ -80,8 +106,9 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     bound = bind_arguments(op, args, kwargs)
     if "dropout_p" in bound:  # attention
         return bool(bound["dropout_p"] > 0.0)
-    if "train" in bound and "p" in bound:  # the dropout family
-        return bool(bound["train"]) and 0.0 < bound["p"] < 1.0
+    for probability in ("p", "dropout"):  # the dropout family, and recurrent networks of cuDNN
+        if "train" in bound and probability in bound:
+            return bool(bound["train"]) and 0.0 < bound[probability] < 1.0
     return True
 
 
@@ -122,6 +149,21 @@ _WITHOUT_GENERATOR = {
 }
 
 
+_FUSED = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "native_dropout",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+)
+"""Operations of a GPU that draw from its default generator, once, as they are queued. Their backward draws nothing."""
+
+_OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)
+_RECURRENT = frozenset((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu))
+
+
 class KeyedRandomness(TorchDispatchMode):
     """Inside this context every random draw of this thread is keyed, the first under ``first_index``.
 
@@ -141,8 +183,11 @@ class KeyedRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
-        generator = _generator(self.key, self.index, device)
-        self.index += 1
+        index, self.index = self.index, self.index + 1
+        if func in _FUSED and device.type == "cuda":
+            with _default_seeded(device, self.key, index):
+                return func(*args, **kwargs)
+        generator = _generator(self.key, index, device)
         if func in _WITHOUT_GENERATOR:
             return _WITHOUT_GENERATOR[func](args, kwargs, generator)
         if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -151,6 +196,12 @@ class KeyedRandomness(TorchDispatchMode):
         twin = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
         overload = getattr(func.overloadpacket, twin, None)
         if overload is None:
+            if func in _OF_CUDNN:
+                raise CaptureError(
+                    "cuDNN draws the dropout between layers of a recurrent network from a state of its own, which "
+                    "raypipe cannot make the same in every partition. A pipeline computes such a network without "
+                    "cuDNN; for the same bits elsewhere set torch.backends.cudnn.enabled = False."
+                )
             raise CaptureError(
                 f"The random operation {func} takes no generator, so raypipe cannot make its draws the same in every "
                 "partition. Replace it by torch.rand, torch.randn, bernoulli or dropout."
@@ -168,10 +219,30 @@ def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, 
     Raises:
         StageError: the operation drew more or less often, so that later numbers would shift.
     """
-    with KeyedRandomness(key, index) as mode:
+    with _without_cudnn(op, args), KeyedRandomness(key, index) as mode:
         result = op(*args, **kwargs)
     if mode.index != index + draws:
         raise StageError(
             f"{op} drew {mode.index - index} times where {draws} were planned; use torch's dropout instead."
         )
     return result
+
+
+@contextmanager
+def _without_cudnn(op: Any, args: Sequence[Any]) -> Iterator[None]:
+    """For a recurrent network on a GPU that draws: cuDNN does so from a state that no key reaches.
+
+    The switch is the process's. A worker computes in one thread; of stages in threads of one process others may find
+    it off meanwhile.
+    """
+    if getattr(op, "overloadpacket", op) not in _RECURRENT or not any(
+        isinstance(x, torch.Tensor) and x.is_cuda for x in args
+    ):
+        yield
+        return
+    with _ONE_CUDNN:
+        before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.enabled = before

@@ -17,7 +17,7 @@ from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
-from raypipe.engine.norms import block_norms, norm_of_blocks, total_norm
+from raypipe.engine.norms import block_norms, each_norm, norm_of_blocks, total_norm
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.replicas.chunks import flat
 from raypipe.engine.stage import StageProgram
@@ -130,7 +130,8 @@ class Update:
         Args:
             parts: ``part_norms`` of all replicas, in their order, where they step slices.
         """
-        index, positions, norms = self._program.index, [], []
+        index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
+        whole = []
         blocks = {} if self._state.slices is None else self._state.slices.blocks(parts)
         for name, parameter in self._state.parameters.items():
             owner = self._program.shared_with.get(name, (index,))[0]
@@ -141,10 +142,13 @@ class Update:
                 elif self._in_blocks:
                     norms.append(norm_of_blocks(block_norms(flat(parameter.grad))))
                 else:
-                    norms.append(torch.linalg.vector_norm(parameter.grad))
+                    whole.append(parameter.grad)
+                    norms.append(None)
+        at_once = iter(each_norm(whole))
+        found = [next(at_once) if norm is None else norm for norm in norms]
         place = self._crossing.device.place
         where = torch.tensor(positions, dtype=torch.int64, device=place)
-        return where, torch.stack(norms) if norms else torch.empty(0, device=place)
+        return where, torch.stack(found) if found else torch.empty(0, device=place)
 
     def step(
         self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,

@@ -74,7 +74,7 @@ class Compiler:
         self._nvrtc = ctypes.CDLL(str(library))
 
     def __call__(self, source: str, architecture: str, *options: str) -> bytes:
-        """The machine code of one architecture, such as "sm_80".
+        """The machine code of an architecture such as "sm_80", or the PTX of one such as "compute_80".
 
         Raises:
             ValueError: it does not compile; with what NVRTC says.
@@ -87,6 +87,8 @@ class Compiler:
             failed = nvrtc.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
             if failed:
                 raise ValueError(self._text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode())
+            if architecture.startswith("compute_"):
+                return self._text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
             return self._text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

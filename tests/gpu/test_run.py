@@ -9,6 +9,7 @@ from raypipe.engine.codec import Codec, Codecs, cuda, host
 from raypipe.engine.cuda_device import CudaDevice
 from raypipe.engine.device import CPU
 from tests.device_run import run
+from tests.runs import test_replicas_on_device as replicas
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])
@@ -40,3 +41,16 @@ def test_a_run_on_a_gpu_computes_what_the_cpu_does() -> None:
             assert b == c
             assert (a is None) == (b is None)
             assert a is None or abs(a - b) <= 1e-4 * abs(a)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_replicas_exchange_gradients_in_streams_of_their_own(codec: str) -> None:
+    """What the CPU computes, the same bits every time."""
+    plain = replicas.run(lambda worker: CPU, codec_sums=codec)
+    first, again = (replicas.run(lambda worker: CudaDevice(), codec_sums=codec) for _ in range(2))
+    for a, b, c in zip(plain, first, again, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(b, c)  # type: ignore[arg-type]
+            torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-3)
+        else:
+            assert b == c

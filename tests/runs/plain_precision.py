@@ -35,18 +35,20 @@ def train_plain(
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     precision: str,
     max_grad_norm: float | None = None,
+    device: str = "cpu",
     **scaling: Any,
 ) -> Plain:
     """A copy of the model, trained; micro-batches of a step weigh by their samples.
 
     Args:
         loss_fn: None for a model that returns its own.
+        device: where it computes; what it returns is in host memory.
         scaling: options of torch.amp.GradScaler, for "fp16".
     """
-    masters = copy.deepcopy(model).train()
+    masters = copy.deepcopy(model).train().to(device)
     named = [(name, p) for name, p in masters.named_parameters() if p.requires_grad]
     stepper = optimizer(named)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **scaling)
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16", **scaling)
     found = Plain([], [], [], {}, [], [])
     for number, microbatches in enumerate(steps):
         samples = sum(map(_samples, microbatches))
@@ -57,8 +59,8 @@ def train_plain(
         if precision in _DTYPES:
             low = low.to(_DTYPES[precision])
         leaves = [p for p in low.parameters() if p.requires_grad]
-        for microbatch in microbatches:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
+        for microbatch in (_moved(given, device) for given in microbatches):
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16-autocast"):
                 loss = _loss(low, loss_fn, microbatch, _DTYPES.get(precision))
             weight = _samples(microbatch) / samples
             weighed = loss * weight
@@ -79,12 +81,19 @@ def train_plain(
         if not torch.isfinite(norm):
             found.skipped.append(number)
         else:
-            found.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+            found.gradients.append({name: p.grad.cpu().clone() for name, p in named if p.grad is not None})
         scaler.step(stepper)
         scaler.update()
         found.scales.append(scaler.get_scale())
-    found.parameters.update({name: p.detach().clone() for name, p in named})
+    found.parameters.update({name: p.detach().cpu().clone() for name, p in named})
     return found
+
+
+def _moved(microbatch: Microbatch, device: str) -> Microbatch:
+    if isinstance(microbatch, Mapping):
+        return {name: x.to(device) for name, x in microbatch.items()}
+    x, y = microbatch
+    return x.to(device), y.to(device)
 
 
 def _samples(microbatch: Microbatch) -> int:

@@ -94,7 +94,13 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def trainer(
-    model: nn.Module, folder: Path, optimizer: Any = adamw, data: Any = None, eval_data: Any = None, **fields: Any
+    model: nn.Module,
+    folder: Path,
+    optimizer: Any = adamw,
+    data: Any = None,
+    eval_data: Any = None,
+    scaling_config: Any = None,
+    **fields: Any,
 ) -> PipelineTrainer:
     return PipelineTrainer(
         model,
@@ -104,11 +110,12 @@ def trainer(
         eval_data=eval_data,
         pipeline=PipelineConfig(**{"num_stages": 2, "partitioner": "parameters", **FIELDS, **fields}),
         run_config=SimpleNamespace(name="run", storage_path=str(folder)),
+        scaling_config=scaling_config,
     )  # type: ignore[arg-type]
 
 
 def faults(model: nn.Module, folder: Path, plain: Plain, steps: int = STEPS, **fields: Any) -> list[str]:
-    """Train it in threads; what differs from plain PyTorch."""
+    """Train it in threads, with fields of PipelineConfig or a scaling_config; what differs from plain PyTorch."""
     recorder = Recorder(torch.optim.AdamW, lr=1e-2)
     result = trainer(model, folder, recorder, **fields).fit(num_steps=steps, local=True, progress=False)
     return differences(result, recorder, plain, folder)
@@ -122,10 +129,14 @@ def differences(result: Any, recorder: Recorder, plain: Plain, folder: Path) -> 
     if len(recorder.steps) != len(plain.gradients):
         found.append(f"{len(recorder.steps)} steps")
     for step, (one, other) in enumerate(zip(recorder.steps, plain.gradients, strict=False)):
-        found += [f"gradient of {name} in {step}" for name in other if not same_bits(one[name], other[name])]
+        found += [f"gradient of {name} in {step}" for name in other if not same_bits(_on_host(one[name]), other[name])]
     trained = load_state_dict(str(folder / "run"))
     found += [f"parameter {name}" for name, x in plain.parameters.items() if not same_bits(trained[name], x)]
     return found
+
+
+def _on_host(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.cpu()
 
 
 def plainly(model: nn.Module, precision: str, **more: Any) -> Plain:

@@ -17,6 +17,8 @@ known here needs --peak-tflops for mfu_*.
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import tempfile
 import time
@@ -79,6 +81,17 @@ TINY = Size(16, 32, 2, 4, 2, 1, 2, 1)
 """For a CPU."""
 
 
+@functools.cache
+def initial(size: Size) -> torch.nn.Module:
+    """The model, made once: every candidate trains a copy."""
+    return gpt(size.context, size.width, size.depth)
+
+
+def fresh(size: Size) -> torch.nn.Module:
+    """On the CPU, with the same parameters every time."""
+    return copy.deepcopy(initial(size))
+
+
 def minibatches(size: Size) -> Iterator[tuple[torch.Tensor, ...]]:
     """(inputs, targets) of one after another, in host memory, without end."""
     columns = texts(4 * size.minibatch, size.context).tensors
@@ -89,7 +102,7 @@ def minibatches(size: Size) -> Iterator[tuple[torch.Tensor, ...]]:
 def plain(size: Size, device: Device) -> Iterator[None]:
     """One step of plain PyTorch at each turn, done when it returns."""
     place = device.place
-    model = gpt(size.context, size.width, size.depth).to(place)
+    model = fresh(size).to(place)
     optimizer = adamw(model.parameters())
     for minibatch in minibatches(size):
         for x, y in zip(*(column.chunk(size.microbatches) for column in minibatch), strict=True):
@@ -125,7 +138,7 @@ def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list
         if label == "plain":
             run = plain(size, device)
         elif label in TORCH:
-            model = gpt(size.context, size.width, size.depth)
+            model = fresh(size)
             run = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
             stack.callback(run.close)  # type: ignore[attr-defined]
         else:
@@ -137,17 +150,17 @@ def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list
 def ours(size: Size, device_of: Callable[[], Device], num_stages: int, precision: str) -> Iterator[Iterator[Any]]:
     """Steps of a pipeline in threads."""
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
-        model, data = gpt(size.context, size.width, size.depth), texts(4 * size.minibatch, size.context)
-        config = config_of(size, num_stages, precision)
-        with pipeline(model, data, Path(folder), lambda worker: device_of(), **config) as (_, carry_out):
+        data, config = texts(4 * size.minibatch, size.context), config_of(size, num_stages, precision)
+        with pipeline(fresh(size), data, Path(folder), lambda worker: device_of(), **config) as (_, carry_out):
             yield carry_out(size.warm_up + size.steps)
 
 
 def config_of(size: Size, num_stages: int, precision: str) -> dict[str, Any]:
-    """Fields of PipelineConfig; by parameters, for a profile would time the model on the CPU."""
+    """Fields of PipelineConfig: by parameters and with what the loss averages over, for both would otherwise be found
+    by computing on the CPU."""
     return {
         "num_stages": num_stages, "minibatch_size": size.minibatch, "num_microbatches": size.microbatches,
-        "schedule": "1f1b", "precision": precision, "partitioner": "parameters",
+        "schedule": "1f1b", "precision": precision, "partitioner": "parameters", "loss_reduction": "mean",
     }  # fmt: skip
 
 
@@ -178,7 +191,7 @@ def peak_in_bf16(size: Size, device_of: Callable[[], Device]) -> int:
 
 def flops_of(size: Size) -> float:
     """Of a step, forward and backward: 6 for each parameter and token, and those of attention (arXiv:2204.02311, B)."""
-    model = gpt(size.context, size.width, size.depth)
+    model = initial(size)
     looked_up = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("embed.", "position.")))
     parameters = sum(p.numel() for p in model.parameters()) - looked_up
     of_token = 6 * parameters + 12 * size.depth * size.width * size.context
@@ -229,7 +242,9 @@ def main() -> None:
     if tflops is None and not on_cpu:
         print(f"no mfu_*: the data sheet of {where} is not known here; --peak-tflops NUMBER says it")
     figures, raw = measure(size, lambda: CPU if on_cpu else CudaDevice(), None if tflops is None else tflops * 1e12)
-    parameters = sum(p.numel() for p in gpt(size.context, size.width, size.depth).parameters())
+    parameters = sum(p.numel() for p in initial(size).parameters())
     title = f"GPT of {parameters / 1e6:.0f} M parameters on {where}; {common.machine_line()}"
     print(common.table(title, ("figure", "value"), figures.items()))
+    planned, in_bf16 = raw["planned_bytes"] / 2**20, raw["peak_bytes_bf16"] / 2**20
+    print(f"one stage in bf16: {planned:.0f} MiB planned, {in_bf16:.0f} MiB at most in use")
     common.finish("gpu", figures, {**raw, "device": where, "size": size._asdict()}, asked)

@@ -1,16 +1,18 @@
 """Codecs on tensors of an NVIDIA device: one kernel to encode a tensor, one to decode it, by CuPy.
 
-    flat --(DLPack, no copy)--> CuPy --> kernel of kernels.cu in torch's current stream --> wire
+    flat --(its address, no copy)--> kernel of kernels.cu in torch's current stream --> wire
 
 They do what ``arrays`` defines. NVRTC compiles the kernels when a process first uses them on a device, and CuPy keeps
-them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call.
+them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call. A kernel takes
+15 to 30 us for 64 MiB, so what surrounds its launch is kept: the kernel found by name, and CuPy's view of the stream
+(see docs/design/0071).
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +23,10 @@ __all__ = ["KERNELS", "OPTIONS", "SOURCE", "THREADS", "decode", "encode", "grid_
 SOURCE = Path(__file__).with_name("kernels.cu")
 
 OPTIONS = ("--std=c++17",)
-"""Of NVRTC. Not --use_fast_math, by which numbers below the normal ones would become 0."""
+"""Of NVRTC. CuPy adds -ftz=true, which kernels.cu provides for."""
 
 THREADS = 256
-"""Of a block: a multiple of the 32 that share a scale."""
-
-PER_THREAD = BLOCK // 32
-"""Elements."""
+"""Of a block of threads: a multiple of 32."""
 
 _TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _F32 = (torch.float32,)
@@ -47,9 +46,10 @@ def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
     return f"{way}_{name}_{_TYPES[dtype]}"
 
 
-def grid_of(elements: int) -> int:
-    """Blocks of a launch."""
-    return -(-elements // (PER_THREAD * THREADS))
+def grid_of(kernel: str, elements: int) -> int:
+    """Blocks of threads in a launch: a thread has 4 elements, or 16 where 8 threads share a scale."""
+    of_thread = 4 if kernel.split("_")[1] in ("bf16", "fp16") else BLOCK // 8
+    return -(-elements // (of_thread * THREADS))
 
 
 def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
@@ -64,23 +64,50 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _launch(kernel: str, source: torch.Tensor, into: torch.Tensor, elements: int, *key: int) -> None:
-    import cupy
-    import numpy as np
-
     if not elements:
         return
-    device = source.device.index
-    stream = torch.cuda.current_stream(source.device).cuda_stream
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
-        # As bytes, because CuPy has no bfloat16.
-        given = [cupy.from_dlpack(tensor.detach().view(torch.uint8)) for tensor in (source, into)]
-        words = [np.uint32(word) for word in key[:2]] + [np.int32(word) for word in key[2:]]
-        _kernels(device).get_function(kernel)((grid_of(elements),), (THREADS,), (*given, np.int64(elements), *words))
+    place = source.device
+    with torch.cuda.device(place), _stream(torch.cuda.current_stream(place).cuda_stream, place.index):
+        # Addresses, because CuPy has no bfloat16; 32 bits are the key's words, a plain int is 64.
+        words = [_word(word) for word in key]
+        _kernel(kernel)(
+            (grid_of(kernel, elements),), (THREADS,), (source.data_ptr(), into.data_ptr(), elements, *words)
+        )
+
+
+def _word(value: int) -> Any:
+    """The same bits as an argument of 32."""
+    import numpy as np
+
+    return np.uint32(value)
+
+
+class _Handle(NamedTuple):
+    """A stream of torch, as CuPy asks for it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """(version of the protocol, cudaStream_t); see CUDA's stream protocol."""
+        return 0, self.address
 
 
 @functools.cache
-def _kernels(device: int) -> Any:
-    """The compiled source, loaded on a device, which is the current one."""
+def _stream(address: int, device: int) -> Any:
+    """CuPy's view of a stream of the current device; torch's streams come from pools and are never destroyed."""
+    from cupy.cuda import Stream
+
+    return Stream.from_external(_Handle(address)) if address else Stream.null
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    """A kernel, which CuPy loads on each device that launches it."""
+    return _module().get_function(name)
+
+
+@functools.cache
+def _module() -> Any:
     import cupy
 
     return cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)

@@ -1,12 +1,15 @@
 // The codecs of arrays.py on a GPU: one pass over memory to encode a tensor, one to decode it.
 //
-//   thread        four neighbouring elements, read and written at once where memory is aligned for that
-//   warp          one block of 128 elements; its largest magnitude is found by shuffles
+//   thread        bf16, fp16: four neighbouring elements; else four times four, 32 elements apart. Four are read and
+//                 written at once where memory is aligned for that, and a warp reads and writes neighbouring memory
+//   8 threads     one block of 128 elements; its largest magnitude is found by shuffles
 //   wire          bf16, fp16: 2 bytes an element; int8, fp8, int4: | scale of each block ... | codes ... |
 //
 // The bits are those of numpy, but for the payload of a NaN and the codes of blocks that are not finite, which are 0
 // here. So conversions are done on integers, and products, sums and quotients by functions that a compiler may not
-// fuse or approximate. Nothing is included: NVRTC needs no headers, and tests compile the same text for a CPU.
+// fuse or approximate. CuPy has NVRTC make 0 of what is below the normal numbers (-ftz=true), which counts where such
+// an element or result has a code: there ``product`` says in PTX what it means. Nothing is included: NVRTC needs no
+// headers, and tests compile the same text for a CPU.
 //
 // Threads of a block: a multiple of 32. wire begins at a multiple of 4 bytes, x at a multiple of its type's size.
 
@@ -14,6 +17,17 @@ typedef long long Count;
 typedef unsigned int Bits;
 
 __device__ __forceinline__ Bits maximum(Bits a, Bits b) { return a > b ? a : b; }
+
+// Rounded to nearest even, whatever the compiler is told of numbers below the normal ones.
+__device__ __forceinline__ float product(float a, float b) {
+#ifdef __CUDACC_RTC__
+    float found;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+    return found;
+#else
+    return __fmul_rn(a, b);
+#endif
+}
 
 // --- What tensors are made of: float32 <-> memory, rounded to nearest even.
 
@@ -196,55 +210,80 @@ template <class Half> __device__ __forceinline__ void decode_half(const unsigned
 
 // --- int8, fp8 and int4, of float32, fp16 and bf16.
 
+enum { BLOCK = 128, PER_BLOCK = 8, QUADS = BLOCK / PER_BLOCK / 4 };  // elements, threads, and fours of a thread
+
+struct Place {  // of a thread
+    Count block, first;  // of the tensor; of the thread's first four elements, the next ones follow in STEP
+};
+enum { STEP = 4 * PER_BLOCK };
+
+__device__ __forceinline__ Place place_of_thread() {
+    Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x, block = thread / PER_BLOCK;
+    return {block, block * BLOCK + thread % PER_BLOCK * 4};
+}
+
 template <class Type, class Code>
 __device__ __forceinline__ void encode_blocks(
     const typename Type::Memory* x, unsigned char* wire, Count n, Bits key_low, Bits key_high, int at_random) {
-    Count i = first_of_thread();
-    typename Type::Memory memory[4];
-    read4(x, i, n, memory);
-    float four[4];
+    Place place = place_of_thread();
+    typename Type::Memory memory[4 * QUADS];
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) read4(x, place.first + quad * STEP, n, memory + 4 * quad);
+    float found[4 * QUADS];
     Bits magnitude = 0;  // of a float as of its bits; NaN is above infinity
-    for (int k = 0; k < 4; ++k) {
-        four[k] = Type::from(memory[k]);
-        magnitude = maximum(magnitude, __float_as_uint(four[k]) & 0x7FFFFFFFu);
+    for (int k = 0; k < 4 * QUADS; ++k) {
+        found[k] = Type::from(memory[k]);
+        magnitude = maximum(magnitude, __float_as_uint(found[k]) & 0x7FFFFFFFu);
     }
-    for (int distance = 16; distance; distance >>= 1)
+    for (int distance = PER_BLOCK / 2; distance; distance >>= 1)
         magnitude = maximum(magnitude, __shfl_xor_sync(0xFFFFFFFFu, magnitude, distance));
-    if (i >= n) return;
+    if (place.first >= n) return;
     bool finite = magnitude < 0x7F800000u;
-    float largest = __uint_as_float(magnitude), scale = __uint_as_float(0x7FC00000u);
+    float largest = __uint_as_float(magnitude), scale = __uint_as_float(0x7FC00000u), inverse = 0.0f;
     if (finite) {
         scale = __fdiv_rn(largest, Code::most());
         if (scale > Code::most_scale()) scale = Code::most_scale();
         if (largest < Code::least()) scale = 0.0f;
+        inverse = __fdiv_rn(Code::most(), largest < Code::least() ? Code::least() : largest);
     }
-    if (threadIdx.x % 32 == 0) ((float*)wire)[i / 128] = scale;
-    Bits word = 0;
-    if (finite) {
-        float inverse = __fdiv_rn(Code::most(), largest < Code::least() ? Code::least() : largest), drawn[4];
-        if (Code::AT_RANDOM && at_random) {
-            draw2((Bits)(i / 2), key_low, key_high, drawn);
-            draw2((Bits)(i / 2 + 1), key_low, key_high, drawn + 2);
+    if (threadIdx.x % PER_BLOCK == 0) ((float*)wire)[place.block] = scale;
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) {
+        Count i = place.first + quad * STEP;
+        if (i >= n) return;
+        Bits word = 0;
+        if (finite) {
+            float drawn[4];
+            if (Code::AT_RANDOM && at_random) {
+                draw2((Bits)(i / 2), key_low, key_high, drawn);
+                draw2((Bits)(i / 2 + 1), key_low, key_high, drawn + 2);
+            }
+            for (int k = 0; k < 4; ++k) {
+                float steps = product(found[4 * quad + k], inverse);
+                if (Code::AT_RANDOM && at_random) steps = __fadd_rn(steps, i + k < n ? drawn[k] : 0.0f);
+                word |= Code::code(steps) << Code::WIDTH * k;
+            }
         }
-        for (int k = 0; k < 4; ++k) {
-            float steps = __fmul_rn(four[k], inverse);
-            if (Code::AT_RANDOM && at_random) steps = __fadd_rn(steps, i + k < n ? drawn[k] : 0.0f);
-            word |= Code::code(steps) << Code::WIDTH * k;
-        }
+        write_codes<Code>(wire + (n + BLOCK - 1) / BLOCK * 4, i, n, word);
     }
-    write_codes<Code>(wire + (n + 127) / 128 * 4, i, n, word);
 }
 
 template <class Type, class Code>
 __device__ __forceinline__ void decode_blocks(const unsigned char* wire, typename Type::Memory* x, Count n) {
-    Count i = first_of_thread();
-    if (i >= n) return;
-    float scale = ((const float*)wire)[i / 128];
-    Bits word = read_codes<Code>(wire + (n + 127) / 128 * 4, i, n), mask = (1u << Code::WIDTH) - 1u;
-    typename Type::Memory memory[4];
-    for (int k = 0; k < 4; ++k)
-        memory[k] = Type::to(__fmul_rn(Code::steps(word >> Code::WIDTH * k & mask), scale));
-    write4(x, i, n, memory);
+    Place place = place_of_thread();
+    if (place.first >= n) return;
+    float scale = ((const float*)wire)[place.block];
+    const unsigned char* codes = wire + (n + BLOCK - 1) / BLOCK * 4;
+    Bits words[QUADS], mask = (1u << Code::WIDTH) - 1u;
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) words[quad] = read_codes<Code>(codes, place.first + quad * STEP, n);
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) {
+        typename Type::Memory memory[4];
+        for (int k = 0; k < 4; ++k)
+            memory[k] = Type::to(product(Code::steps(words[quad] >> Code::WIDTH * k & mask), scale));
+        write4(x, place.first + quad * STEP, n, memory);
+    }
 }
 
 // --- The kernels, named after codec and type. Those that have no use for a key take it all the same.

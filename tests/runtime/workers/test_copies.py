@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from raypipe.engine.copy import CopyHeader
 from raypipe.engine.data.stream import Mark
 from raypipe.engine.local import LocalFleet
@@ -18,8 +16,6 @@ from raypipe.runtime.workers.copying_actor import CopyingActor
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from tests.engine.copy.stages import Stage
 from tests.runs.test_streams import ResumablePairs, trainer
-
-pytestmark = pytest.mark.engine
 
 
 def test_whoever_takes_a_copy_hears_where_the_stream_goes_on() -> None:
