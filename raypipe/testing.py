@@ -27,7 +27,6 @@ from raypipe.engine.copies import copy_of
 from raypipe.engine.data.source import Source, open_data
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, loss_weights
-from raypipe.engine.norms import each_norm
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import key_checkpoints
@@ -241,8 +240,4 @@ def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | N
 def _clip(parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
     if max_norm is not None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients or gradients[0].device.type == "cpu":
-        return torch.nn.utils.get_total_norm(gradients)
-    # Where nothing is clipped, stages report norms of parameters, and the total is made on the host.
-    return torch.linalg.vector_norm(torch.stack(list(each_norm(gradients))).cpu())
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
