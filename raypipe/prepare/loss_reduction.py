@@ -355,12 +355,12 @@ class _Trial:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients, on one thread; mode and buffers are put back."""
+    """Evaluation mode, without gradients, on all threads, for a large model takes a while; all is put back."""
     modes = {name: module.training for name, module in model.named_modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.eval()
     try:
-        with torch.no_grad(), one_thread(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss over one row
             yield
     finally:
