@@ -49,6 +49,7 @@ TORCH = {"torch": 1, "torch_two_stages": 2}
 LABELS = ("plain", *STAGES, *TORCH)
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
+    "--rounds": {"type": int, "default": None, "metavar": "N", "help": "in which all candidates take turns"},
     "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
 }
 PEAK_TFLOPS = {
@@ -236,6 +237,7 @@ def main() -> None:
     on_cpu = asked.device == "cpu"
     asked.quick = asked.quick or on_cpu
     size = TINY if on_cpu else QUICK if asked.quick else Size()
+    size = size if asked.rounds is None else size._replace(rounds=asked.rounds)
     where = "cpu" if on_cpu else torch.cuda.get_device_name()
     known = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in where), None)
     tflops = asked.peak_tflops or known
