@@ -61,7 +61,8 @@ def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
 from pathlib import Path
 from jobs.lib.processes import in_child
 def work(folder, file):
