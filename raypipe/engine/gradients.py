@@ -74,6 +74,13 @@ class GradientSink:
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
             self._positions.setdefault(site.parameter, []).append(position)
+        # Used once and held here alone, as most are: the sum of its one site is its gradient.
+        self._alone = [
+            (parameters[name], self._positions[name][0])
+            for name in program.trainable
+            if len(self._positions.get(name, ())) == 1 and name not in program.shared_with
+        ]
+        self._shared = program.trainable - {self._sites[position].parameter for _, position in self._alone}
 
     def use_lane(self, lane: int) -> None:
         """What is added from now on belongs to this lane; 0 at first, and after ``close``."""
@@ -112,6 +119,10 @@ class GradientSink:
         The first one is copied into the parameter's own layout, as torch's AccumulateGrad does: it may be a view
         or shared with another leaf, and the norm's bits depend on the layout.
         """
+        totals = [self._sums[position] for position in self._trained_at]
+        if totals and not self._early and all(x is not None for x in (*totals, *gradients)):
+            torch._foreach_add_(totals, gradients)  # type: ignore[arg-type]
+            return  # nothing is new, and no hook has taken anything
         copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for position, gradient in zip(self._trained_at, gradients, strict=True):
@@ -221,7 +232,9 @@ class GradientSink:
         foreign: Accumulators = {}
         for sites in imported:
             foreign |= sites
-        for name in self._program.trainable:
+        for parameter, position in self._alone:
+            parameter.grad = self._sums[position]
+        for name in self._shared:
             own = {self._sites[p].index: self._sums[p] for p in self._positions.get(name, ())}
             own |= {site.index: tensor for site, tensor in foreign.items() if site.parameter == name}
             parts = [own[index] for index in sorted(own)]

@@ -32,8 +32,7 @@ def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ())
     """
     if not precision.autocast:
         return nullcontext()
-    found = {x.device.type for x in tensors if x is not None} - {"meta"}
-    device_type = min(found, default="cpu", key=lambda kind: kind == "cpu")
+    device_type = next((x.device.type for x in tensors if x is not None and not (x.is_cpu or x.is_meta)), "cpu")
     return torch.autocast(device_type, dtype=getattr(torch, precision.autocast), cache_enabled=False)
 
 

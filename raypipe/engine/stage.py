@@ -216,7 +216,7 @@ class GraphFunction:
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
-            self._function = compiled(self.source, self.names, self.title, self.place)
+            self._function = compiled(self.source, self.names, self.title, self.place, direct=True)
         for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
             if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
                 raise _other_shape(name, column, shape)

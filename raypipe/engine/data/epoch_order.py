@@ -81,6 +81,10 @@ class EpochOrder:
             window = bisect_right(self._starts, position) - 1
             taken = self._rows_of(window)[position - first : start + count - first]
             groups = self._windows[window]
+            if len(groups) == 1:  # as of every dataset that is no file
+                yield groups[0], taken, np.arange(position - start, position - start + len(taken))
+                position = stop
+                continue
             ends = np.cumsum([self._rows_per_group[g] for g in groups])
             which = np.searchsorted(ends, taken, side="right")
             # Sorting by group once instead of searching per group: a window may hold thousands.
