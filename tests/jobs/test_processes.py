@@ -62,7 +62,7 @@ def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
 
 CHILD = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 from pathlib import Path
 from jobs.lib.processes import in_child
 def work(folder, file):
