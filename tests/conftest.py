@@ -15,7 +15,14 @@ from hypothesis import settings
 from tests import processes, tiers
 from tests.importers import Watch
 from tests.shared_engine import captures_of_a_test, shared_captures, steady_engine  # noqa: F401
-from tests.shared_ray import cluster, fleet, head, local_ray, pytest_runtest_makereport  # noqa: F401
+from tests.shared_ray import (  # noqa: F401
+    cluster,
+    fleet,
+    head,
+    local_ray,
+    pytest_runtest_makereport,
+    pytest_runtest_teardown,
+)
 
 _PATIENCE_S = 10.0
 

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from raypipe.runtime.workers.fleet import Fleet
     from tests.runtime.raylets import Home
 
-__all__ = ["cluster", "fleet", "head", "local_ray", "pytest_runtest_makereport"]
+__all__ = ["cluster", "fleet", "head", "local_ray", "pytest_runtest_makereport", "pytest_runtest_teardown"]
 
+_SHARED: list[str] = []
+"""The address of the shared node, while there is one."""
 FAILED = pytest.StashKey[bool]()
 
 
@@ -29,9 +31,11 @@ def local_ray() -> Iterator[None]:
         namespace="raypipe", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         _system_config={"worker_niceness": 0},  # as raypipe starts it; else a busy machine leaves stages nothing
     )  # fmt: skip
+    _SHARED.append(ray.get_runtime_context().gcs_address)
     try:
         yield
     finally:
+        _SHARED.clear()
         ray.shutdown()
 
 
@@ -74,3 +78,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """A test that leaves the node which others share is named; else all later ones would fail instead."""
+    yield
+    if _SHARED:
+        import ray
+
+        there = ray.get_runtime_context().gcs_address if ray.is_initialized() else "nowhere"
+        if there != _SHARED[0]:
+            expected = _SHARED.pop()
+            pytest.fail(f"This test left the shared node: the process was connected to {expected}, now to {there}.")
