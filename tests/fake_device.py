@@ -27,7 +27,7 @@ from raypipe.engine.codec.cuda import THREADS, grid_of, kernel_name
 from raypipe.engine.device import Stream
 from tests.emulators.cuda import Emulated
 
-__all__ = ["FakeDevice"]
+__all__ = ["FakeDevice", "Reached"]
 
 COMPUTE = "compute"
 _ONE_KERNEL = threading.Lock()

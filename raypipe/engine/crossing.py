@@ -1,7 +1,7 @@
 """Tensors between the memory of the host, where frames, files and data are, and that of a device.
 
     to_device   host tensor -> staging -> (copy_in) -> device tensor -> compute waits
-    to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits
+    to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits; of a message, who sends it
     in a codec  decoded in copy_in, encoded in copy_out, so that its bytes only are copied and computing goes on
 
 Shapes, strides and ``requires_grad`` stay as they are, because kernels, and so bits, depend on them. Where the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +24,7 @@ from raypipe.engine.device import Crosses, Device, Mark, Stream
 from raypipe.engine.messages import layout
 from raypipe.engine.messages.channel import Message, Payload
 from raypipe.engine.messages.frame import key_of
+from raypipe.engine.messages.late import Late
 from raypipe.ir.schedule import Action
 
 __all__ = ["KEPT", "Crossing"]
@@ -58,19 +60,24 @@ class Crossing:
     ) -> Payload:
         """What a channel is given: copies in host memory, encoded before they are copied where the device does that.
 
+        Nobody waits for the copies here. What requires no gradient may be memory that the next forward changes, such as
+        a buffer, so it is copied on the device first; gradients are nobody else's.
+
         Args:
+            what: outputs or gradients of inputs.
             on_device: the channel takes them where they are.
         """
         device = self.device
-        if on_device:
+        if on_device or device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
-        if device.immediate or not device.codes or codec.name == "none":
-            return self.to_host(tensors, what)
+        apart = what is Crosses.OUTPUTS
+        if not device.codes or codec.name == "none":
+            return self._to_host(tensors, what, [None] * len(tensors), apart=apart)
         names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
         codings = [
             _Coding(codec.name, key_of(codec, action, place)) if coded else None for place, coded in enumerate(names)
         ]
-        return self._to_host(tensors, what, codings)
+        return self._to_host(tensors, what, codings, apart=apart)
 
     def to_device(self, tensors: Payload, what: Crosses) -> tuple[torch.Tensor | None, ...]:
         """Copies on the device, for the stream that computes; the host may change its own at once.
@@ -139,16 +146,23 @@ class Crossing:
         """Copies in host memory, which the caller may read at once and keep."""
         if self.device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
-        return cast(tuple[torch.Tensor | None, ...], self._to_host(tensors, what, [None] * len(tensors)))
+        found = self._to_host(tensors, what, [None] * len(tensors))
+        found.arrive()
+        return cast(tuple[torch.Tensor | None, ...], tuple(found))
 
-    def _to_host(self, tensors: Tensors, what: Crosses, codings: Sequence[_Coding | None]) -> Payload:
-        """See ``to_host``.
+    def _to_host(
+        self, tensors: Tensors, what: Crosses, codings: Sequence[_Coding | None], *, apart: bool = False
+    ) -> Late:
+        """Copies in host memory that are on their way.
 
         Args:
             codings: by tensor, what it is encoded in before it is copied, if that applies to it.
+            apart: of what requires no gradient there is a copy on the device first.
         """
         device = self.device
         known = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
+        if apart:
+            known = [one if one is None or one[2] else (one[0].clone(), *one[1:]) for one in known]
         computed = device.mark()
         shown: list[torch.Tensor | CodedTensor | None] = []
         with device.stream(Stream.COPY_OUT):
@@ -176,8 +190,7 @@ class Crossing:
                 copy.copy_(flat, non_blocking=True)
                 shown.append(copy.as_strided(plain.shape, plain.stride()).detach().requires_grad_(requires_grad))
             there = device.mark()
-        device.finish(there, f"{what}: read once they are in host memory")
-        return tuple(shown)
+        return Late.of(shown, partial(device.finish, there, f"{what}: read once they are in host memory"))
 
     def read(self, scalars: Tensors, what: Crosses) -> list[float | None]:
         """Values of scalar tensors, of which a device is asked together."""

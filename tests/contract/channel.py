@@ -19,6 +19,7 @@ from raypipe.engine.codec import NONE, Codec, host
 from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.message_log import MessageLog
 from raypipe.engine.messages.channel import Channel
+from raypipe.engine.messages.late import Late
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
@@ -243,6 +244,45 @@ class ChannelContract:
             end.send(action._replace(microbatch=1), (came,))  # whatever codec the link has
             (again,) = other.recv(action._replace(microbatch=1), WAIT_S)
             assert torch.equal(again.wire, wire)
+
+    def test_who_sends_waits_for_what_comes_late_and_not_who_hands_it_over(self, pair: Pair) -> None:
+        if pair[0].on_device:
+            pytest.skip("nothing is copied to the host")
+        late, may_come = torch.zeros(300), threading.Event()
+
+        def arrive() -> None:
+            assert may_come.wait(WAIT_S)
+            late.fill_(7.0)
+
+        pair[0].send(f(0), Late.of((late, None), arrive))
+        pair[0].send(f(1), (torch.ones(1),))
+        may_come.set()
+        assert torch.equal(pair[1].recv(f(0), WAIT_S)[0], torch.full((300,), 7.0))  # type: ignore[arg-type]
+        assert torch.equal(pair[1].recv(f(1), WAIT_S)[0], torch.ones(1))  # type: ignore[arg-type]
+
+    def test_closing_delivers_what_comes_late(self, pair: Pair) -> None:
+        if pair[0].on_device:
+            pytest.skip("nothing is copied to the host")
+        late = torch.zeros(3)
+
+        def arrive() -> None:
+            time.sleep(0.05)
+            late.fill_(7.0)
+
+        pair[0].send(f(0), Late.of((late,), arrive))
+        pair[0].close()
+        assert torch.equal(pair[1].recv(f(0), WAIT_S)[0], torch.full((3,), 7.0))  # type: ignore[arg-type]
+
+    def test_what_never_comes_fails_the_link(self, pair: Pair) -> None:
+        if pair[0].on_device:
+            pytest.skip("nothing is copied to the host")
+
+        def arrive() -> None:
+            raise RuntimeError("the device is gone")
+
+        pair[0].send(f(0), Late.of((torch.zeros(3),), arrive))
+        with pytest.raises(LinkError, match="the device is gone"):
+            pair[1].recv(f(0), WAIT_S)
 
     def test_what_is_sent_is_looked_at_as_it_leaves(self, pair: Pair) -> None:
         if pair[0].on_device:

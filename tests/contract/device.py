@@ -17,6 +17,7 @@ from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.crossing import KEPT, Crossing
 from raypipe.engine.device import Crosses, Device, Stream
 from raypipe.engine.messages import frame
+from raypipe.engine.messages.late import arrived
 from raypipe.ir.schedule import Action, Op
 
 __all__ = ["DeviceContract"]
@@ -148,7 +149,9 @@ class DeviceContract:
         assert there is not None
         self.busy(device)
         codec = Codec(name, 5 if name == "int8" else None)
-        (coded,) = crossing.outgoing(action, (there * 2,), WHAT, codec)
+        message = crossing.outgoing(action, (there * 2,), WHAT, codec)
+        arrived(message)
+        (coded,) = message
         assert isinstance(coded, CodedTensor)
         (plain,) = frame.decode(*_sent(action, (x.detach() * 2).requires_grad_(), codec))
         (back,) = crossing.to_host(crossing.to_device((coded,), WHAT), WHAT)
@@ -156,6 +159,26 @@ class DeviceContract:
         assert plain is not None
         assert torch.equal(back, plain)
         assert (back.stride(), back.requires_grad) == (plain.stride(), plain.requires_grad)
+
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_a_message_is_what_it_was_when_it_was_handed_over(
+        self, device: Device, crossing: Crossing, *, requires_grad: bool
+    ) -> None:
+        if device.immediate:
+            pytest.skip("tensors are handed through")
+        x = sample(torch.float32, 3, 200).t().requires_grad_(requires_grad)
+        (there,) = crossing.to_device((x,), WHAT)
+        assert there is not None
+        action = Action(0, Op.SEND_F, 1)
+        self.busy(device)
+        message = crossing.outgoing(action, (there,), Crosses.OUTPUTS, Codec())
+        if not requires_grad:  # a buffer, which the next forward changes
+            there.add_(1)
+        arrived(message)
+        (came,) = message
+        assert isinstance(came, torch.Tensor)
+        assert torch.equal(came, x)
+        assert (came.stride(), came.requires_grad) == (x.stride(), requires_grad)
 
     def test_scalars_are_read(self, crossing: Crossing) -> None:
         there = crossing.to_device((torch.tensor(2.5), None, torch.tensor(float("nan"))), WHAT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -13,7 +14,7 @@ from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.errors import RaypipeError
 from tests.device_run import evaluate, gone_back, run
 from tests.exactness import same_bits
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, Reached
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -105,6 +106,32 @@ def test_a_wait_that_is_missing_changes_bits(wait: str) -> None:
     if wait != "record_stream":
         assert any(wait in device.waits for device in devices), "nobody waits for that"
     assert any(found)
+
+
+class Watched(FakeDevice):
+    """Notes which threads wait for what."""
+
+    def __init__(self) -> None:
+        super().__init__(eager=True)
+        self.by: dict[str, set[str]] = {}
+
+    def finish(self, mark: Reached, why: str) -> None:
+        self.by.setdefault(why, set()).add(threading.current_thread().name)
+        super().finish(mark, why)
+
+
+def test_who_computes_does_not_wait_for_the_messages_that_it_sends() -> None:
+    devices: list[Watched] = []
+
+    def device_of(worker: int) -> Watched:
+        devices.append(Watched())
+        return devices[-1]
+
+    run(device_of)
+    for what in (Crosses.OUTPUTS, Crosses.INPUT_GRADS):
+        threads = {name for device in devices for name in device.by.get(f"{what}: {READ}", ())}
+        assert threads
+        assert all(name.startswith("raypipe-send") for name in threads), threads
 
 
 def differs(device_of: Callable[[int], Device]) -> list[str]:

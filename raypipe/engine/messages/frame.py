@@ -30,6 +30,7 @@ from raypipe.engine.codec import NONE, Codec, host
 from raypipe.engine.codec.choice import rounding_key, travels_coded
 from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.messages import layout
+from raypipe.engine.messages.late import arrived
 from raypipe.engine.messages.record import (
     ALIGNMENT_BYTES,
     NO_TENSOR,
@@ -121,6 +122,7 @@ def encode(
 ) -> Frame:
     """Describe ``tensors`` and point at their memory, without a copy unless a tensor has gaps or a codec applies.
 
+    Late ones are waited for, so this is done by whoever sends, and not by who computes where there is another thread.
     A stride of 0 (an expanded dimension) is kept and only the distinct elements travel. A tensor
     with gaps or overlaps is packed first, its dimensions in the same order of strides.
 
@@ -132,6 +134,7 @@ def encode(
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
     """
     check_count(action, tensors, max_tensors)
+    arrived(tensors)
     described: list[Described | None] = []
     held: list[torch.Tensor | None] = []
     for place, tensor in enumerate(tensors):
