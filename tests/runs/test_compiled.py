@@ -44,13 +44,15 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.05, momentum=0.9)
 
 
-def made(folder: Path, name: str, model: Callable[[], nn.Module] = Wide, **pipeline: Any) -> PipelineTrainer:
+def made(
+    folder: Path, name: str, model: Callable[[], nn.Module] = Wide, scaling_config: Any = None, **pipeline: Any
+) -> PipelineTrainer:
     torch.manual_seed(0)
     given = {"num_stages": 2, "minibatch_size": SIZE, "num_microbatches": PARTS, "partitioner": ["last"]} | pipeline
     return PipelineTrainer(
         model(), loss_fn=functional.cross_entropy, optimizer=sgd,
         train_data=vectors(40), pipeline=PipelineConfig(verify="off", **given),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
+        run_config=SimpleNamespace(name=name, storage_path=str(folder)), scaling_config=scaling_config,
     )  # fmt: skip
 
 
