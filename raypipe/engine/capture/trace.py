@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.capture.certain_draws import CertainDraws
 from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.fixed_sizes import FixedSizes, watched_sizes
 from raypipe.engine.capture.flatten import flatten
@@ -118,7 +119,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """What a trace would lose is refused or kept; of a model that returns its loss, that and what metrics read."""
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     surroundings = surroundings_kept(f"{type(model).__name__}.forward")
-    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), loss:
+    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), CertainDraws(), loss:
         yield
 
 
