@@ -328,7 +328,8 @@ class StageWork:
         key = (weight, dtype)
         if key not in self._seed_tensors:
             scale = LossScale(self.state).value if self.program.precision.scaled else 1.0
-            self._seed_tensors[key] = torch.tensor(scale, dtype=dtype, device=self._crossing.device.place) * weight
+            # Filled on the device: a copy from the host would wait for all that is queued there.
+            self._seed_tensors[key] = torch.full((), scale, dtype=dtype, device=self._crossing.device.place) * weight
         return self._seed_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:

@@ -67,6 +67,7 @@ class Update:
         self._seed = settings.seed if settings.optimizer_draws else None
         self._skips = settings.on_nonfinite == "skip"
         self._skipped = 0  # steps since the last one that was taken
+        self._where: tuple[list[int], torch.Tensor] | None = None  # positions, as ``own_norms`` tells them
         self._scale_of_loss = LossScale(state) if program.precision.scaled else None
         self.lr: float | None = None
         """Learning rate of the first group in the last step."""
@@ -147,8 +148,10 @@ class Update:
         at_once = iter(each_norm(whole))
         found = [next(at_once) if norm is None else norm for norm in norms]
         place = self._crossing.device.place
-        where = torch.tensor(positions, dtype=torch.int64, device=place)
-        return where, torch.stack(found) if found else torch.empty(0, device=place)
+        if self._where is None or self._where[0] != positions:
+            # Mostly the same in every step. To make it anew on a device would wait for all that is queued there.
+            self._where = positions, torch.tensor(positions, dtype=torch.int64, device=place)
+        return self._where[1], torch.stack(found) if found else torch.empty(0, device=place)
 
     def step(
         self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
