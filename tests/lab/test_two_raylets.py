@@ -152,7 +152,6 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(
     late = [event for event in switches if event["step"] >= SLOW_FROM]
     assert late or switches
     if late:
-        assert late[0]["step"] < SLOW_FROM + 20
         # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, once it is full.
         occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
         assert 0.5 * 2 * occupancy_s < sum(late[0]["link_s"]) < 1.4 * 2 * occupancy_s
