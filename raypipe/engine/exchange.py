@@ -21,7 +21,8 @@ from raypipe.engine.messages.channel import Channel
 from raypipe.engine.placement import Placement
 from raypipe.engine.replicas.all_reduce import AllReduce
 from raypipe.engine.replicas.chunks import NOBODY
-from raypipe.engine.replicas.slices import Slices, parts_of, shared_out
+from raypipe.engine.replicas.slices import shared_out
+from raypipe.engine.sharing import share_out, shares_out
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import Settings
 from raypipe.errors import LinkError
@@ -55,10 +56,9 @@ class Exchange:
         self._timeout_s = settings.timeout_s
         self._crossings = {stage: Crossing(device) for stage in works}
         """Each of the thread in which a stage exchanges, beside the one that computes."""
-        shards = settings.shard_optimizer and len(placement.replicas) > 1
-        for work in works.values() if shards else ():
-            parts = parts_of(work.program, work.state.parameters, placement)
-            work.state.shard(Slices([*parts.values()], placement.replica, work.state.parameters))
+        shards = shares_out(placement, settings)
+        for work in works.values():
+            share_out(work.program, work.state, placement, settings)
         self._all_reduce = {
             stage: AllReduce(
                 stage,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MOST_STEPS", "CopyCosts", "copy_interval", "holders"]
+__all__ = ["MOST_STEPS", "CopyCosts", "copy_interval", "holders", "pieces_sent"]
 
 OVERHEAD = 0.03
 """Of a step's time that copies may cost."""
@@ -52,15 +52,20 @@ def copy_interval(costs: CopyCosts, failures_per_hour: float = FAILURES_PER_HOUR
     return min(MOST_STEPS, max(1, math.ceil(max(young_s, least_s) / costs.step_s)))
 
 
-def holders(nodes: Sequence[str], homes: Sequence[Sequence[int]] = ()) -> tuple[int | None, ...]:
+def holders(
+    nodes: Sequence[str], homes: Sequence[Sequence[int]] = (), *, shared_out: bool = False
+) -> tuple[int | None, ...]:
     """By worker, the worker that holds its copies: on another node where there is one, and each as few as possible.
 
     Replicas of a stage have the same state, so that each holds what the others copy. They send theirs to nobody, but
-    for the first one where all of them are on one node and other workers are not.
+    for the first one where all of them are on one node and other workers are not. Where they share out the state of
+    their optimizer, each sends its slices: rather to a worker of another stage than to one of its fellows, with whom
+    two pieces would be lost.
 
     Args:
         nodes: that the workers are on.
         homes: workers of each stage; empty where no stage has several.
+        shared_out: replicas share out the state of their optimizer.
     """
     fellows = {worker: workers for workers in homes for worker in workers if len(workers) > 1}
     count = len(nodes)
@@ -69,7 +74,9 @@ def holders(nodes: Sequence[str], homes: Sequence[Sequence[int]] = ()) -> tuple[
     for worker in range(count):
         others = [(worker + distance) % count for distance in range(1, count)]
         away = [other for other in others if nodes[other] != nodes[worker]]
-        if (replicas := fellows.get(worker)) is not None:
+        if (replicas := fellows.get(worker)) is not None and shared_out:
+            away, others = ([other for other in some if other not in replicas] or some for some in (away, others))
+        elif replicas is not None:
             together = all(nodes[replica] == nodes[worker] for replica in replicas)
             others = away if together and worker == replicas[0] else []
         away = away if others and away else others
@@ -78,3 +85,29 @@ def holders(nodes: Sequence[str], homes: Sequence[Sequence[int]] = ()) -> tuple[
             held[holder] += 1
         found.append(holder)
     return tuple(found)
+
+
+def pieces_sent(
+    homes: Sequence[Sequence[int]], held_by: Sequence[int | None], *, shared_out: bool
+) -> list[list[tuple[int, int]]]:
+    """By worker, as (stage, piece), what of the copies of its stages it sends to its holder.
+
+    Piece 0 is what all replicas of a stage have alike, so that one of them sends it, and none where the holder is a
+    replica too; piece n is the slices of the n-th.
+
+    Args:
+        homes: workers of each stage.
+        held_by, shared_out: see ``holders``.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in held_by]
+    for stage, workers in enumerate(homes):
+        slices = shared_out and len(workers) > 1
+        for at, worker in enumerate(workers):
+            holder = held_by[worker]
+            if holder is None:
+                continue
+            if not slices or (at == 0 and holder not in workers):
+                found[worker].append((stage, 0))
+            if slices:
+                found[worker].append((stage, 1 + at))
+    return found

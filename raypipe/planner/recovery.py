@@ -3,6 +3,11 @@
 stage 0   worker 0: 20, 21                        step 21 lacks stage 1, so all go back to 20:
 stage 1   (lost)        worker 0 holds: 20        stage 0 from worker 0, stage 1 from worker 0
 
+Replicas that share out the state of their optimizer have a piece of their stage's copy each, besides what all have:
+
+stage 0   worker 0: 20, 21   slices of 0: 20, 21      step 20 has all pieces, though nobody is left who stepped slices 1
+          (lost)             worker 2 holds slices of 1: 20
+
     all have made, or can make, step 27           worker 1's copy after 20; what worker 0 sent it in 20 ... 26
     roll back    steps 20 ... 26 by all           7 steps of the pipeline
     replay       steps 20 ... 26 by worker 1      7 times what worker 1 computes in a step, or the messages' way to it
@@ -15,47 +20,71 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Copy", "Log", "Lost", "Replay", "StepTimes", "newest_common", "replay_or_why_not"]
+__all__ = ["Copy", "Log", "Lost", "Replay", "StepTimes", "lacking", "newest_common", "replay_or_why_not"]
 
 FETCHED_BYTES_S = 200e6
 """Of logged messages, on their way to who is replayed: half of what a copy of state was measured at (0038)."""
 
 
 class Copy(NamedTuple):
-    """Copies of one stage's state that one process has.
+    """Copies of one stage's state that one process has, or of a piece of it.
 
     Attributes:
         holder: the process.
         steps: after which there is a whole copy.
+        piece: 0 for what all replicas have alike, which is all where they share nothing out; n for slices of the n-th.
+        pieces: how many with slices belong to a copy.
     """
 
     holder: Any
     stage: int
     steps: tuple[int, ...]
+    piece: int = 0
+    pieces: int = 0
 
 
 def newest_common(
     copies: Iterable[Copy], num_stages: int, steps: Collection[int]
-) -> tuple[int, dict[int, Copy]] | None:
-    """(step, by stage the first copy that has it) of the newest step that all stages can go back to; None without one.
+) -> tuple[int, dict[int, tuple[Copy, ...]]] | None:
+    """(step, by stage the copies that have it) of the newest step that all stages can go back to; None without one.
+
+    Of each piece it is the first copy that has the step: one copy for a stage that is in one piece.
 
     Args:
         copies: those that are to be preferred first, such as a stage's own before another worker's.
         steps: that count: those of which the run knows all that it has to.
     """
-    if not num_stages:
-        return None
-    by_stage: dict[int, list[Copy]] = {stage: [] for stage in range(num_stages)}
-    for copy in copies:
-        if copy.stage in by_stage:
-            by_stage[copy.stage].append(copy)
+    by_piece = _by_piece(copies, num_stages)
     common = set(steps).intersection(
-        *({step for copy in of_stage for step in copy.steps} for of_stage in by_stage.values())
+        *({step for copy in of_piece for step in copy.steps} for of_piece in by_piece.values())
     )
-    if not common:
+    if not by_piece or not common:
         return None
     step = max(common)
-    return step, {stage: next(c for c in of_stage if step in c.steps) for stage, of_stage in by_stage.items()}
+    first = {key: next(copy for copy in of_piece if step in copy.steps) for key, of_piece in by_piece.items()}
+    return step, {
+        stage: tuple(copy for (of, _), copy in sorted(first.items()) if of == stage) for stage in range(num_stages)
+    }
+
+
+def lacking(copies: Iterable[Copy], num_stages: int) -> str:
+    """Of what nobody has a copy of any step, for people; "" where there are some of everything."""
+    for (stage, piece), of_piece in sorted(_by_piece(copies, num_stages).items()):
+        if not any(copy.steps for copy in of_piece):
+            whose = f"the slices of replica {piece - 1} of stage {stage}" if piece else f"the state of stage {stage}"
+            return f"nobody that is left has {whose}"
+    return ""
+
+
+def _by_piece(copies: Iterable[Copy], num_stages: int) -> dict[tuple[int, int], list[Copy]]:
+    """By stage and piece, the copies that there are of all that make up the state of so many stages."""
+    found: dict[tuple[int, int], list[Copy]] = {(stage, 0): [] for stage in range(num_stages)}
+    here = [copy for copy in copies if copy.stage < num_stages]
+    for copy in here:
+        found |= {(copy.stage, n): [] for n in range(1, copy.pieces + 1) if (copy.stage, n) not in found}
+    for copy in here:
+        found.setdefault((copy.stage, copy.piece), []).append(copy)
+    return found
 
 
 class Lost(NamedTuple):

@@ -15,6 +15,7 @@ from raypipe.planner.copies import (
     CopyCosts,
     copy_interval,
     holders,
+    pieces_sent,
 )  # fmt: skip
 
 COSTS = CopyCosts(step_s=0.5, cost_s=0.05)
@@ -49,6 +50,38 @@ def test_replicas_hold_what_the_others_copy(
     nodes: str, homes: tuple[tuple[int, ...], ...], found: tuple[int | None, ...]
 ) -> None:
     assert holders(nodes, homes) == found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "homes", "found", "sent"),
+    [
+        ("aaa", ((0, 1), (2,)), (2, 2, 0), ["00 01", "02", "10"]),  # not to the other replica
+        ("aba", ((0, 1), (2,)), (1, 2, 1), ["01", "02", "10"]),  # rather to another node, where it is one
+        ("aa", ((0, 1),), (1, 0), ["01", "02"]),  # there is nobody else, and what both have stays
+        ("abc", ((0, 1, 2),), (1, 2, 0), ["01", "02", "03"]),
+        ("a", ((0,),), (None,), [""]),
+        ("aabb", ((0, 2), (1, 3)), (3, 2, 1, 0), ["00 01", "10 11", "02", "12"]),
+        ("aaaa", ((0, 2), (1, 3), (1, 3), (0, 2)), (1, 2, 3, 0), ["00 01 30 31", "10 11 20 21", "02 32", "12 22"]),
+    ],
+)
+def test_replicas_that_share_out_their_state_send_what_nobody_else_has(
+    nodes: str, homes: tuple[tuple[int, ...], ...], found: tuple[int | None, ...], sent: list[str]
+) -> None:
+    """Pieces as "stage piece"."""
+    held_by = holders(nodes, homes, shared_out=True)
+    assert held_by == found
+    told = pieces_sent(homes, held_by, shared_out=True)
+    assert [" ".join(f"{stage}{piece}" for stage, piece in of_one) for of_one in told] == sent
+
+
+def test_who_shares_nothing_out_sends_whole_copies() -> None:
+    homes = ((0, 1), (2,), (3,))
+    held_by = holders("aabb", homes)
+    assert held_by == (2, None, 0, 1)
+    assert pieces_sent(homes, held_by, shared_out=False) == [[(0, 0)], [], [(1, 0)], [(2, 0)]]
+    apart = holders("ab", ((0,), (1,)), shared_out=True)
+    assert apart == (1, 0), "no stage has replicas"
+    assert pieces_sent(((0,), (1,)), apart, shared_out=True) == [[(0, 0)], [(1, 0)]]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.planner.recovery import Copy, Log, Lost, Replay, StepTimes, newest_common, replay_or_why_not
+from raypipe.planner.recovery import Copy, Log, Lost, Replay, StepTimes, lacking, newest_common, replay_or_why_not
 
 STEPS = st.sets(st.integers(0, 6), max_size=3)
 
@@ -15,7 +15,8 @@ def test_all_go_back_to_the_newest_step_that_every_stage_has() -> None:
     copies = [Copy("a", 0, (20, 21)), Copy("a", 1, (20,)), Copy("b", 1, (18, 20)), Copy("b", 2, (19, 20, 21))]
     step, by_stage = newest_common(copies, 3, range(100)) or (None, {})
     assert step == 20
-    assert [by_stage[stage].holder for stage in range(3)] == ["a", "a", "b"]  # the first that has it
+    assert [by_stage[stage][0].holder for stage in range(3)] == ["a", "a", "b"]  # the first that has it
+    assert all(len(of_stage) == 1 for of_stage in by_stage.values())
 
 
 def test_a_step_that_the_run_does_not_know_is_none_to_go_back_to() -> None:
@@ -41,7 +42,54 @@ def test_the_answer_can_be_carried_out_and_is_the_newest(
     step, by_stage = found
     assert step == max(reachable)
     assert sorted(by_stage) == list(range(num_stages))
-    assert all(copy in copies and copy.stage == stage and step in copy.steps for stage, copy in by_stage.items())
+    assert all(copy in copies and copy.stage == stage and step in copy.steps for stage, (copy,) in by_stage.items())
+
+
+def pieces(*, without: str = "") -> list[Copy]:
+    """Stage 0 on workers a, b and c, which share out the state of their optimizer; d has stage 1 and holds slices."""
+    own = [
+        copy
+        for at, holder in enumerate("abc")
+        for copy in (Copy(holder, 0, (20, 21), 0, 3), Copy(holder, 0, (20, 21), 1 + at, 3))
+    ]
+    own.append(Copy("d", 1, (20, 21)))
+    held = [Copy("d", 0, (20,), 1, 3), Copy("d", 0, (20,), 2, 3), Copy("a", 0, (20,), 3, 3), Copy("b", 1, (20,))]
+    return [copy for copy in (*own, *held) if copy.holder not in without]
+
+
+@pytest.mark.parametrize(
+    ("lost", "step", "holders"),
+    [
+        ("", 21, ["aabc", "d"]),
+        ("a", 20, ["bdbc", "d"]),
+        ("b", 20, ["aadc", "d"]),
+        ("c", 20, ["aaba", "d"]),
+        ("d", 20, ["aabc", "b"]),
+        ("ab", 20, ["cddc", "d"]),
+    ],
+)
+def test_all_pieces_of_a_stage_are_needed_wherever_they_are(lost: str, step: int, holders: list[str]) -> None:
+    """Two of one stage were lost with the slices of both held elsewhere."""
+    at, by_stage = newest_common(pieces(without=lost), 2, range(100)) or (None, {})
+    assert at == step
+    assert ["".join(copy.holder for copy in by_stage[stage]) for stage in range(2)] == holders
+    assert [[copy.piece for copy in by_stage[stage]] for stage in range(2)] == [[0, 1, 2, 3], [0]]
+    assert lacking(pieces(without=lost), 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("ac", "nobody that is left has the slices of replica 2 of stage 0"),
+        ("ad", "nobody that is left has the slices of replica 0 of stage 0"),
+        ("bd", "nobody that is left has the slices of replica 1 of stage 0"),
+        ("abc", "nobody that is left has the state of stage 0"),
+        ("abcd", "nobody that is left has the state of stage 0"),
+    ],
+)
+def test_without_a_piece_there_is_no_step(lost: str, words: str) -> None:
+    assert newest_common(pieces(without=lost), 2, range(100)) is None
+    assert lacking(pieces(without=lost), 2) == words
 
 
 BESIDE = {0: {1}, 1: {0, 2}, 2: {1, 3}, 3: {2}}

@@ -16,7 +16,7 @@ import torch
 from raypipe.engine.checkpoint.find import Checkpoint
 from raypipe.engine.checkpoint.manifest import OptionGroup
 from raypipe.engine.checkpoint.sliced import kept_parts
-from raypipe.engine.checkpoint.source import Kept, StateSource, opened
+from raypipe.engine.checkpoint.source import Kept, PartSource, StateSource, opened
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
 from raypipe.engine.crossing import Crossing
@@ -159,7 +159,8 @@ def _load_optimizer(
         stop = number + len(group["params"])
         packed.append({**_options(title, mine, group, groups), "params": list(range(number, stop))})
         number = stop
-    order, states = kept_parts(state, lambda trained: _saved_state(trained, source))
+    of_part = {"saved_part": source.kept_part} if isinstance(source, PartSource) else {}
+    order, states = kept_parts(state, lambda trained: _saved_state(trained, source), **of_part)
     for values in states.values():  # all but the count of steps, for which torch decides, go where the parameters are
         tensors = {k: value for k, value in values.items() if k != "step" and isinstance(value, torch.Tensor)}
         values.update(crossing.named(tensors, Crosses.RESTORED))

@@ -19,7 +19,7 @@ from raypipe.engine.replicas.slices import Part, sliced
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
 
-__all__ = ["kept_parts", "name_in_file", "together", "whole"]
+__all__ = ["kept_parts", "name_in_file", "split_name", "together", "whole"]
 
 MARK = "@"
 """Between a key of the optimizer's and the element with which a slice begins."""
@@ -36,6 +36,13 @@ def name_in_file(key: str, part: Part) -> str:
             f"The optimizer keeps {key!r} for {part.name!r}: with shard_optimizer=True a key must have no {MARK!r}."
         )
     return f"{key}{MARK}{part.first}/{part.name}"
+
+
+def split_name(stored: str) -> tuple[str, int | None, str]:
+    """(key of the optimizer's, first element of a slice or None where it is none, parameter) of a name in a file."""
+    title, _, name = stored.partition("/")
+    key, _, first = title.rpartition(MARK)
+    return (key, int(first), name) if first.isdecimal() and key else (title, None, name)
 
 
 def whole(
@@ -56,14 +63,13 @@ def whole(
     found: dict[tuple[str, str], torch.Tensor] = {}
     filled: dict[tuple[str, str], int] = {}
     for stored, read in pieces:
-        title, _, name = stored.partition("/")
-        key, _, first = title.rpartition(MARK)
+        key, at, name = split_name(stored)
         if name not in trained:
             continue
-        if not first.isdecimal() or not key:
-            found[name, title] = read()
+        piece = read()
+        if at is None:
+            found[name, key] = piece
             continue
-        piece, at = read(), int(first)
         if (name, key) not in found:
             found[name, key] = torch.empty(tuple(shape_of(name)), dtype=piece.dtype)
         found[name, key].view(-1)[at : at + piece.numel()] = piece
@@ -78,13 +84,16 @@ def whole(
 
 
 def kept_parts(
-    state: StageState, saved: Callable[[Mapping[str, torch.nn.Parameter]], Mapping[str, Mapping[str, Any]]]
+    state: StageState,
+    saved: Callable[[Mapping[str, torch.nn.Parameter]], Mapping[str, Mapping[str, Any]]],
+    saved_part: Callable[[Part], Mapping[str, Any] | None] = lambda part: None,
 ) -> tuple[list[torch.nn.Parameter], dict[int, dict[str, Any]]]:
     """What the optimizer steps, in the order of its groups, and by place there what it kept for it.
 
     Args:
         saved: reads what was kept for these parameters, by name, of whole ones. Where replicas share it out it is asked
             for one parameter at a time, so that the whole of it is never here.
+        saved_part: reads it of a part alone; None where that cannot be.
     """
     assert state.optimizer is not None
     order = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
@@ -96,6 +105,12 @@ def kept_parts(
         places.setdefault(names[id(parameter)] if part is None else part.name, []).append(at)
     wanted = {name: state.parameters[name] for name in places}
     found: dict[int, dict[str, Any]] = {}
+    for at, parameter in enumerate(order):
+        if (part := parts.get(id(parameter))) is not None and (values := saved_part(part)) is not None:
+            places[part.name].remove(at)
+            if values:
+                found[at] = dict(values)
+    wanted = {name: whole_one for name, whole_one in wanted.items() if places[name]}
     for some in [wanted] if not parts else [{name: whole_one} for name, whole_one in wanted.items()]:
         for name, values in saved(some).items():
             for at in places[name]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,10 +22,11 @@ from raypipe.engine.checkpoint.sliced import whole
 from raypipe.engine.checkpoint.tensor_file import TensorFile
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
+from raypipe.engine.replicas.slices import Part
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 
-__all__ = ["CheckpointSource", "GivenTensors", "Kept", "StateSource", "opened", "read_all"]
+__all__ = ["CheckpointSource", "GivenTensors", "Kept", "PartSource", "StateSource", "opened", "read_all"]
 
 Kept = dict[str, dict[str, Any]]
 """By parameter, what its optimizer keeps for it: tensors, numbers and texts by key."""
@@ -61,6 +62,14 @@ class StateSource(Protocol):
 
     def kept(self, trained: Collection[str]) -> Kept:
         """Of these parameters, where anything was kept; see ``read``."""
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A source that reads what an optimizer keeps for a part of a parameter without the rest of it."""
+
+    def kept_part(self, part: Part) -> dict[str, Any] | None:
+        """With memory of its own; None where the whole has to be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,23 @@ the stage has, also the buffers that no checkpoint keeps: a forward may have cha
 from __future__ import annotations
 
 from raypipe.engine.copy.back import bring_back
-from raypipe.engine.copy.header import CopyHeader
+from raypipe.engine.copy.header import COMMON, CopyHeader
 from raypipe.engine.copy.held import HeldCopies, HeldCopy, parcels_of
-from raypipe.engine.copy.source import CopySource, JoinedSource, views_of
+from raypipe.engine.copy.source import CopySource, JoinedSource, SlicedSource, put_together, views_of
 from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies
 
 __all__ = [
+    "COMMON",
     "GENERATIONS",
     "CopyHeader",
     "CopySource",
     "HeldCopies",
     "HeldCopy",
     "JoinedSource",
+    "SlicedSource",
     "StageCopies",
     "bring_back",
     "parcels_of",
+    "put_together",
     "views_of",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from raypipe.engine.checkpoint import StateSource, load_stage
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.stage import StageProgram
@@ -17,6 +19,7 @@ def bring_back(
     make_optimizer: MakeOptimizer,
     make_scheduler: MakeScheduler | None,
     crossing: Crossing | None = None,
+    share_out: Callable[[StageProgram, StageState], None] = lambda program, state: None,
 ) -> None:
     """Make the state that of the source: parameters and buffers in place, a new optimizer and a new scheduler.
 
@@ -25,9 +28,11 @@ def bring_back(
 
     Args:
         crossing: to the device where the state lies; None for the CPU.
+        share_out: has the new optimizer step slices, where replicas share out its state.
 
     Raises:
         CheckpointError: the source lacks something of the stage; the state is unusable then.
     """
     state.renew(make_optimizer, make_scheduler)
+    share_out(program, state)
     load_stage(source, program, state, crossing=crossing)

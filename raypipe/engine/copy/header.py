@@ -2,6 +2,12 @@
 
 block    | tensors/layer.weight | optimizer/exp_avg/layer.weight | ... | tensors/count |     large elements first
 header   stage, step, updates; the table of the block; options and scalars as in a checkpoint's manifest
+
+Where replicas share out the state of their optimizer, a copy of a stage has several pieces, each with a block and a
+header of its own: one that all of them have alike, and one of each of them, with its slices.
+
+piece 0  | tensors/layer.weight | tensors/count |            piece 1  | optimizer/exp_avg@0/layer.weight | ...
+         options                                             piece 2  | optimizer/exp_avg@2048/layer.weight | ...
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ from raypipe.engine.checkpoint.tensor_table import TensorInfo, read_table
 from raypipe.engine.checkpoint.values import parse_json
 from raypipe.errors import CheckpointError
 
-__all__ = ["OPTIMIZER", "TENSORS", "CopyHeader"]
+__all__ = ["COMMON", "OPTIMIZER", "TENSORS", "CopyHeader"]
 
 TENSORS, OPTIMIZER = "tensors/", "optimizer/"
 """Before the names of parameters and buffers, and before "key/parameter"."""
+COMMON = 0
+"""The piece that all replicas of a stage have alike: the whole copy, where they share nothing out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class CopyHeader:
         table: of the block, as in a safetensors header.
         groups, scalars: see StageEntry.
         mark: where the stream goes on that the stage reads, see raypipe.engine.data.stream; None where it reads none.
+        piece: of the stage's copy: COMMON, or 1 and more for the slices of replica 0 and further ones.
+        pieces: how many with slices make up a whole copy together with COMMON.
     """
 
     stage: int
@@ -45,6 +55,8 @@ class CopyHeader:
     groups: tuple[OptionGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
     mark: Mapping[str, Any] | None = None
+    piece: int = COMMON
+    pieces: int = 0
 
     def infos(self) -> dict[str, TensorInfo]:
         """Where each tensor of the block lies.
@@ -82,6 +94,8 @@ class CopyHeader:
                 for name, values in mapping(found["scalars"], f"{what}, scalars").items()
             },
             mark=None if found["mark"] is None else mapping(found["mark"], f"{what}, mark"),
+            piece=count(found["piece"], f"{what}, piece"),
+            pieces=count(found["pieces"], f"{what}, pieces"),
         )
         header.infos()
         return header

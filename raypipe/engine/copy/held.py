@@ -1,4 +1,4 @@
-"""Copies of other workers' stages, as they arrive in parcels; the older one stays until the newer one is whole.
+"""Copies of other workers' stages, or pieces of them, as they arrive; the older one stays until the newer one is whole.
 
 begin(owner, header)    place(owner, step, offset, bytes) ...    the last byte makes it whole
 held    [step 10 whole] [step 20: 37 of 96 MB]  -->  [step 10] [step 20 whole]  -->  begin(step 30) drops step 10
@@ -76,7 +76,7 @@ class HeldCopy:
 
 
 class HeldCopies:
-    """Of one stage of another worker: the newest whole copy, and the one that comes."""
+    """Of one stage of another worker, or a piece of it: the newest whole copy, and the one that comes."""
 
     def __init__(self) -> None:
         self._copies: list[HeldCopy] = []
@@ -90,6 +90,11 @@ class HeldCopies:
     def size_bytes(self) -> int:
         """Of the memory that they take."""
         return sum(copy.block.nbytes for copy in self._copies)
+
+    @property
+    def pieces(self) -> int:
+        """See CopyHeader."""
+        return self._copies[-1].header.pieces if self._copies else 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import RowsKey
-from raypipe.planner.copies import holders
+from raypipe.planner.copies import holders, pieces_sent
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.replaying_actor import Todo
@@ -147,12 +147,15 @@ class Configuring(StateCalls):
         self._links += 1
         self._assign(workers, setup)
         results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
-        held_by = holders([member.facts["node"] for member in workers], setup.homes)
+        assert self._run_setup is not None, "workers have joined a run"
+        apart = self._run_setup.settings.shard_optimizer
+        held_by = holders([member.facts["node"] for member in workers], setup.homes, shared_out=apart)
+        sent = pieces_sent(setup.homes, held_by, shared_out=apart)
         opening = []
         for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True)):
-            holds = [stage for stages, to in zip(self._held, held_by, strict=True) if to == worker for stage in stages]
+            holds = [piece for pieces, to in zip(sent, held_by, strict=True) if to == worker for piece in pieces]
             holder = None if at is None else self.actors[at]
-            opening.append(actor.configure.remote(self._term, worker, shared, self._links, holder, holds))
+            opening.append(actor.configure.remote(self._term, worker, shared, self._links, holder, holds, sent[worker]))
         results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
 
     def _assign(self, workers: Sequence[Member], setup: GenerationSetup) -> None:

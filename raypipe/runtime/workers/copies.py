@@ -3,6 +3,7 @@
     worker A   take(21): copied and sent by a thread, beside step 22      facts() --> driver: who has what
     worker B   CopyHolder: A's stages after step 20, 21                   header, data --> whoever restores: RemoteCopy
 
+A replica that steps slices of its stage has two pieces of the stage's copy: what all replicas have, and its slices.
 The bytes are those of a copy's block, which no step changes; they travel as plain arrays.
 """
 
@@ -16,7 +17,16 @@ import numpy as np
 import torch
 
 from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.copy import GENERATIONS, CopyHeader, CopySource, JoinedSource, StageCopies, views_of
+from raypipe.engine.copy import (
+    COMMON,
+    GENERATIONS,
+    CopyHeader,
+    CopySource,
+    JoinedSource,
+    StageCopies,
+    put_together,
+    views_of,
+)
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.data.stream import Mark
 from raypipe.engine.device import CPU, Device
@@ -35,7 +45,7 @@ Reports = list[list[StepReport]]
 
 
 class CopyFacts(NamedTuple):
-    """Copies of one stage in one process.
+    """Copies of one stage in one process, or of a piece of it.
 
     Attributes:
         generation: of the plan that it was taken under.
@@ -44,6 +54,7 @@ class CopyFacts(NamedTuple):
         steps: after which there is a whole copy, in order.
         size_bytes: of the memory that they take.
         held: for another worker.
+        piece, pieces: see CopyHeader.
     """
 
     generation: int
@@ -52,6 +63,8 @@ class CopyFacts(NamedTuple):
     steps: tuple[int, ...]
     size_bytes: int
     held: bool = False
+    piece: int = COMMON
+    pieces: int = 0
 
 
 class _Own(NamedTuple):
@@ -62,10 +75,21 @@ class _Own(NamedTuple):
     state: StageState
     copies: StageCopies
 
-    def facts(self) -> CopyFacts:
+    def facts(self) -> list[CopyFacts]:
+        """Of each piece; without steps where nothing was copied yet."""
         program, copies = self.program, self.copies
         names = (*program.parameters, *program.buffers)
-        return CopyFacts(self.generation, program.index, names, copies.steps, copies.size_bytes)
+        by_piece: dict[int, list[CopyHeader]] = {COMMON: []}
+        for header in copies.headers:
+            by_piece.setdefault(header.piece, []).append(header)
+        return [
+            CopyFacts(
+                self.generation, program.index, names, tuple(header.step for header in headers),
+                sum(header.size_bytes for header in headers), piece=piece,
+                pieces=headers[-1].pieces if headers else 0,
+            )
+            for piece, headers in by_piece.items()
+        ]  # fmt: skip
 
 
 class WorkerCopies:
@@ -87,7 +111,8 @@ class WorkerCopies:
         self._older: list[_Own] = []
         self._taken = 0
         self._generation = -1
-        self._holds: Collection[int] = ()
+        self._holds: Collection[tuple[int, int]] = ()
+        self._sends: Collection[tuple[int, int]] | None = None
         self._sender = CopySender(busy)
         self.holder = CopyHolder()
         self.log = MessageLog()
@@ -98,8 +123,9 @@ class WorkerCopies:
         programs: Sequence[StageProgram],
         states: Sequence[StageState],
         holder: Any,
-        holds: Collection[int],
+        holds: Collection[tuple[int, int]],
         device: Device = CPU,
+        sends: Collection[tuple[int, int]] | None = None,
     ) -> None:
         """The worker holds these stages from now on.
 
@@ -107,14 +133,15 @@ class WorkerCopies:
 
         Args:
             holder: the actor of the worker that is sent their copies; None for nobody.
-            holds: stages of other workers that send theirs here. Those of others go like those of the time before.
+            holds: (stage, piece) of other workers' copies that are sent here. Others go like those of the time before.
             device: where the states lie.
+            sends: (stage, piece) of its own that the holder is sent; None for all.
         """
         self._sender.send_to(holder, generation)
         self.log.reopen()
         if generation != self._generation:
             self.log.clear()
-        self._taken, self._generation, self._holds = 0, generation, holds
+        self._taken, self._generation, self._holds, self._sends = 0, generation, holds, sends
         if [(own.generation, id(own.state)) for own in self._own] == [(generation, id(state)) for state in states]:
             return
         self._older = [one for one in (*self._own, *self._older) if one.copies.steps]
@@ -166,7 +193,12 @@ class WorkerCopies:
             self.holder.keep(self._generation, self._holds)
         self._taken += 1
         begun = [
-            Begun(stage := own.program.index, own.copies, own.copies.begin(step, own.state.updates, mark(stage)))
+            Begun(
+                stage := own.program.index,
+                own.copies,
+                own.copies.begin(step, own.state.updates, mark(stage)),
+                self._pieces_sent(own),
+            )
             for own in self._own
         ]
         self._sender.begin(step, begun, send=send)
@@ -191,36 +223,43 @@ class WorkerCopies:
     def facts(self) -> list[CopyFacts]:
         """Of all of them, its own first."""
         held = [
-            CopyFacts(owner.generation, owner.stage, copies.names, copies.steps, copies.size_bytes, held=True)
+            CopyFacts(
+                owner.generation, owner.stage, copies.names, copies.steps, copies.size_bytes, held=True,
+                piece=owner.piece, pieces=copies.pieces,
+            )
             for owner, copies in self.holder.copies().items()
-        ]
-        return [own.facts() for own in (*self._own, *self._older)] + held
+        ]  # fmt: skip
+        return [facts for own in (*self._own, *self._older) for facts in own.facts()] + held
 
-    def has(self, generation: int, stage: int, step: int) -> bool:
-        """Whether there is a copy of a stage of its own after a step."""
-        own = (one for one in (*self._own, *self._older) if step in one.copies.steps)
-        return any((one.generation, one.program.index) == (generation, stage) for one in own)
+    def has(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bool:
+        """Whether there is a copy of a stage of its own after a step, or this piece of it."""
+        return any(
+            (header.step, header.piece) == (step, piece)
+            for own in (*self._own, *self._older)
+            if (own.generation, own.program.index) == (generation, stage)
+            for header in own.copies.headers
+        )
 
-    def source(self, generation: int, stage: int, step: int) -> CopySource:
-        """The state of a stage after a step.
+    def source(self, generation: int, stage: int, step: int, piece: int = COMMON) -> CopySource:
+        """The state of a stage after a step, or a piece of it.
 
         Raises:
             CheckpointError: there is no copy of it here.
         """
-        header, block = self._copy(generation, stage, step)
+        header, block = self._copy(generation, stage, step, piece)
         return CopySource(header, views_of(block))
 
-    def header(self, generation: int, stage: int, step: int) -> CopyHeader:
+    def header(self, generation: int, stage: int, step: int, piece: int = COMMON) -> CopyHeader:
         """What is in that copy."""
-        return self._copy(generation, stage, step)[0]
+        return self._copy(generation, stage, step, piece)[0]
 
-    def data(self, generation: int, stage: int, step: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
+    def data(self, generation: int, stage: int, step: int, piece: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
         """Bytes of a copy, as they were: a later copy may take the place of this one.
 
         Args:
             places: begin and end of each piece.
         """
-        block = self._copy(generation, stage, step)[1].numpy()
+        block = self._copy(generation, stage, step, piece)[1].numpy()
         return np.concatenate([block[begin:end] for begin, end in places])
 
     def give_up(self) -> None:
@@ -231,11 +270,18 @@ class WorkerCopies:
         """End the thread that copies and sends."""
         self._sender.close()
 
-    def _copy(self, generation: int, stage: int, step: int) -> tuple[CopyHeader, torch.Tensor]:
+    def _pieces_sent(self, own: _Own) -> tuple[int, ...]:
+        """Of a stage's copy, in their order."""
+        here = (COMMON,) if own.state.slices is None else (COMMON, 1 + own.state.slices.replica)
+        return tuple(piece for piece in here if self._sends is None or (own.program.index, piece) in self._sends)
+
+    def _copy(self, generation: int, stage: int, step: int, piece: int) -> tuple[CopyHeader, torch.Tensor]:
         for own in (*self._own, *self._older):
-            if (own.generation, own.program.index) == (generation, stage) and step in own.copies.steps:
-                return own.copies.copy(step)
-        return self.holder.copy(StageKey(generation, stage), step)
+            if (own.generation, own.program.index) == (generation, stage) and any(
+                (header.step, header.piece) == (step, piece) for header in own.copies.headers
+            ):
+                return own.copies.copy(step, piece)
+        return self.holder.copy(StageKey(generation, stage, piece), step)
 
 
 def joined(
@@ -244,12 +290,17 @@ def joined(
     """The copies that hold any of these names, as one source; the bytes that are read of other workers'; and the mark.
 
     Those of this process are read where they lie, its own of a stage of which a replica's was named among them.
+
+    Args:
+        copies: of each stage all pieces.
     """
-    wanted, moved = set(names), Tally()
-    sources = [
+    wanted, moved, named = set(names), Tally(), list(copies)
+    stages = {copy.stage for copy in named if copy.piece == COMMON and wanted.intersection(copy.names)}
+    pieces = [
         own.source(*copy.of) if copy.key == me or own.has(*copy.of) else copy.opened(moved)
-        for copy in copies
-        if wanted.intersection(copy.names)
+        for copy in named
+        if copy.stage in stages
     ]
+    sources = put_together(pieces)
     marks = (Mark.of(source.header.mark) for source in sources if source.header.mark is not None)
     return JoinedSource(sources), moved, next(marks, None)

@@ -1,6 +1,7 @@
 """Copies of other workers' stages that a worker holds.
 
-A stage is known by the generation of its plan and its number: another plan may cut the model otherwise.
+A stage is known by the generation of its plan and its number: another plan may cut the model otherwise. Slices of its
+optimizer's state are known by the replica that steps them, too: a plan with other numbers of replicas is another one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.copy import CopyHeader, HeldCopies
+from raypipe.engine.copy import COMMON, CopyHeader, HeldCopies
 from raypipe.errors import CheckpointError
 
 __all__ = ["CopyHolder", "StageKey"]
@@ -23,10 +24,12 @@ class StageKey(NamedTuple):
     Attributes:
         generation: of the plan.
         stage: in it.
+        piece: of its copy, see CopyHeader.
     """
 
     generation: int
     stage: int
+    piece: int = COMMON
 
 
 class CopyHolder:
@@ -62,11 +65,13 @@ class CopyHolder:
         for copies in self.copies().values():
             copies.forget_after(step)
 
-    def keep(self, generation: int, stages: Collection[int]) -> None:
-        """Of this plan only copies of these stages: the others are sent to other workers by now."""
+    def keep(self, generation: int, pieces: Collection[tuple[int, int]]) -> None:
+        """Of this plan only these copies, as (stage, piece): the others are sent to other workers by now."""
         with self._lock:
             self._held = {
-                of: copies for of, copies in self._held.items() if of.generation != generation or of.stage in stages
+                of: copies
+                for of, copies in self._held.items()
+                if of.generation != generation or (of.stage, of.piece) in pieces
             }
 
     def copies(self) -> dict[StageKey, HeldCopies]:

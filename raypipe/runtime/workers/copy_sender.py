@@ -19,7 +19,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from raypipe.engine.copy import CopyHeader, StageCopies
+from raypipe.engine.copy import COMMON, CopyHeader, StageCopies
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import CopyReport
 from raypipe.runtime.workers.pacing import LEAST_BYTES, Pace
@@ -35,11 +35,16 @@ END_S = 30.0
 
 
 class Begun(NamedTuple):
-    """A copy of one stage that ``StageCopies.begin`` began, and what finishes it."""
+    """A copy of one stage that ``StageCopies.begin`` began, and what finishes it.
+
+    Attributes:
+        sends: pieces of it that the holder is to have.
+    """
 
     stage: int
     copies: StageCopies
     finish: Callable[[], None]
+    sends: tuple[int, ...] = (COMMON,)
 
 
 class CopySender:
@@ -140,9 +145,9 @@ class CopySender:
                 for one in reversed(begun):
                     all_of_them.callback(one.finish)
             copied_s = time.monotonic() - begin_s
-            for stage, copies, _ in begun if send else ():
+            for stage, copies, _, sends in begun if send else ():
                 begin_s = time.monotonic()
-                if self._holder is None or self._send(*copies.copy(step)):
+                if self._holder is None or all(self._send(*copies.copy(step, piece)) for piece in sends):
                     self._acknowledged[stage] = CopyReport(step, copied_s, time.monotonic() - begin_s)
         finally:
             self._worked_s = time.monotonic()
@@ -151,7 +156,7 @@ class CopySender:
         """Whether all of it has arrived."""
         holder, data = self._holder, block.numpy()
         pace = Pace(self._busy, lambda: self._stopping.is_set() or self._hurried.is_set(), self._parcel_bytes)
-        which = self._generation, header.stage, header.step
+        which = self._generation, header.stage, header.step, header.piece
         try:
             whole = self._answer(holder.hold_copy.remote(self._generation, header.to_json()))
             offset = 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import ray
 
-from raypipe.engine.copy import CopyHeader
+from raypipe.engine.copy import COMMON, CopyHeader
 from raypipe.engine.data.stream import Mark
 from raypipe.engine.executor import Executor
 from raypipe.runtime.workers.copies import CopyFacts, WorkerCopies
@@ -52,25 +52,27 @@ class CopyingActor(TakeoverActor):
         return self._copies.facts()
 
     @ray.method(concurrency_group="copies")
-    def copy_header(self, generation: int, stage: int, step: int) -> bytes:
+    def copy_header(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bytes:
         """See RemoteCopy."""
-        return self._copies.header(generation, stage, step).to_json()
+        return self._copies.header(generation, stage, step, piece).to_json()
 
     @ray.method(concurrency_group="copies", enable_task_events=False)
-    def copy_data(self, generation: int, stage: int, step: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
+    def copy_data(
+        self, generation: int, stage: int, step: int, piece: int, places: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
         """See RemoteCopy. Ray's list of tasks is spared one for every parcel."""
-        return self._copies.data(generation, stage, step, places)
+        return self._copies.data(generation, stage, step, piece, places)
 
     @ray.method(concurrency_group="copies")
     def hold_copy(self, generation: int, header: bytes) -> bool:
         """See CopyHolder.begin."""
         found = CopyHeader.from_json(header)
-        return self._copies.holder.begin(StageKey(generation, found.stage), found)
+        return self._copies.holder.begin(StageKey(generation, found.stage, found.piece), found)
 
     @ray.method(concurrency_group="copies", enable_task_events=False)
-    def hold_copy_part(self, generation: int, stage: int, step: int, offset: int, data: np.ndarray) -> bool:
+    def hold_copy_part(self, generation: int, stage: int, step: int, piece: int, offset: int, data: np.ndarray) -> bool:
         """See CopyHolder.place."""
-        return self._copies.holder.place(StageKey(generation, stage), step, offset, data.data)
+        return self._copies.holder.place(StageKey(generation, stage, piece), step, offset, data.data)
 
     def _forget_copies(self) -> None:
         """All of them: what comes belongs to another run, or to another time in this one."""

@@ -2,7 +2,7 @@
 
     settle          who is left; whoever is dead or stuck is ended
     replace_lost    spares, else new processes; where there is no place for one, a plan for those that are left
-    newest_common   the newest step whose state every stage can reach: copies in memory, else a checkpoint
+    newest_copies   of the newest step whose state every stage can reach; where there is none, a checkpoint
     configure       every stage takes that state, by name, and new links
 
 A failure in any of these is a failure like the first: the loop counts it and calls again, with what is left then.
@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
-from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint
@@ -29,6 +28,7 @@ from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth
 from raypipe.runtime.workers.laps import Laps
+from raypipe.runtime.workers.newest_copies import newest_copies, why_none
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.regrouping import Regrouping
@@ -102,7 +102,9 @@ class Recovery:
         fleet.settle()
         clock.lap("settle")
         # Before anybody is replaced: who is new has no copies, and who waits for one should not wait for long.
-        copies = self._copies(steps)
+        held = fleet.copies()
+        copies = newest_copies(held, self._plans, steps)
+        why = "" if copies else why_none(held, self._plans)
         made, changed = self._lighter or self._plans.made, self._lighter is not None
         try:
             if (no_place := self._replaying.no_place) is not None:  # it has been waited for
@@ -115,7 +117,7 @@ class Recovery:
             replaced, made, changed = (), fewer, True
         clock.lap("replace")
         try:
-            step, source, position = self._restore(made, copies, steps)
+            step, source, position = self._restore(made, copies, steps, why)
         except PlanError as error:  # one of them was lost meanwhile, so that there are too few
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may answer the next time
@@ -268,7 +270,7 @@ class Recovery:
         Raises:
             StageLostError: a copy is not there any more. No older state will do: the run has not gone back.
         """
-        copies = self._copies({step})
+        copies = newest_copies(self._fleet.copies(), self._plans, {step})
         if not copies:
             raise StageLostError(
                 f"A worker was lost, or does not answer, while the run changed its plan at step {step}."
@@ -321,21 +323,6 @@ class Recovery:
         except PlanError as impossible:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
 
-    def _copies(self, steps: Collection[int]) -> Sequence[RemoteCopy]:
-        """Of the newest of these steps that every stage of a plan has a copy of somewhere; none without one."""
-        held = self._fleet.copies()
-        for generation in sorted({facts.generation for _, facts in held}, reverse=True):
-            mine = {(actor, facts.stage): facts.names for actor, facts in held if facts.generation == generation}
-            here = [Copy(actor, f.stage, f.steps) for actor, f in held if f.generation == generation]
-            found = newest_common(here, self._plans.num_stages(generation), steps)
-            if found is not None:
-                step, by_stage = found
-                return [
-                    RemoteCopy(actor, actor._actor_id.hex(), generation, stage, step, mine[actor, stage])
-                    for stage, (actor, *_) in by_stage.items()
-                ]
-        return ()
-
     def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
@@ -343,9 +330,13 @@ class Recovery:
         self._fleet.keep_charter(charter, self._tensors, names)
 
     def _restore(
-        self, made: Assembled, copies: Sequence[RemoteCopy], steps: Collection[int]
+        self, made: Assembled, copies: Sequence[RemoteCopy], steps: Collection[int], why: str
     ) -> tuple[int, str, Position | None]:
-        """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it."""
+        """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it.
+
+        Args:
+            copies, why: of the newest of these steps, or why there are none, for people.
+        """
         fleet, run, setup, place = self._fleet, made.run, made.setup, self._blueprint.spec.place
         saved = newest_step(place) if copies else None
         if copies and (saved is None or saved <= copies[0].step):
@@ -364,4 +355,5 @@ class Recovery:
         step = newest.manifest.step
         # Options of the optimizer that were changed when the run was submitted again stand in later checkpoints only.
         fleet.restore(newest.folder, fresh_options(place, step))
-        return step, newest.folder, Position(**newest.manifest.position)
+        source = f"{newest.folder}: {why}" if why else newest.folder
+        return step, source, Position(**newest.manifest.position)

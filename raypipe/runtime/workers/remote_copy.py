@@ -17,7 +17,7 @@ import torch
 from ray.exceptions import RayError
 
 from raypipe.engine.checkpoint import TensorInfo
-from raypipe.engine.copy import CopyHeader, CopySource
+from raypipe.engine.copy import COMMON, CopyHeader, CopySource
 from raypipe.engine.messages.layout import raw_bytes
 from raypipe.errors import StageLostError
 
@@ -45,7 +45,8 @@ class RemoteCopy:
     Attributes:
         actor: that has it.
         key: of the actor, by which it knows itself.
-        names: of parameters and buffers in it.
+        names: of parameters and buffers in it; of slices those of their stage.
+        piece: of the stage's copy, see CopyHeader.
     """
 
     actor: Any
@@ -54,11 +55,12 @@ class RemoteCopy:
     stage: int
     step: int
     names: tuple[str, ...]
+    piece: int = COMMON
 
     @property
-    def of(self) -> tuple[int, int, int]:
-        """Generation, stage and step, by which it is known wherever it is."""
-        return self.generation, self.stage, self.step
+    def of(self) -> tuple[int, int, int, int]:
+        """Generation, stage, step and piece, by which it is known wherever it is."""
+        return self.generation, self.stage, self.step, self.piece
 
     def opened(self, moved: Tally) -> CopySource:
         """Its header; tensors come when they are asked for.

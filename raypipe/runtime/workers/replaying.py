@@ -22,7 +22,7 @@ from raypipe.runtime.run.recovery import Recovered, Steps
 from raypipe.runtime.workers.copies import CopyFacts
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.laps import Laps
-from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.newest_copies import remote
 from raypipe.runtime.workers.replaying_actor import Todo
 
 __all__ = ["Replaying"]
@@ -146,7 +146,9 @@ class Replaying:
             copies = {at for at in set.intersection(*of_stages) if at <= step}
             lost[worker] = Lost(frozenset(placement.neighbours(setup.programs)), copies)
         common = newest_common(
-            [Copy(actor, f.stage, f.steps) for actor, f in held], len(setup.programs), range(newer + 1)
+            [Copy(actor, f.stage, f.steps, f.piece, f.pieces) for actor, f in held],
+            len(setup.programs),
+            range(newer + 1),
         )
         return replay_or_why_not(newer, lost, logs, None if common is None else common[0], self._times)
 
@@ -159,11 +161,7 @@ class Replaying:
         for worker, begins in found.begins.items():
             placement = setup.placement(worker)
             copies[worker] = [
-                next(
-                    RemoteCopy(actor, actor._actor_id.hex(), f.generation, stage, begins, f.names)
-                    for actor, f in held
-                    if f.stage == stage and begins in f.steps
-                )
+                next(remote(actor, f, begins) for actor, f in held if f.stage == stage and begins in f.steps)
                 for stage in placement.stages
             ]
             peers = {peer: fleet.actors[peer] for peer in sorted(placement.neighbours(setup.programs))}

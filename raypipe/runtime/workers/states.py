@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,13 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
 
-__all__ = ["names_of", "states_from", "states_of"]
+__all__ = ["Sharing", "names_of", "states_from", "states_of"]
+
+Sharing = Callable[[StageProgram, StageState], None]
+
+
+def _nothing(program: StageProgram, state: StageState) -> None:
+    """Nothing is shared out."""
 
 
 def names_of(program: StageProgram) -> tuple[str, ...]:
@@ -24,12 +30,17 @@ def names_of(program: StageProgram) -> tuple[str, ...]:
 
 
 def states_of(
-    run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str], crossing: Crossing
+    run: RunSetup,
+    programs: Sequence[StageProgram],
+    sources: Sequence[StateSource | str],
+    crossing: Crossing,
+    shared: Sharing = _nothing,
 ) -> list[StageState]:
     """Of these stages, with new optimizers; those that share a parameter get a copy each.
 
     Args:
         crossing: to the device where they are to lie.
+        shared: has an optimizer step slices, where replicas share out its state.
     """
     with contextlib.ExitStack() as stack:
         found = []
@@ -38,7 +49,7 @@ def states_of(
                 assert run.place is not None, "a run without a folder has no checkpoints"
                 source = stack.enter_context(CheckpointSource(run.place / source))
             found.append(source)
-        return [
+        states = [
             StageState(
                 program,
                 crossing.named(read_all(found, names_of(program)), Crosses.PARAMETERS),
@@ -47,15 +58,22 @@ def states_of(
             )
             for program in programs
         ]
+    for program, state in zip(programs, states, strict=True):
+        shared(program, state)
+    return states
 
 
 def states_from(
-    run: RunSetup, programs: Sequence[StageProgram], source: StateSource, crossing: Crossing
+    run: RunSetup,
+    programs: Sequence[StageProgram],
+    source: StateSource,
+    crossing: Crossing,
+    shared: Sharing = _nothing,
 ) -> list[StageState]:
     """Of these stages as they are in the copies of ``source``, with what their optimizers have kept.
 
     Args:
-        crossing: to the device where they are to lie.
+        crossing, shared: see ``states_of``.
 
     Raises:
         CheckpointError: the copies lack something of a stage.
@@ -69,6 +87,7 @@ def states_from(
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
         tensors = crossing.named(tensors, Crosses.PARAMETERS)
         state = StageState(program, tensors, run.make_optimizer, run.make_scheduler)
+        shared(program, state)
         load_stage(source, program, state, crossing=crossing)
         found.append(state)
     return found

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ from raypipe.engine.reached import Reached
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter, writers_of
+from raypipe.engine.sharing import share_out
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
@@ -129,15 +131,16 @@ class _StageActor(LinkedActor, ReplayingActor):
             Bytes that were read of other workers' copies.
         """
         self._fence.check(term)
-        run = self._setup
+        run, placement = self._setup, setup.placement(worker)
         assert run is not None, "join() comes first"
-        programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
+        programs = [setup.programs[stage] for stage in placement.stages]
+        shared = partial(share_out, placement=placement, settings=run.settings)
         copies = [source for source in sources if isinstance(source, RemoteCopy)]
         held = [names_of(program) for program in programs]
         self._takes(setup.programs)
         if not copies:
             found = [source for source in sources if not isinstance(source, RemoteCopy)]
-            self._next = states_of(run, programs, found, Crossing(self._device))
+            self._next = states_of(run, programs, found, Crossing(self._device), shared)
             self._copies.forget_after(-1)  # they are of steps that are done again, perhaps with other codecs
             return 0
         me = ray.get_runtime_context().get_actor_id()
@@ -146,16 +149,17 @@ class _StageActor(LinkedActor, ReplayingActor):
             stream.learn(mark)
         if held == self._held:
             for program, state in zip(programs, self._states, strict=True):
-                bring_back(source, program, state, run.make_optimizer, run.make_scheduler, Crossing(self._device))
+                made = run.make_optimizer, run.make_scheduler
+                bring_back(source, program, state, *made, Crossing(self._device), shared)
         else:
-            self._next = states_from(run, programs, source, Crossing(self._device))
+            self._next = states_from(run, programs, source, Crossing(self._device), shared)
         self._copies.forget_after(copies[0].step)
         self._loaded_bytes = moved.total
         return moved.total
 
     def configure(
         self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None,
-        holds: Collection[int] = (),
+        holds: Collection[tuple[int, int]] = (), sends: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
@@ -163,7 +167,8 @@ class _StageActor(LinkedActor, ReplayingActor):
             setup: without programs, those that it has stay.
             links: counts the times that links were opened; messages of others are dropped.
             holder: the actor that is sent copies of this one's state.
-            holds: stages of other workers that are sent here.
+            holds: (stage, piece) of other workers' copies that are sent here.
+            sends: (stage, piece) of its own that the holder is sent.
         """
         self._fence.check(term)
         run, addresses = self._setup, setup.addresses
@@ -176,7 +181,7 @@ class _StageActor(LinkedActor, ReplayingActor):
         placement, programs = setup.placement(worker), setup.programs
         self._take_loaded(placement, programs)
         mine = [programs[stage] for stage in placement.stages]
-        self._copies.begin(setup.generation, mine, self._states, holder, holds, self._device)
+        self._copies.begin(setup.generation, mine, self._states, holder, holds, self._device, sends)
         channels = self._endpoint.open(Opening.of(run, placement, programs, addresses, links))
         for writer in self._writers:
             writer.close()

@@ -27,7 +27,9 @@ WAIT_S = 60.0
 class _Worker(CopyingActor):
     """An actor with one stage that needs no links."""
 
-    def begin(self, rows: int, holder: Any, generation: int = KEY.generation, holds: Collection[int] = ()) -> None:
+    def begin(
+        self, rows: int, holder: Any, generation: int = KEY.generation, holds: Collection[tuple[int, int]] = ()
+    ) -> None:
         self.stage = Stage("adamw", size=rows)
         self._copies.begin(generation, [self.stage.program], [self.stage.state], holder, holds)
 
@@ -45,7 +47,7 @@ class _Worker(CopyingActor):
 
     def go_back_in_place(self, step: int, holder: Any) -> None:
         """As after a failure, under the same plan."""
-        self.stage.back(self._copies.source(*KEY, step))
+        self.stage.back(self._copies.source(KEY.generation, KEY.stage, step))
         self._copies.forget_after(step)
         self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder, ())
         self._copies.take(step, must=True)
@@ -80,7 +82,7 @@ def get(ref: Any) -> Any:
 
 
 def remote(actor: Any, owner: StageKey, step: int) -> CopySource:
-    return RemoteCopy(actor, "", *owner, step, ()).opened(Tally())
+    return RemoteCopy(actor, "", owner.generation, owner.stage, step, ()).opened(Tally())
 
 
 def steps(actor: Any, *, held: bool) -> dict[StageKey, tuple[int, ...]]:
@@ -191,9 +193,9 @@ def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]
     wait_for(worker, 4)
 
 
-@pytest.mark.parametrize("holds", [(), (KEY.stage,)])
+@pytest.mark.parametrize("holds", [(), ((KEY.stage, KEY.piece),)])
 def test_who_is_no_longer_the_holder_of_a_stage_forgets_it_at_its_own_second_copy(
-    pair: tuple[Any, Any], holds: tuple[int, ...]
+    pair: tuple[Any, Any], holds: tuple[tuple[int, int], ...]
 ) -> None:
     """Not before: until all have a copy under the new links, all may have to go back to what it holds."""
     worker, holder = pair

@@ -1,0 +1,349 @@
+"""Replicas that share out the state of their optimizer, and some of them are lost, or others come: no bit is another.
+
+copies of step 2    every worker's own, and what another one holds of them
+copies of step 3    every worker's own; nothing of them was sent yet
+step 4              its middle, where somebody dies
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe.engine.beside import channels_between
+from raypipe.engine.capture import capture
+from raypipe.engine.checkpoint import load_stage
+from raypipe.engine.copy import CopyHeader, HeldCopies, JoinedSource, StageCopies, bring_back, parcels_of, put_together
+from raypipe.engine.data.source import open_data
+from raypipe.engine.executor import Executor
+from raypipe.engine.local import _with_own_functions
+from raypipe.engine.one_thread import one_thread
+from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.sharing import share_out
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import Settings, StageState
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Row
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.ir.segment import Segment
+from raypipe.planner.copies import holders, pieces_sent
+from raypipe.planner.partition.chain import equal_parameters
+from raypipe.planner.recovery import Copy, newest_common
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.segments import train_segments
+from tests.engine.mortal import Mortal, MortalChannel
+from tests.exactness import same_bits
+
+pytestmark = pytest.mark.engine
+
+LANES, STEPS, SAMPLES, SENT, OWN = 6, 5, 48, 2, 3
+Counts = tuple[int, ...]
+"""Workers of each stage; of both stages together where there is one number: two stages on a worker, in a V."""
+
+
+@cache
+def made() -> tuple[Sequence[StageProgram], Mapping[str, torch.Tensor], RunSetup]:
+    """Two stages whose slices begin within a parameter; dropout, a schedule of the rate, every step clipped."""
+    torch.manual_seed(0)
+    sizes = (6, 90, 70, 60, 50, 3)
+    layers: list[nn.Module] = []
+    for before, behind in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, behind), nn.ReLU(), nn.Dropout(0.1)]
+    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
+    source = open_data(data, seed=0)
+    found = capture(nn.Sequential(*layers[:-2]), source.read(0, 0, 2, (0, 1)), (0, 1), functional.cross_entropy)
+    run = RunSetup(
+        lambda named: torch.optim.AdamW(named, lr=1e-2),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        {"train": source},
+        Settings(0, "mean", 0.1, 120.0, shard_optimizer=True),
+    )
+    programs = found.programs(equal_parameters(found.graph, 2).cuts)
+    return programs, {**found.parameters, **found.buffers}, run
+
+
+def segments() -> list[Segment]:
+    return [segment for segment, _ in train_segments(SAMPLES, 12, 2, STEPS)]
+
+
+class Workers:
+    """Executors of these homes over states that stay, with the copies of each worker and those that it holds.
+
+    Args:
+        states: by worker; None makes new ones.
+        mortal: a worker whose channels can end.
+    """
+
+    def __init__(
+        self, counts: Counts, states: Sequence[list[StageState]] | None = None, mortal: int | None = None
+    ) -> None:
+        programs, tensors, run = made()
+        kind, replicas = ("1f1b", counts) if len(counts) == 2 else ("zb-v", 2 * counts)
+        self.schedule = lower(schedule_of(ScheduleSpec(kind, 6, replicas=replicas, lanes=LANES), 2))
+        setup = self.setup = GenerationSetup(programs, self.schedule.wiring.homes, lanes=LANES)
+        self.placements = [setup.placement(worker) for worker in range(setup.num_workers)]
+        if states is None:
+            fresh = [[new_state(programs[stage], tensors) for stage in one.stages] for one in self.placements]
+        self.states = fresh if states is None else list(states)
+        channels: list[dict[int, Any]] = channels_between(self.placements, programs)
+        self.life = Mortal()
+        if mortal is not None:
+            channels[mortal] = {peer: MortalChannel(end, self.life) for peer, end in channels[mortal].items()}
+            self.life.channels = channels[mortal]
+        self.executors = [
+            Executor(run, _with_own_functions(setup, placement), worker, self.states[worker], channels[worker])
+            for worker, placement in enumerate(self.placements)
+        ]
+        self.copies = [
+            {stage: StageCopies(programs[stage], state) for stage, state in zip(one.stages, of_one, strict=True)}
+            for one, of_one in zip(self.placements, self.states, strict=True)
+        ]
+        self.held: list[dict[tuple[int, int], HeldCopies]] = [{} for _ in self.placements]
+        self.held_by = holders(["node"] * len(self.placements), setup.homes, shared_out=True)
+
+    def run(self, segment: Segment) -> None:
+        """One step; who fails leaves."""
+
+        def work(executor: Executor, row: Row) -> None:
+            try:
+                executor.run(segment, row)
+            except LinkError:
+                executor.leave("it failed")
+
+        with one_thread():
+            pairs = zip(self.executors, self.schedule.rows(), strict=True)
+            threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def copy(self, step: int, *, send: bool = True) -> None:
+        """All take one; what is sent went through text and parcels."""
+        for of_worker, states in zip(self.copies, self.states, strict=True):
+            for copies, state in zip(of_worker.values(), states, strict=True):
+                copies.take(step, state.updates)
+        told = pieces_sent(self.setup.homes, self.held_by, shared_out=True)
+        for worker, holder in enumerate(self.held_by):
+            for stage, piece in told[worker] if send and holder is not None else ():
+                header, block = self.copies[worker][stage].copy(step, piece)
+                held = self.held[holder].setdefault((stage, piece), HeldCopies())
+                coming = held.begin(CopyHeader.from_json(header.to_json()))
+                for offset, data in parcels_of(block, 1000):
+                    coming.place(offset, bytes(data))
+
+    def known(self, lost: Collection[int]) -> list[Copy]:
+        """What those that are left have, their own first; a holder is the copies and, where they are held, True."""
+        own, held = [], []
+        for worker in range(len(self.copies)):
+            if worker in lost:
+                continue
+            for stage, copies in self.copies[worker].items():
+                for piece in {header.piece: None for header in copies.headers}:
+                    steps = tuple(header.step for header in copies.headers if header.piece == piece)
+                    own.append(Copy(copies, stage, steps, piece, copies.headers[-1].pieces))
+            for (stage, piece), copies_held in self.held[worker].items():
+                held.append(Copy(copies_held, stage, copies_held.steps, piece, copies_held.pieces))
+        return own + held
+
+    def source(self, lost: Collection[int]) -> tuple[int, JoinedSource] | None:
+        """(step, state) that all can go back to."""
+        found = newest_common(self.known(lost), 2, range(STEPS + 1))
+        if found is None:
+            return None
+        step, by_stage = found
+        pieces = [
+            copy.holder.copy(step).source()
+            if isinstance(copy.holder, HeldCopies)
+            else copy.holder.source(step, copy.piece)
+            for of_stage in by_stage.values()
+            for copy in of_stage
+        ]
+        return step, JoinedSource(put_together(pieces))
+
+    def as_one(self) -> dict[str, torch.Tensor]:
+        """All parameters and what optimizers keep, put together; every replica has the same of the former."""
+        for copies in self.copies:
+            for one in copies.values():
+                one.forget_after(-1)
+        self.copy(STEPS, send=False)
+        found = self.source(())
+        assert found is not None
+        source = found[1]
+        tensors = {name: x.clone() for name, x in source.read(source.names)}
+        for states in self.states:
+            for state in states:
+                assert state.updates == STEPS
+                for name, parameter in state.parameters.items():
+                    assert same_bits(parameter.detach(), tensors[name]), f"replicas differ in {name}"
+        kept = source.kept(source.names)
+        options = {f"lr of {name}": torch.tensor(group.options["lr"]) for name, group in source.groups.items()}
+        return tensors | options | {f"{key} of {name}": x for name, of in kept.items() for key, x in of.items()}
+
+
+def new_state(program: StageProgram, tensors: Mapping[str, torch.Tensor]) -> StageState:
+    _, _, run = made()
+    return StageState(program, {name: x.clone() for name, x in tensors.items()}, run.make_optimizer, run.make_scheduler)
+
+
+def gone_on(before: Workers, counts: Counts, lost: Collection[int]) -> Workers | None:
+    """With so many workers from the newest common step on: who is left goes back in place where its stages stay.
+
+    None where there is none.
+    """
+    found = before.source(lost)
+    if found is None:
+        return None
+    step, source = found
+    programs, tensors, run = made()
+    assert step == (SENT if lost else OWN)
+    homes = lower(schedule_of(spec_of(counts), 2)).wiring.homes
+    setup = GenerationSetup(programs, homes, lanes=LANES)
+    left = [worker for worker in range(len(before.states)) if worker not in lost]
+    states: list[list[StageState]] = []
+    for worker in range(setup.num_workers):
+        placement = setup.placement(worker)
+        mine = [programs[stage] for stage in placement.stages]
+
+        def shared(program: StageProgram, state: StageState, placement: Any = placement) -> None:
+            share_out(program, state, placement, run.settings)
+
+        same = next((old for old in left if before.placements[old].stages == placement.stages), None)
+        if same is not None:
+            left.remove(same)
+            states.append(before.states[same])
+            for program, state in zip(mine, before.states[same], strict=True):
+                bring_back(source, program, state, run.make_optimizer, run.make_scheduler, share_out=shared)
+            continue
+        states.append(
+            [new_state(program, {name: torch.zeros_like(x) for name, x in tensors.items()}) for program in mine]
+        )
+        for program, state in zip(mine, states[-1], strict=True):
+            shared(program, state)
+            load_stage(source, program, state)
+    after = Workers(counts, states)
+    for segment in segments()[step:]:
+        after.run(segment)
+    return after
+
+
+def spec_of(counts: Counts) -> ScheduleSpec:
+    kind, replicas = ("1f1b", counts) if len(counts) == 2 else ("zb-v", 2 * counts)
+    return ScheduleSpec(kind, 6, replicas=replicas, lanes=LANES)
+
+
+@cache
+def undisturbed() -> dict[str, torch.Tensor]:
+    """Of one worker for each stage, which keeps its state whole."""
+    alone = Workers((1, 1))
+    for segment in segments():
+        alone.run(segment)
+    found = alone.as_one()
+    assert sum("exp_avg of" in name for name in found) == 10
+    return found
+
+
+def differences(workers: Workers) -> list[str]:
+    found, wanted = workers.as_one(), undisturbed()
+    assert found.keys() == wanted.keys()
+    return [name for name, x in wanted.items() if not same_bits(found[name], x)]
+
+
+def struck(counts: Counts, victim: int | None = None, messages: int = 0) -> Workers:
+    """Copies of two steps, of which one was sent; in the step behind them a victim dies after so many messages."""
+    before = Workers(counts, mortal=victim)
+    for step, segment in enumerate(segments()[:OWN], 1):
+        before.run(segment)
+        if step >= SENT:
+            before.copy(step, send=step == SENT)
+    if victim is not None:
+        before.life.most = before.life.used + messages
+        before.run(segments()[OWN])
+    return before
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 2), (3, 1), (2,), (3,)], ids=str)
+@pytest.mark.parametrize("many", [1, 2])
+def test_whoever_is_lost_all_go_on_from_what_the_others_hold(counts: Counts, many: int) -> None:
+    """One worker, or two of any stages: replaced, and without them. Two that hold each other's pieces lose them."""
+    count = sum(counts)
+    for lost in itertools.combinations(range(count), many):
+        before = struck(counts, victim=lost[0], messages=3)
+        gone = any(before.held_by[worker] in lost for worker in lost)
+        after = gone_on(before, counts, lost)
+        assert (after is None) == gone, lost
+        if after is not None:
+            assert differences(after) == [], lost
+
+
+def messages_of(counts: Counts, victim: int) -> int:
+    """That a worker sends and takes in a step."""
+    found = Workers(counts, mortal=victim)
+    found.run(segments()[0])
+    return found.life.used
+
+
+@pytest.mark.parametrize(("counts", "victim"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((2,), 1)])
+def test_wherever_in_a_step_a_worker_dies(counts: Counts, victim: int) -> None:
+    """Also where some slices have been stepped and others not."""
+    total = messages_of(counts, victim)
+    for messages in sorted({*range(0, total, 7), *range(total - 6, total + 1)}):
+        after = gone_on(struck(counts, victim, messages), counts, {victim})
+        assert after is not None
+        assert differences(after) == [], messages
+
+
+SHAPES = ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (3, 2))
+
+
+@pytest.mark.parametrize("before", SHAPES, ids=str)
+def test_slices_are_cut_anew_for_other_numbers_of_replicas(before: Counts) -> None:
+    """Nobody is lost, so that all have the newest copy of their own: 2 to 1, 1 to 2, 2 to 3 replicas and so on."""
+    for counts in SHAPES:
+        after = gone_on(struck(before), counts, ())
+        assert after is not None
+        assert differences(after) == [], counts
+
+
+@pytest.mark.parametrize(
+    ("before", "lost", "counts"),
+    [
+        ((3, 1), (0,), (2, 1)),
+        ((3, 1), (3,), (2, 1)),
+        ((2, 2), (0, 1), (1, 1)),
+        ((2, 1), (1,), (1, 1)),
+        ((3, 2), (1, 2), (2, 1)),
+    ],
+)
+def test_with_fewer_workers_in_other_places(before: Counts, lost: Counts, counts: Counts) -> None:
+    """Where nobody takes the place of those that were lost; a replica may become another stage."""
+    after = gone_on(struck(before, lost[0], 5), counts, lost)
+    assert after is not None
+    assert differences(after) == []
+
+
+def test_a_replica_never_holds_more_than_its_slices() -> None:
+    """Nor does a copy: of three replicas, each has about a third of the optimizer's state once."""
+    before = struck((3, 1))
+    whole = sum(x.nbytes for name, x in undisturbed().items() if "exp_avg" in name)
+    of_slices = [
+        header.size_bytes
+        for copies in before.copies[:3]
+        for header in copies[0].headers
+        if header.piece and header.step == OWN
+    ]
+    of_stage = sum(of_slices)
+    assert len(of_slices) == 3
+    assert max(of_slices) <= of_stage / 3 + 2 * 4 * 1024
+    assert of_stage < whole
+    assert [sorted(before.held[worker]) for worker in range(4)] == [[(1, 0)], [], [], [(0, 0), (0, 1), (0, 2), (0, 3)]]
