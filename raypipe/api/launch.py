@@ -284,7 +284,7 @@ def survives_with(run: Any, scaling: Any, pipeline: PipelineConfig) -> bool:
     """Whether a run on Ray goes on after failures.
 
     Raises:
-        ConfigError: it is to change its workers, with links that are opened once or state that only one of them has.
+        ConfigError: it is to change its workers, with links that are opened once.
     """
     wants = {"FailureConfig(max_failures=...)": failures_of(run) != 0,
              "ScalingConfig(num_workers=(least, most))": worker_range(scaling) is not None}  # fmt: skip
@@ -294,12 +294,6 @@ def survives_with(run: Any, scaling: Any, pipeline: PipelineConfig) -> bool:
             f"transport='ray_collective' does not go with {named}: no wait in a group of ray.util.collective can be "
             "ended, and no process joins a second one, so that links are opened once. Take transport='tcp', or leave "
             "the other out."
-        )
-    if pipeline.shard_optimizer and named:
-        raise ConfigError(
-            f"shard_optimizer=True does not go with {named}: of the optimizer's state each replica has a part that no "
-            "other worker has, so that one that is lost or leaves takes it along. Such a run goes on from its newest "
-            "checkpoint when it is started again, with any number of replicas. Leave one of them out."
         )
     return failures_of(run) != 0
 

@@ -90,8 +90,8 @@ class PipelineFields:
             that of a slice of every layer and steps the slice, and they exchange parameters in place of gradients. No
             bit changes; of R replicas each holds 1 / R of the state. Nor does the number of bytes, but with codec_sums=
             "bf16" and as many lanes as replicas it is 1.5 times as large, for parameters travel whole. For optimizers
-            that step every element by itself (SGD, Adam, AdamW and the like), synchronous schedules, and runs that
-            survive no failure and keep their workers.
+            that step every element by itself (SGD, Adam, AdamW and the like) and synchronous schedules. Where a replica
+            is lost, all go back to the newest copies in memory.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: a stage's backward runs its forward again, so that a micro-batch in flight holds what the stage

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
+from raypipe import PipelineConfig
 from raypipe.engine.local import LocalFleet
-from raypipe.errors import CheckpointError, ConfigError
+from raypipe.errors import CheckpointError
 from raypipe.testing import Reference, reference
 from tests.exactness import SHAPES, Run, same_bits, train
 from tests.runs.test_replicas import X, Y, told, trainer
@@ -240,29 +239,3 @@ def test_the_plan_counts_less_memory_and_says_so(tmp_path: Path) -> None:
     assert "Each of the 2 replicas of stage 0 holds 1/2 of its optimizer's state" in str(plans[1])
     words = str(trainer(tmp_path, "plan", num_stages=1, num_replicas="auto", partitioner="auto", **SHARDED).plan())
     assert "shard_optimizer changes nothing: no stage that trains has several workers." in words
-
-
-def asked(max_failures: int = 0, workers: Any = None, **config: Any) -> PipelineTrainer:
-    return PipelineTrainer(
-        wide(),
-        loss_fn=functional.cross_entropy,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        train_data=TensorDataset(X, Y),
-        pipeline=PipelineConfig(
-            num_stages=2, num_replicas=[2, 1], minibatch_size=8, num_microbatches=4, partitioner="parameters", **config
-        ),
-        scaling_config=None if workers is None else SimpleNamespace(num_workers=workers),
-        run_config=SimpleNamespace(name="x", failure_config=SimpleNamespace(max_failures=max_failures)),
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"max_failures": 3}, r"does not go with FailureConfig\(max_failures=.*goes on from its newest checkpoint"),
-        ({"workers": (2, 4)}, r"does not go with ScalingConfig\(num_workers=\(least, most\)\)"),
-    ],
-)
-def test_what_would_lose_a_part_of_the_state_is_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"shard_optimizer=True {words}"):
-        asked(**given, **SHARDED)

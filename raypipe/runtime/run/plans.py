@@ -161,6 +161,15 @@ class Plans:
             return self._kept(planned, made)
         return self._kept(*regroup(planned, made, counts, generation))
 
+    def counted_anew(self, counts: tuple[int, ...]) -> Assembled:
+        """The same, of the next generation: replicas share out anew what their optimizers keep.
+
+        Args:
+            counts: by group.
+        """
+        planned, made = self._whole[self.made.setup.generation]
+        return self._kept(*regroup(planned, made, counts, self._next))
+
     @property
     def _next(self) -> int:
         return max(self._num_stages) + 1

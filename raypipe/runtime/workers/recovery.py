@@ -1,6 +1,7 @@
 """Recovery and resizing of a run on Ray: the same plan, or another one, on workers that live, with the state of a step.
 
     settle          who is left; whoever is dead or stuck is ended
+    fellows         replicas that share out their state go on without a lost one, which joins later
     replace_lost    spares, else new processes; where there is no place for one, a plan for those that are left
     newest_copies   of the newest step whose state every stage can reach; where there is none, a checkpoint
     configure       every stage takes that state, by name, and new links
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
+from raypipe.planner.regroup import left
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint
@@ -70,12 +72,14 @@ class Recovery:
     ) -> None:
         self.failures = failures
         self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
+        self._shards = blueprint.setup.settings.shard_optimizer
         self._charter, self._plans = charter, Plans(blueprint, planned, made, asked)
         self._fleet, self._blueprint, self._tensors = fleet, blueprint, tensors
         self.replanning = replanning_of(blueprint, self._plans.first, self._plans.limits)
         self.groups: Regrouper | None = None
         if made.setup.lanes > 1:  # there may be replicas
-            self.groups = Regrouping(fleet, self._plans, self._keep_charter, spares.refill)
+            ways = self._keep_charter, spares.refill, self._hand_over
+            self.groups = Regrouping(fleet, self._plans, *ways, shards=self._shards)
         self._replaying = Replaying(fleet, self._plans, self._keep_charter, spares.refill)
         self.replays: Replayer | None = self._replaying
         self._lighter: Assembled | None = None  # to be taken at the next recovery
@@ -106,15 +110,19 @@ class Recovery:
         copies = newest_copies(held, self._plans, steps)
         why = "" if copies else why_none(held, self._plans)
         made, changed = self._lighter or self._plans.made, self._lighter is not None
+        replaced, lost = tuple[str, ...](), tuple[str, ...]()
         try:
             if (no_place := self._replaying.no_place) is not None:  # it has been waited for
                 raise no_place
-            replaced = fleet.replace_lost(made.setup.num_workers)
+            if (fellows := self._fellows()) is not None:
+                lost, made, changed = fleet.forget_lost(), fellows, True
+            else:
+                replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
             fewer = self._fewer(error)
             if fewer is None:
                 return self._stopped(clock)
-            replaced, made, changed = (), fewer, True
+            made, changed = fewer, True
         clock.lap("replace")
         try:
             step, source, position = self._restore(made, copies, steps, why)
@@ -126,7 +134,24 @@ class Recovery:
         self.begin()
         clock.lap("restore")
         plan = made.plan if changed else None
-        return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, plan, fleet.moved_bytes)
+        return Recovered(
+            step, source, position, replaced, clock.laps_s, fleet.facts, plan, fleet.moved_bytes, lost=lost
+        )
+
+    def _fellows(self) -> Assembled | None:
+        """A plan for the replicas that are left, where they share out the state of their optimizer.
+
+        All of them go back, whether others are there or not; so nobody waits for a process that starts, which joins
+        later. None where a stage has no replica left, or spares are there for all that were lost.
+        """
+        fleet, made = self._fleet, self._plans.made
+        # A run that may change its number of workers looks how many there can be; with less memory it has another plan.
+        if not self._shards or self._growth is not None or self._lighter is not None:
+            return None
+        if len(fleet.in_use) != made.setup.num_workers or len(fleet.spares) >= len(fleet.lost):
+            return None  # others were lost while it recovered; or there are spares, or only links failed
+        remaining = left(made.setup.homes, fleet.lost)
+        return self._plans.counted_anew(tuple(map(len, remaining))) if all(remaining) else None
 
     @property
     def state_bytes(self) -> float:
@@ -230,12 +255,6 @@ class Recovery:
                 raise PlanError(
                     "transport='ray_collective': the links of a run are opened once, so its stages stay on the workers "
                     "that they are on. Take transport='tcp' for a run that may change."
-                )
-            if self._blueprint.setup.settings.shard_optimizer:
-                raise PlanError(
-                    "shard_optimizer=True: each replica has a part of the optimizer's state that no other worker has, "
-                    "so stages stay on the workers that they are on. Stop the run and start it again as it is to be, "
-                    "which goes on from its checkpoint."
                 )
             yield
         except PlanError:

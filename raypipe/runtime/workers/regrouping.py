@@ -5,6 +5,10 @@
     join       between two steps, spares take the state of a replica, and micro-batches are dealt out to all
 
 The step that was begun is done again: every worker that lives has the parameters with which it began.
+
+Where replicas share out the state of their optimizer, a lost one takes its slices along, and a step that was stopped in
+its middle has moved some slices and not others. So all go back to copies (recovery.py), and whoever joins later has all
+replicas cut their slices anew.
 """
 
 from __future__ import annotations
@@ -32,17 +36,28 @@ class Regrouping:
     Args:
         keep_charter: has workers keep what a later driver needs to know of this plan.
         refill: has spares start where workers are missing.
+        hand_over: gives members a plan, with the state of a step of which all stages have copies.
+        shards: replicas share out the state of their optimizer.
     """
 
     def __init__(
-        self, fleet: Fleet, plans: Plans, keep_charter: Callable[[Assembled], None], refill: Callable[[], None]
+        self,
+        fleet: Fleet,
+        plans: Plans,
+        keep_charter: Callable[[Assembled], None],
+        refill: Callable[[], None],
+        hand_over: Callable[[Assembled, int, Sequence[int]], None],
+        *,
+        shards: bool = False,
     ) -> None:
-        self._fleet, self._plans = fleet, plans
-        self._keep_charter, self._refill = keep_charter, refill
+        self._fleet, self._plans, self._shards = fleet, plans, shards
+        self._keep_charter, self._refill, self._hand_over = keep_charter, refill, hand_over
         self._laps = Laps()
 
     def complete(self, step: int) -> Steps | None:
         """See Regrouper."""
+        if self._shards:
+            return None
         self._laps = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -83,6 +98,8 @@ class Regrouping:
         counts = with_spares(homes, self._plans.replicas, len(spares))
         if counts == counts_of(homes):
             return None
+        if self._shards:
+            return self._cut_anew(counts, step)
         made = self._plans.regrouped(counts)
         here = groups_in(homes)
         peers = [workers[0] for workers, count in zip(here, counts, strict=True) if count > len(workers)]
@@ -101,6 +118,20 @@ class Regrouping:
             fleet.regroup(made.run, made.setup, members, joining)
         except CheckpointError as error:
             raise StageLostError(f"A replica could not take the state of another one: {error}") from None
+        self._laps.lap("links")
+        return self._regrouped(made, step)
+
+    def _cut_anew(self, counts: tuple[int, ...], step: int) -> Recovered:
+        """So many replicas by group, spares among them, each with its slices of this step's state."""
+        fleet, here = self._fleet, groups_in(self._plans.made.setup.homes)
+        made, new = self._plans.counted_anew(counts), iter(fleet.spares)
+        fleet.keep_copy(step, send=False)
+        self._laps.lap("copy")
+        members = list[int]()
+        for old, workers in zip(here, groups_in(made.setup.homes), strict=True):
+            before = [fleet.roster.index(fleet.in_use[worker]) for worker in old]
+            members += [*before, *(next(new) for _ in workers[len(before) :])]
+        self._hand_over(made, step, members)
         self._laps.lap("links")
         return self._regrouped(made, step)
 

@@ -1,28 +1,43 @@
-"""Replicas on Ray actors that share out the state of their optimizer: the bits of threads that hold it whole."""
+"""Replicas on Ray actors that share out the state of their optimizer: the bits of threads that hold it whole.
+
+Also while some of them are lost, others come, and the run is given other numbers of them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from ray.train import FailureConfig, ScalingConfig
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from raypipe.errors import PlanError, StageError
+from raypipe import PipelineTrainer
+from raypipe.api.handle import RunHandle
+from raypipe.engine.checkpoint import CheckpointSource
+from raypipe.engine.storage import Place
+from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.places import living, release
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
 from tests.runs.test_sharded_optimizer import SHARDED, wide
 from tests.runtime.on_fleet import start_on
-from tests.runtime.workers.test_recovery import events
+from tests.runtime.workers.test_growth import somebody_else
+from tests.runtime.workers.test_recovery import events, reached, stopped_driver
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_captures")]
 
 LANED: dict[str, Any] = {"num_lanes": 6, "num_microbatches": 6, "minibatch_size": 12, "max_grad_norm": 0.1}
-MOST, WAIT_S = 1_000_000, 300.0
+MOST, WAIT_S, MORE = 1_000_000, 300.0, 15
 
 
 def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None:
@@ -37,22 +52,160 @@ def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None
     assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
 
 
-def test_a_run_whose_replica_is_lost_goes_on_from_its_checkpoint_with_another_number(
+def surviving(folder: Path, replicas: list[int], **more: Any) -> PipelineTrainer:
+    """A run of two stages that survives failures, and looks at nothing but its steps."""
+    config = {**LANED, "num_replicas": replicas, "eval_interval_steps": None, **SHARDED, **more}
+    made = trainer(folder, "run", wide(), **config)
+    made._run = SimpleNamespace(name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=-1))
+    return made
+
+
+def kill(handle: RunHandle, *workers: int) -> None:
+    processes = [stage["process"] for stage in handle.status().stages]
+    for worker in workers:
+        os.kill(processes[worker], signal.SIGKILL)
+
+
+def goes_on(handle: RunHandle, folder: Path, decision: str, count: int) -> dict[str, Any]:
+    """What is told of the n-th such event, once the run has gone on for a while."""
+    wait_until(lambda: len(events(folder, decision)) >= count, WAIT_S)
+    reached(handle, MORE + handle.status().step)
+    found = events(folder, decision)
+    assert len(found) == count, found
+    return found[-1]
+
+
+def as_undisturbed(handle: RunHandle, folder: Path) -> list[str]:
+    """Names of parameters, and of what optimizers keep for them, that differ from those of threads that hold it whole.
+
+    Every step is in the records once, with the loss and the norm that it has there.
+    """
+    handle.stop()
+    result = handle.wait(timeout_s=WAIT_S)
+    steps = handle.status().step
+    alone = trainer(folder, "alone", wide(), **LANED, eval_interval_steps=None).fit(steps, local=True, progress=False)
+    (rows, found), (others, wanted) = told(folder / "run"), told(folder / "alone")
+    assert len(rows) == steps
+    assert [row[:3] for row in rows] == [row[:3] for row in others]
+    differ = [name for name in wanted if not same_bits(found[name], wanted[name])]
+    kept, known = kept_in(result.checkpoint), kept_in(alone.checkpoint)
+    assert kept.keys() == known.keys()
+    assert any(key.startswith("exp_avg of") for key in known)
+    return differ + [key for key in known if not same_bits(kept[key], known[key])]
+
+
+def kept_in(checkpoint: str) -> dict[str, torch.Tensor]:
+    """What optimizers keep, whole, by whoever it was written."""
+    with CheckpointSource(Place.of(checkpoint)) as source:
+        kept = source.kept(source.names)
+    return {f"{key} of {name}": torch.as_tensor(x) for name, of_one in kept.items() for key, x in of_one.items()}
+
+
+def test_replicas_that_are_lost_and_numbers_that_change(local_ray: None, tmp_path: Path) -> None:
+    """Either replica, whose fellow goes on alone until another one joins; the other stage; both replicas at once.
+
+    Then it is resized, also to a single stage.
+    """
+    handle, folder = surviving(tmp_path, [2, 1]).start(MOST), tmp_path / "run"
+    reached(handle, 20)
+    for count, replica in enumerate((1, 0), 1):
+        kill(handle, replica)
+        found = goes_on(handle, folder, "recovery", count)
+        assert (found["kind"], found["reason"]) == ("roll back", "from copies in memory"), found
+        assert (found["lost"], found["replaced"]) == ([f"Replica {replica} of stage 0"], [])
+        assert goes_on(handle, folder, "join", count)["replicas"] == [2, 1]
+    for count, lost in enumerate(((2,), (0, 1)), 3):
+        with stopped_driver(folder):
+            kill(handle, *lost)
+        found = goes_on(handle, folder, "recovery", count)
+        assert (found["kind"], found["reason"]) == ("roll back", "from copies in memory"), found
+        assert len(found["replaced"]) == len(lost)
+    for count, replicas in enumerate(([1, 1], [2, 2], [1, 3], [3, 1]), 1):
+        handle.resize(2, num_replicas=replicas)
+        found = goes_on(handle, folder, "resize", count)
+        assert found.get("replicas", [1, 1]) == replicas
+        assert len(handle.status().stages) == sum(replicas)
+    handle.resize(1, num_replicas=2)
+    goes_on(handle, folder, "resize", 5)
+    kill(handle, 1)
+    assert goes_on(handle, folder, "recovery", 5)["reason"] == "from copies in memory"
+    goes_on(handle, folder, "join", 3)
+    assert as_undisturbed(handle, tmp_path) == []
+    assert events(folder, "resize refused") == []
+
+
+def test_where_slices_are_gone_the_newest_checkpoint_counts_and_it_says_so(local_ray: None, tmp_path: Path) -> None:
+    """Worker 2 holds the slices of worker 0, and both are lost."""
+    handle, folder = surviving(tmp_path, [2, 1]).start(MOST), tmp_path / "run"
+    reached(handle, 10)
+    saved = Path(handle.checkpoint(timeout_s=WAIT_S))
+    reached(handle, MORE + handle.status().step)
+    with stopped_driver(folder):
+        kill(handle, 0, 2)
+    reason = goes_on(handle, folder, "recovery", 1)["reason"]
+    gone = "nobody that is left has the slices of replica 0 of stage 0"
+    assert reason == f"from checkpoints/{saved.name}: {gone}"
+    assert as_undisturbed(handle, tmp_path) == []
+
+
+@contextmanager
+def place_taken(handle: RunHandle, folder: Path, cpus: int) -> Iterator[None]:
+    """Worker 1 is lost, and somebody else, who waits for so many CPUs, gets its place first."""
+    other = placement_group([{"CPU": cpus}])
+    try:
+        with stopped_driver(folder):
+            _, place = living(driver_name("run"))[1]
+            kill(handle, 1)
+            release([place])
+            assert other.wait(WAIT_S)
+        yield
+    finally:
+        remove_placement_group(other)
+
+
+def test_without_a_place_for_another_replica_the_run_goes_on_with_fewer_until_there_is_one(
     local_ray: None, tmp_path: Path
 ) -> None:
-    """It says who was lost, and it refuses to change its workers before, for nobody else has their slices."""
-    handle = trainer(tmp_path, "run", wide(), **LANED, num_replicas=[2, 1], **SHARDED).start(MOST)
-    wait_until(lambda: handle.status().step > 2, WAIT_S)
-    with pytest.raises(PlanError, match="shard_optimizer=True: each replica has a part of the optimizer's state"):
-        handle.resize(2, num_replicas=[1, 2])
-    assert len(events(tmp_path / "run", "resize refused")) == 1
-    saved = Path(handle.checkpoint(timeout_s=WAIT_S))
-    os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
-    with pytest.raises(StageError, match="Replica 1 of stage 0 died"):
-        handle.wait(timeout_s=WAIT_S)
-    steps = json.loads((saved / "manifest.json").read_text())["step"] + 3
-    for name, how in (("run", {"num_replicas": [1, 3], **SHARDED}), ("alone", {})):
-        trainer(tmp_path, name, wide(), **LANED, **how).fit(steps, local=True, progress=False)
-    (_, found), (rows, wanted) = told(tmp_path / "run"), told(tmp_path / "alone")
-    assert len(rows) == steps
-    assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
+    """Then one joins, and slices are cut for two again."""
+    made, folder = surviving(tmp_path, [2, 1]), tmp_path / "run"
+    made._scaling = ScalingConfig(num_workers=3, resources_per_worker={"CPU": 1})
+    handle = made.start(MOST)
+    reached(handle, 20)
+    with place_taken(handle, folder, 2):
+        recovery = goes_on(handle, folder, "recovery", 1)
+        assert (recovery["num_stages"], len(handle.status().stages)) == (2, 2)
+        assert "replicas" not in recovery
+    assert goes_on(handle, folder, "join", 1)["replicas"] == [2, 1]
+    kill(handle, 0)
+    assert goes_on(handle, folder, "recovery", 2)["reason"] == "from copies in memory"
+    assert as_undisturbed(handle, tmp_path) == []
+
+
+def test_a_run_that_grows_and_shrinks_with_the_cluster(local_ray: None, tmp_path: Path) -> None:
+    """It begins with one worker for each stage, has three replicas when more come, and two when one is gone."""
+    made, folder = surviving(tmp_path, [3, 1]), tmp_path / "run"
+    made._scaling = ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=0.0)
+    with somebody_else(2) as other:
+        handle = made.start(MOST)
+        reached(handle, MORE)
+        assert len(handle.status().stages) == 2
+        remove_placement_group(other)
+        wait_until(lambda: len(handle.status().stages) == 4, WAIT_S)
+    reached(handle, MORE + handle.status().step)
+    with place_taken(handle, folder, 1):
+        found = goes_on(handle, folder, "recovery", 1)
+        reached(handle, MORE + handle.status().step)
+    assert (found["replicas"], found["reason"]) == ([2, 1], "from copies in memory")
+    assert as_undisturbed(handle, tmp_path) == []
+
+
+def test_a_driver_that_is_lost_with_a_replica(local_ray: None, tmp_path: Path) -> None:
+    """Ray starts it again: first the stages go on where they stand, then without a replica's newest slices."""
+    handle, folder = surviving(tmp_path, [2, 1], checkpoint_interval_steps=10).start(MOST), tmp_path / "run"
+    reached(handle, 20)
+    for count, lost in enumerate(((), (1,)), 1):
+        kill(handle, *lost)
+        os.kill(json.loads((folder / "lease.json").read_text())["holder"]["pid"], signal.SIGKILL)
+        goes_on(handle, folder, "take over", 2 * count)  # one for the lease, one for the stages
+    assert events(folder, "recovery")[-1]["reason"] == "from copies in memory"
+    assert as_undisturbed(handle, tmp_path) == []
