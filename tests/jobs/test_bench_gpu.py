@@ -43,6 +43,19 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert bench.flops_of(size) == pytest.approx(counted.get_total_flops(), rel=0.1)
 
 
+def test_a_stage_does_the_operations_of_plain_pytorch() -> None:
+    """No cast, view or copy more, but for the accumulators and the norm."""
+    found = []
+    for label in ("plain", "stage"):
+        with bench.running(label, bench.TINY._replace(warm_up=5, steps=5), CPU, lambda: CPU) as run:
+            found.append(bench.where.profiled(run, CPU.place))
+    plain, ours = found
+    for name in ("aten::linear", "aten::mm", "aten::addmm", "aten::_to_copy", "aten::native_layer_norm", "aten::gelu"):
+        assert 0 < ours[name][0] <= plain[name][0], name
+    rows = bench.where.compared(plain, ours).splitlines()
+    assert rows[-1].startswith("all ")
+
+
 def test_one_stage_and_two_in_threads_have_the_same_bits() -> None:
     one, two = (two_processes.in_threads(stages, lambda: CPU, "bf16-autocast") for stages in (1, 2))
     assert two_processes.apart(one, two) == []

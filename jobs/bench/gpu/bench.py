@@ -12,7 +12,7 @@
 
 What a message costs is in the seconds of two stages, and no second GPU. All take turns. Without a GPU nothing is
 measured; --device cpu shows that everything works, with figures that say nothing of one. A GPU whose data sheet is not
-known here needs --peak-tflops for mfu_*.
+known here needs --peak-tflops for mfu_*. Where kernels are short the host is the limit: --where says what it does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jobs.bench.gpu import torch_stages
+from jobs.bench.gpu import torch_stages, where
 from jobs.lib import common
 from jobs.lib.on_device import adamw, gpt, pipeline, texts, trainer_of
 from jobs.train.lm import loss_fn
 from raypipe.engine.cuda_device import CudaDevice, why_not
 from raypipe.engine.device import CPU, Device
+from raypipe.engine.one_thread import one_thread
 
 LAYOUT: dict[str, str] = {
     "seconds of a step": r"step_s_(\w+)",
@@ -50,6 +51,7 @@ LABELS = ("plain", *STAGES, *TORCH)
 OPTIONS: dict[str, dict[str, Any]] = {
     "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
     "--rounds": {"type": int, "default": None, "metavar": "N", "help": "in which all candidates take turns"},
+    "--where": {"action": "store_true", "help": "say what takes the host's time in a step, and measure nothing"},
     "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
 }
 PEAK_TFLOPS = {
@@ -128,23 +130,39 @@ def measured(run: Iterator[Any], size: Size) -> list[float]:
     return found
 
 
+@contextmanager
+def running(label: str, size: Size, device: Device, device_of: Callable[[], Device]) -> Iterator[Iterator[Any]]:
+    """Steps of a candidate, whose operations on the host have one thread each, as those of stages do."""
+    with ExitStack() as stack:
+        stack.enter_context(one_thread())
+        if label == "plain":
+            yield plain(size, device)
+        elif label in TORCH:
+            model = fresh(size)
+            run: Any = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
+            stack.callback(run.close)
+            yield run
+        else:
+            yield stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
+
+
 def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list[float], int]:
     """(seconds of the steps, most bytes that the device had in use) of a candidate, which is gone afterwards."""
     device = device_of()
     if device.place.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device.place)
-    with ExitStack() as stack:
-        run: Iterator[Any]
-        if label == "plain":
-            run = plain(size, device)
-        elif label in TORCH:
-            model = fresh(size)
-            run = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
-            stack.callback(run.close)  # type: ignore[attr-defined]
-        else:
-            run = stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
+    with running(label, size, device, device_of) as run:
         return measured(run, size), device.peak_bytes()
+
+
+def where_of(size: Size, device_of: Callable[[], Device]) -> str:
+    """What takes the host's time in a step of plain PyTorch and of one stage."""
+    size, device, found = size._replace(warm_up=where.WARM_UP, steps=where.STEPS), device_of(), []
+    for label in ("plain", "stage"):
+        with running(label, size, device, device_of) as run:
+            found.append(where.profiled(run, device.place))
+    return where.compared(*found)
 
 
 @contextmanager
@@ -238,15 +256,19 @@ def main() -> None:
     asked.quick = asked.quick or on_cpu
     size = TINY if on_cpu else QUICK if asked.quick else Size()
     size = size if asked.rounds is None else size._replace(rounds=asked.rounds)
-    where = "cpu" if on_cpu else torch.cuda.get_device_name()
-    known = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in where), None)
+    device_of: Callable[[], Device] = (lambda: CPU) if on_cpu else CudaDevice
+    if asked.where:
+        print(where_of(size, device_of))
+        return
+    place = "cpu" if on_cpu else torch.cuda.get_device_name()
+    known = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in place), None)
     tflops = asked.peak_tflops or known
     if tflops is None and not on_cpu:
-        print(f"no mfu_*: the data sheet of {where} is not known here; --peak-tflops NUMBER says it")
-    figures, raw = measure(size, lambda: CPU if on_cpu else CudaDevice(), None if tflops is None else tflops * 1e12)
+        print(f"no mfu_*: the data sheet of {place} is not known here; --peak-tflops NUMBER says it")
+    figures, raw = measure(size, device_of, None if tflops is None else tflops * 1e12)
     parameters = sum(p.numel() for p in initial(size).parameters())
-    title = f"GPT of {parameters / 1e6:.0f} M parameters on {where}; {common.machine_line()}"
+    title = f"GPT of {parameters / 1e6:.0f} M parameters on {place}; {common.machine_line()}"
     print(common.table(title, ("figure", "value"), figures.items()))
     planned, in_bf16 = raw["planned_bytes"] / 2**20, raw["peak_bytes_bf16"] / 2**20
     print(f"one stage in bf16: {planned:.0f} MiB planned, {in_bf16:.0f} MiB at most in use")
-    common.finish("gpu", figures, {**raw, "device": where, "size": size._asdict()}, asked)
+    common.finish("gpu", figures, {**raw, "device": place, "size": size._asdict()}, asked)
