@@ -27,7 +27,7 @@ from raypipe.runtime.links.collective import CollectiveEndpoint
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import Hello
 from raypipe.runtime.links.opening import make_endpoint
-from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
+from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f, wait_until
 from tests.runtime.links.ends import HOST, close, together
 
 ROOT = Path(__file__).parents[3]
@@ -341,7 +341,7 @@ def test_an_abort_ends_every_thread_though_the_peer_is_stopped(distant: tuple[An
     assert wait.ended_s - start_s < WAKE_S
     channel.close()
     assert time.monotonic() - start_s < WAKE_S
-    assert not [thread for thread in mine if channel.name in thread.name and thread.is_alive()]
+    wait_until(lambda: not [thread for thread in mine if channel.name in thread.name and thread.is_alive()])
 
 
 def test_looking_for_sockets_keeps_the_locks_of_this_process(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_a_size_that_somebody_asked_for_outlives_the_driver() -> None:
     growth.wants(Asked(num_stages=2, workers=2))
     assert growth.count == 2
     first: Any = Charter(*[None] * 4, planned=None, resources={})  # type: ignore[arg-type]
-    later = ray.cloudpickle.loads(first.packed("a plan", growth.asked))
-    assert (later.planned, later.asked) == ("a plan", Asked(2, 2))
+    later = ray.cloudpickle.loads(first.packed("a plan", growth.asked, 3))
+    assert (later.planned, later.asked, later.failures) == ("a plan", Asked(2, 2), 3)
 
 
 class Places(Roster):
