@@ -30,7 +30,7 @@ from raypipe.engine.microbatch import Reduction
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
-from raypipe.engine.trial.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
+from raypipe.engine.trial.loss_check import NUM_ROWS, Grouping, group_losses, misfit, rows_through, weights_of
 from raypipe.engine.trial.rehearsal import scalar
 from raypipe.engine.trial.watched_rows import refuse_rows_crossed_in
 from raypipe.errors import CaptureError, ConfigError
@@ -81,7 +81,7 @@ def find_reduction(
     """The reduction that is asked for, or the one that "auto" stands for.
 
     Args:
-        rows: a few samples by column, as the model reads them; of more than NUM_ROWS only a loss_fn sees the others.
+        rows: a few samples by column, as the model reads them; of more than a few only a loss_fn sees the others.
 
     Raises:
         ConfigError: no weights of micro-batches make the loss of a mini-batch.
@@ -95,7 +95,7 @@ def find_reduction(
     if asked == "valid_tokens" and terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
         return FoundReduction(terms.counts or asked)
-    many, rows = rows, {name: column[:NUM_ROWS] for name, column in rows.items()}
+    many, rows = rows, {name: column[: rows_through(model)] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
     unfilled = any(p.is_meta for p in model.parameters())
     several = pipeline.num_microbatches != 1

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.data.source import open_data
+from raypipe.engine.trial import loss_check
 from raypipe.errors import ConfigError, DataError
 from raypipe.testing import reference
 from tests.models import Records
@@ -239,7 +240,9 @@ def hardest(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [spread, contrastive, hardest])
-def test_losses_over_the_batch_are_refused_with_numbers_and_choices(loss_fn: Loss, tmp_path: Any) -> None:
+def test_losses_over_the_batch_are_refused_with_numbers_and_choices(
+    loss_fn: Loss, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(3)
     data = Pairs(labelled(ROWS, -100).items)
     with pytest.raises(ConfigError) as refused:
@@ -250,6 +253,10 @@ def test_losses_over_the_batch_are_refused_with_numbers_and_choices(loss_fn: Los
     )
     for words in ("over micro-batches of 2 and 2 rows it is", "weighed by samples", "num_microbatches=1", "'sum'"):
         assert words in message
+    with monkeypatch.context() as patched:  # fewer of them go through a large model
+        patched.setattr(loss_check, "LARGE", 1)
+        with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
+            run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
     # One micro-batch needs no weights, and whoever says what micro-batches mean is taken at their word.
     for more in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_reduction": "mean"}):
         run(Tagger(), data, loss_fn, tmp_path / str(more), **more)

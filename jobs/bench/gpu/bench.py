@@ -134,16 +134,17 @@ def measured(run: Iterator[Any], size: Size) -> list[float]:
 def running(label: str, size: Size, device: Device, device_of: Callable[[], Device]) -> Iterator[Iterator[Any]]:
     """Steps of a candidate, whose operations on the host have one thread each, as those of stages do."""
     with ExitStack() as stack:
-        stack.enter_context(one_thread())
+        run: Any
         if label == "plain":
-            yield plain(size, device)
+            run = plain(size, device)
         elif label in TORCH:
             model = fresh(size)
-            run: Any = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
+            run = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
             stack.callback(run.close)
-            yield run
         else:
-            yield stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
+            run = stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
+        stack.enter_context(one_thread())  # what went before was planned on all cores
+        yield run
 
 
 def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list[float], int]:

@@ -20,10 +20,12 @@ import torch
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.errors import DataError, RaypipeError
 
-__all__ = ["MANY_ROWS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "weights_of"]
+__all__ = ["MANY_ROWS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "rows_through", "weights_of"]
 
 NUM_ROWS = 4
 """That go through the model."""
+FEW_ROWS, LARGE = 2, 1 << 28
+"""That go through one of so many parameters, each of which takes a CPU a second or more."""
 MANY_ROWS = 16
 """That a loss_fn is tried on without the model: what few of the rows have shows only in many."""
 TOLERANCE = 3e-5
@@ -77,6 +79,11 @@ def _groupings(count: int) -> list[tuple[int, ...]]:
     """Halves, one row and the others, and rows by themselves."""
     half = count // 2
     return list(dict.fromkeys([(half, count - half), (1, count - 1), (1,) * count]))
+
+
+def rows_through(model: torch.nn.Module) -> int:
+    """How many rows are worth their time in this model."""
+    return FEW_ROWS if sum(p.numel() for p in model.parameters()) >= LARGE else NUM_ROWS
 
 
 def misfit(whole: float, grouping: Grouping, weights: Sequence[float] | None) -> float | None:
