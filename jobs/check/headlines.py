@@ -61,6 +61,11 @@ HEADLINES: Sequence[Headline] = (
         "{sigkill_seconds_warm_10mb}, {sigkill_seconds_warm_96mb}",
     ),
     Headline(
+        "on an H200, kernels of the codecs over a copy there, by bytes per second: bf16, int8, fp8, int4",
+        "codec",
+        "{fraction_of_copy_bf16}, {fraction_of_copy_int8}, {fraction_of_copy_fp8}, {fraction_of_copy_int4}",
+    ),
+    Headline(
         "half a day of real spot interruptions, computed: share of its steps that a run keeps, and one that restarts",
         "spot",
         "{goodput_elastic_1x} and {goodput_restarted_1x}; at a hundred times the rate {goodput_elastic_100x} and "
