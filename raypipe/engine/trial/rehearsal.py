@@ -15,7 +15,6 @@ import torch
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_as_captured
 from raypipe.engine.capture.guards import returned
-from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.trial.reads import no_reads_of
@@ -185,7 +184,7 @@ def rehearse(
     names = [site.parameter for site in function.sites]
     leaves = [captured.parameters[name].detach().requires_grad_(name in program.trainable) for name in names]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
-    with one_thread(), torch.set_grad_enabled(training), warnings.catch_warnings():
+    with torch.set_grad_enabled(training), warnings.catch_warnings():  # on all cores: nobody compares the bits
         warnings.filterwarnings("error", message="Using a target size")  # compares all rows with all others
         try:
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
