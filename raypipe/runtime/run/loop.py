@@ -151,7 +151,7 @@ class _Loop:
         progress.goodput.begin(began_at)
         self._ordering.learn(step=began_at, written=began_at)
         self.control.begin(self.plan.retune, resumed=began_at > 0)
-        self._ordering.traced_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
+        self._ordering.trace(began_at)
         self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
         self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
@@ -166,7 +166,8 @@ class _Loop:
             except RaypipeError as error:
                 self._changing.survive(error, self._follow)
         if progress.at.step > began_at:
-            measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
+            spans = tuple(self.fleet.spans()) if self._ordering.traced else ()
+            measured = Timeline(spans, "measured", name=spec.name)
             timelines = [found for found in (self.plan.predicted, measured) if found is not None]
             self.notes.try_to(lambda: self.folder.write_timelines(timelines))
         self.control.end()

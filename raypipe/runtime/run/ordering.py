@@ -28,6 +28,8 @@ __all__ = ["Known", "Memo", "Ordered", "Ordering"]
 
 PATIENCE_S = 10.0
 """Of the 30 s that most clouds leave."""
+SETTLED_STEPS = 10
+"""After a change of the stages; the steps right behind it are not like the others."""
 
 
 class Ordered(NamedTuple):
@@ -40,6 +42,7 @@ class Ordered(NamedTuple):
         saves: every stage writes a checkpoint of the state after it.
         copies: every stage keeps a copy of that state in memory.
         once: it saves because somebody asked, or for the clock: another order of this step would not.
+        traced: every worker keeps the spans of its actions.
     """
 
     segment: Segment
@@ -49,6 +52,7 @@ class Ordered(NamedTuple):
     saves: bool = False
     copies: bool = False
     once: bool = False
+    traced: bool = False
 
 
 class Known(NamedTuple):
@@ -81,6 +85,7 @@ class Ordering:
     Attributes:
         plan: in force.
         traced_step: the step whose actions are noted one by one.
+        traced: the workers that there are now have done it.
         measures: stages tell how long they took, also where there is no controller to hear it.
         copy_times: when copies of state are taken.
         known: by the loop, which keeps it up to date.
@@ -105,7 +110,7 @@ class Ordering:
         self._ordered: dict[int, Ordered] = {}  # by first step
         self._asked = False  # for a checkpoint that has not been ordered
         self._calm = False  # whether the step that is ordered next is like the one before
-        self.traced_step, self.measures = 0, False
+        self.traced_step, self.traced, self.measures = 0, False, False
         self.copy_times = CopyTimes(spec.copy_interval_steps)
         self.known = Known()
 
@@ -125,7 +130,14 @@ class Ordering:
 
     def taken(self, step: int) -> Ordered:
         """The segment that begins with this step; it has been carried out."""
-        return self._ordered.pop(step)
+        ordered = self._ordered.pop(step)
+        self.traced = self.traced or ordered.traced
+        return ordered
+
+    def trace(self, began_at: int) -> None:
+        """Have a step in the middle of the run traced, which begins here."""
+        last = self._spec.num_steps - 1
+        self.traced, self.traced_step = False, min(last, began_at + max(2, (last + 1 - began_at) // 2))
 
     def save_soon(self) -> None:
         """A checkpoint is due, unless the pipeline would have to run empty for it: that changes an asynchronous run."""
@@ -135,6 +147,8 @@ class Ordering:
         """What was ordered will not be carried out; the run goes back to this step, so many before it were skipped."""
         self._save_what_was_ordered()
         self._ordered.clear()
+        if self.traced or self.traced_step < step:  # with the cut and by the workers before: some may be gone
+            self.traced, self.traced_step = False, min(self._spec.num_steps - 1, step + SETTLED_STEPS)
         self.learn(step=step, skipped=skipped, written=min(step, self.known.written))
 
     def _save_what_was_ordered(self) -> None:
@@ -168,9 +182,9 @@ class Ordering:
                 self.copy_times.ordered(after.step)
             traced = segment.first_step <= self.traced_step < after.step
             calm = not saves and not traced
-            ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies, once)
+            ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies, once, traced)
             self._calm = calm
-            yield self._order(ordered, before, traced=traced)
+            yield self._order(ordered, before)
             before = after
             if (ends_empty and self._pauses_after(after.step, saves=saves)) or (
                 empties and self._requests.wants_change
@@ -183,14 +197,14 @@ class Ordering:
         spec = self._spec
         segment = draining_segment(self.plan.flow, spec.minibatch_size, spec.microbatch_size, at)
         segment = replace(segment, generation=self.plan.plan.generation)
-        return self._order(Ordered(segment, at.after(segment, spec.num_samples["train"])), at, traced=False)
+        return self._order(Ordered(segment, at.after(segment, spec.num_samples["train"])), at)
 
-    def _order(self, ordered: Ordered, before: Position, *, traced: bool) -> Order:
+    def _order(self, ordered: Ordered, before: Position) -> Order:
         segment, after, setting, *_ = ordered
         self._ordered[segment.first_step] = ordered
         return Order(
             segment,
-            keep_spans=traced,
+            keep_spans=ordered.traced,
             save_to=self._checkpoints.begin(after.step) if ordered.saves else "",
             measure=self._control.runs or self.measures,
             codecs=setting.codecs,

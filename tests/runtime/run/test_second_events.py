@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport
+from raypipe.report.read import timelines_of
 from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
@@ -183,3 +185,20 @@ def test_a_driver_that_is_to_stop_goes_nowhere(tmp_path: Path) -> None:
 
     found = ran(tmp_path, after={TOLD_AFTER: ask})
     assert (found.stopped, went) == ("asked for", [])
+
+
+def traced(folder: Path) -> set[int]:
+    """Micro-batches, counted over the run, of which its folder has what was measured action by action."""
+    found = [one for one in timelines_of(Place.of(folder / "run")) if one.source == "measured"]
+    return {span.action.microbatch for one in found for span in one.spans}
+
+
+def test_the_timeline_is_of_the_workers_and_the_cut_that_there_are_at_the_end(tmp_path: Path) -> None:
+    """What a lost worker noted is lost with it, and the others' steps were of another plan."""
+    late = STEPS - 6
+    for name, moves in (("alone", {}), ("early", {4: leave}), ("late", {late: leave})):
+        assert ran(tmp_path / name, after=moves).asked == ["move from node"] * len(moves)
+    assert traced(tmp_path / "alone") == traced(tmp_path / "early"), "of the middle of the run"
+    assert min(traced(tmp_path / "late")) > max(traced(tmp_path / "alone")), "done again after the move"
+    found = ran(tmp_path / "stopped", lambda requests: requests.stop("asked for"), {late: leave})
+    assert (found.step, traced(tmp_path / "stopped")) == (late, set())
