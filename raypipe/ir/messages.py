@@ -4,7 +4,8 @@
     worker 1   [RECV_F0......][F0]            on its way from the begin of SEND_F0 to the end of RECV_F0
 
 A timeline has the actions that took time. Without a SEND a message leaves when its F (or B, I) has ended; without a
-RECV it is taken when the next stage's F (or B, I) begins. What takes less than two nanoseconds takes none here.
+RECV it is taken when the next stage's F (or B, I) begins. What takes less than two nanoseconds takes none here: a stage
+whose inputs need no gradient has such an I, and its W uses the message.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Message(NamedTuple):
     Attributes:
         action: that sends it, whether or not the timeline has it.
         source: its SEND, or the F, B or I that made it.
-        target: its RECV, or the F, B or I that uses it.
+        target: its RECV, or the F, B, I or W that uses it.
         start_s, sent_s, taken_s: when it leaves, has been handed over, and is taken.
     """
 
@@ -59,7 +60,8 @@ def messages_of(spans: Sequence[Box]) -> Iterator[Message]:
             onward, sends, receives = -1, Op.SEND_B, Op.RECV_B
         else:
             continue
-        user = by_action.get(Action(stage + onward, op, microbatch))
+        uses = (Op.I, Op.W) if op is Op.I else (op,)
+        user = next(filter(None, (by_action.get(Action(stage + onward, use, microbatch)) for use in uses)), None)
         if user is None or user.worker == made.worker:
             continue
         action = Action(stage, sends, microbatch)

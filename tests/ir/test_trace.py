@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from raypipe.ir.messages import messages_of
+from raypipe.ir.schedule import parse_action
 from raypipe.ir.schedule_spec import KINDS
-from raypipe.ir.timeline import Timeline
+from raypipe.ir.timeline import Span, Timeline
 from raypipe.ir.trace import chrome_trace_json
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -101,3 +102,11 @@ def test_counters_count_what_is_held() -> None:
     for name in {e["name"] for e in events}:
         times = [e["ts"] for e in events if e["name"] == name]
         assert times == sorted(set(times))
+
+
+def test_a_first_stage_without_gradients_of_inputs_takes_messages_for_its_weights() -> None:
+    """Its I takes no time, and whatever takes none is no box that an arrow could end at."""
+    names = [(0, "0F0", 0, 1), (1, "1F0", 1, 2), (1, "1I0", 2, 3), (0, "0I0", 3, 3), (1, "1W0", 3, 4), (0, "0W0", 3, 4)]
+    spans = [Span(worker, parse_action(name), float(begin), float(end)) for worker, name, begin, end in names]
+    told = [(str(one.action), one.start_s, one.taken_s) for one in messages_of(spans)]
+    assert told == [("0SEND_F0", 1.0, 1.0), ("1SEND_B0", 3.0, 3.0)]
