@@ -31,6 +31,8 @@ UNITS = {"short": "", "percentunit": "%", "s": "s", "Bps": "B/s", "bytes": "B"}
 LETTERS = 12
 """Size of most letters, in points; titles are larger. A board is read at half its size too."""
 WIDE_IN = 14.0
+DASHES = 3.0
+"""Length of a legend's line, in sizes of letters: several dashes of any line."""
 LEGEND, LEGEND_PX = 70, 520
 """What a row of a legend has room for: letters, and pixels of one name."""
 
@@ -183,7 +185,8 @@ def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, shown_s: t
     axes.set_ylim(low - spare, high + spare)  # a line along the axis can be told from it
     longest = max(len(shortened(line.name, LEGEND_PX)) for line in lines)
     columns = max(1, LEGEND // (longest + 6))
-    axes.legend(fontsize=LETTERS - 1, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "frameon": False, "columnspacing": 1.2}
+    axes.legend(fontsize=LETTERS - 1, ncols=columns, handlelength=DASHES, **below)
     axes.grid(alpha=0.3)
 
 

@@ -28,6 +28,7 @@ class Timeline {
     this.boxes = [...svg.querySelectorAll(".rp-plot rect")].map((rect) => ({
       rect, x: Number(rect.getAttribute("x")), wide: Number(rect.getAttribute("width")), texts: [], shape: "[]",
     }));
+    this.findSeen();
     this.plots = [...svg.querySelectorAll(".rp-plot")].map((group) => [group, Number(group.getAttribute("stroke-width"))]);
     // Words are made anew at every zoom, for boxes that have become wide enough.
     svg.querySelectorAll(".rp-plot text").forEach((words) => words.remove());
@@ -41,6 +42,17 @@ class Timeline {
     svg.addEventListener("click", (event) => this.pick(event.target.closest(".rp-plot rect")));
     svg.setAttribute("tabindex", "0");
     svg.addEventListener("keydown", (event) => { if (this.pressed(event.key, event)) event.preventDefault(); });
+  }
+
+  // A message may leave before the one ahead of it has been handed over: words stand in what is seen of a box.
+  findSeen() {
+    const last = new Map();
+    for (const box of this.boxes.filter(({ rect }) => rect.dataset.l).sort((a, b) => a.x - b.x)) {
+      const y = box.rect.getAttribute("y"), before = last.get(y);
+      if (before) before.seen = Math.min(before.wide, box.x - before.x);
+      box.seen = box.wide;
+      last.set(y, box);
+    }
   }
 
   pressed(key, event) {
@@ -126,7 +138,7 @@ class Timeline {
         box.rect.setAttribute("x", begin.toFixed(2));
         box.rect.setAttribute("width", Math.max(end - begin, 0.4).toFixed(2));
       }
-      this.label(box, seen ? begin : 0, seen ? end : 0);
+      this.label(box, seen ? begin : 0, seen ? Math.min(end, start + box.seen * this.zoom) : 0);
     }
     this.svg.querySelectorAll(".rp-ticks").forEach((group) => this.ticks(group));
   }

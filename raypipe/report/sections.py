@@ -23,9 +23,9 @@ FAILURES = ("failure", "give up", "fail", "damage", "skip")
 CONTROL = ("switch", "undo", "paid", "open", "keep", "wait", "drift")
 DASHED = (
     '<p class="hint">Upright lines: red with long dashes, something failed; green with short ones, a recovery, resize '
-    "or another cut; dotted, another schedule. Where there are many, they are short marks at the top: failures in the "
-    "first row, changes in the second, schedules in the third. The pointer on one of them says what it was. A short "
-    "red mark on the axis: no finite number there.</p>"
+    "or another cut; dotted, another schedule. Kinds of which there are many are short marks at the top: failures in "
+    "the first row, changes in the second, schedules in the third. The pointer on one of them says what it was. A "
+    "short red mark on the axis: no finite number there.</p>"
 )
 MOST_STAGES = 8
 MOST_METRICS = 12
@@ -244,6 +244,7 @@ def _recoveries(run: RunFacts) -> str:
             [f"{event['replayed_steps']} steps done again by one stage alone"] if event.get("replayed_steps") else []
         )
         more += [f"{human_bytes(event['moved_bytes'])} moved"] if event.get("moved_bytes") else []
+        more += [f"not by one stage alone, because {event['not_replayed']}"] if event.get("not_replayed") else []
         seconds = event.get("seconds")
         took = human_s(seconds) if isinstance(seconds, int | float) and seconds else ""
         detail = "; ".join(filter(None, [parts, *more]))

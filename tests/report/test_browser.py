@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from raypipe.engine.rundir import RunFolder
+from raypipe.ir.schedule import parse_action
+from raypipe.ir.timeline import Span, Timeline
 from raypipe.report.page import report_html
 from raypipe.report.read import read_run
 from tests.browser import MISPLACED, SMALL, needs_chromium, opened
@@ -88,6 +91,23 @@ def test_many_stages_and_long_names_have_room(tmp_path: Path) -> None:
     with opened(path, "light") as (page, complaints):
         assert page.evaluate(MISPLACED) == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert complaints == []
+
+
+def test_messages_that_overlap_have_their_words_where_they_are_seen(tmp_path: Path) -> None:
+    """Three messages that are handed over together, as over a link that is slow to answer."""
+    names = [(0, f"0F{at}", 0.05 * at, 0.05 * at + 0.05) for at in range(3)]
+    names += [(0, f"0SEND_F{at}", 0.05 * at + 0.05, 0.05 * at + 4.05) for at in range(3)]
+    names += [(1, f"1F{at}", at + 5.0, at + 6.0) for at in range(3)]
+    spans = tuple(Span(worker, parse_action(name), begin, end) for worker, name, begin, end in names)
+    folder = make_run(tmp_path / "lm", stages=2)
+    RunFolder(folder).write_timelines([Timeline(spans, "measured", name="lm")])
+    path = tmp_path / "report.html"
+    path.write_text(report_html(read_run(folder), "finished"))
+    with opened(path, "light") as (page, complaints):
+        assert page.evaluate(MISPLACED) == []
+        words = page.locator("svg.rp-timeline g.rp-plot").last.locator("text").all_text_contents()
+        assert sorted(words) == ["F0", "F1", "F2", "F2"], "forwards of worker 1, and the last message"
         assert complaints == []
 
 

@@ -1,8 +1,8 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks where something happened.
 
 Of more points than fit into the width, those that are highest and lowest near each other are drawn, pale, and over them
-the median of neighbours. A point that is not finite leaves a gap and a red dash on the axis. More marks than a reader
-tells apart are short ones above the lines, a row for every kind.
+the median of neighbours. A point that is not finite leaves a gap and a red dash on the axis. Of more marks than a
+reader tells apart, the kinds that come too often are short ones above the lines, a row for every kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TITLE_PX = 17
 MEDIANS = 120
 """Points of the line of medians."""
 MOST_LONG = 12
-"""More marks are short."""
+"""Of the marks; failures are the last that are short."""
 SHORT_PX = 9.0
 BESIDE_PX = 3.0
 """Between long marks at the same place."""
@@ -79,7 +79,7 @@ def chart_svg(
     lower = [y for _, y in known if y <= top]
     scale, unit_name = (0.01, "%") if unit == "%" else in_unit(max(lower, default=0.0), unit)
     box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit), top)
-    if len(marks) > MOST_LONG:
+    if len(_long(marks)) < len({mark.kind for mark in marks}):
         box.top += SHORT_PX * len(DASHES)
     label = f"{y_label} ({unit_name})" if unit_name else y_label
     if higher := len(known) - len(lower):
@@ -162,10 +162,10 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Mark], box: _Box) -> list[str]:
-    """A broken line for each, side by side at the same place; of many marks short ones, in a row for every kind."""
-    few, parts, there = len(marks) <= MOST_LONG, [], Counter[float]()
+    """A broken line for each, side by side at the same place; short ones of frequent kinds, in a row for every kind."""
+    seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
-        at, row = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind)
+        at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
         if few:  # a failure and the recovery from it mostly belong to one step
             at, there[mark.x] = at + BESIDE_PX * there[mark.x], there[mark.x] + 1
         first, last = (TOP, box.bottom) if few else (row, row + SHORT_PX - 1)
@@ -175,6 +175,16 @@ def _marks(marks: Sequence[Mark], box: _Box) -> list[str]:
             f'stroke-width="1.5"><title>{html.escape(mark.words)}</title></line>'
         )
     return parts
+
+
+def _long(marks: Sequence[Mark]) -> set[str]:
+    """Kinds whose marks are long: failures first, as long as there are few of all of these together."""
+    counts, kinds = Counter(mark.kind for mark in marks), set[str]()
+    for kind in filter(counts.__contains__, DASHES):
+        if sum(counts[one] for one in kinds) + counts[kind] > MOST_LONG:
+            break
+        kinds.add(kind)
+    return kinds
 
 
 def _line(line: Line, colour: int, box: _Box) -> list[str]:

@@ -108,6 +108,13 @@ def test_many_marks_leave_the_lines_to_be_seen(count: int) -> None:
     assert count <= MOST_LONG or lowest < highest, "they stand above the lines"
 
 
+def test_a_few_failures_are_seen_among_many_other_marks() -> None:
+    marks = [Mark(4.0, "failure", "bad"), *(Mark(float(at), "replan", "good") for at in range(MOST_LONG))]
+    drawn = ElementTree.fromstring(chart_svg([Line("loss", [(0.0, 1.0), (20.0, 2.0)])], "l", "x", "y", marks=marks))
+    long = [found for found in drawn.iter() if found.get("y2") and float(found.get("y2", "")) > HEIGHT / 2]
+    assert [found.get("class") for found in long] == ["rp-bad"]
+
+
 def test_numbers_stand_on_axes_that_count_something() -> None:
     texts = _texts(chart_svg([Line("loss", [])], "loss", "step", "loss", marks=[Mark(4.0, "failed", "bad")]))
     assert sorted(texts) == ["loss", "loss", "nothing yet", "step"]
