@@ -314,13 +314,15 @@ class Changing:
         self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
         self._save_dropped()
-        progress.saved = progress.completed = parts.checkpoints.latest_step
+        # One of a later step may have come to count meanwhile. That step, and what belongs behind it, is done again.
+        progress.saved = progress.completed = min(parts.checkpoints.latest_step, progress.at.step)
 
     def _save_dropped(self) -> None:
         """A checkpoint that was being written is not completed by other workers; somebody may wait for it."""
         progress, checkpoints = self._progress, self._parts.checkpoints
         # An evaluation comes before the manifest, and may be where the failure was.
-        asked = progress.completed < progress.saved and not checkpoints.due_at(progress.saved)
+        step = progress.saved
+        asked = progress.completed < step < self._parts.spec.num_steps and not checkpoints.due_at(step)
         if checkpoints.forget_after(progress.at.step) or asked:
             self._parts.ordering.save_soon()
 

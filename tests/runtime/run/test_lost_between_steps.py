@@ -16,8 +16,9 @@ import pytest
 from torch.utils.data import TensorDataset
 
 from raypipe import EarlyStopping, PipelineTrainer, load_state_dict
-from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
-from raypipe.engine.checkpoint.find import read_manifest
+from raypipe.engine.checkpoint import FreshOptions, checkpoint_name, find_checkpoint
+from raypipe.engine.checkpoint.find import open_checkpoint, read_manifest
+from raypipe.engine.checkpoint.manifest import MANIFEST
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.storage import Place
 from raypipe.errors import StageLostError
@@ -33,6 +34,7 @@ from tests.exactness import same_bits
 from tests.runs import test_evaluation
 from tests.runtime.run.test_calls import Listens
 from tests.runtime.run.test_second_events import recorded
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -46,12 +48,16 @@ class Losing:
     Args:
         lost: what ends with the loss, of the steps that are done then: "evaluation 6", "save 8", "step 6".
         back: all go back to the newest checkpoint; else nobody does.
+        back_to: to that of this step instead, as if newer ones had come to count only afterwards.
     """
 
     replanning = groups = None
     failures = 0
 
-    def __init__(self, made: Assembled, tensors: Any, place: Place, lost: str, *, back: bool) -> None:
+    def __init__(
+        self, made: Assembled, tensors: Any, place: Place, lost: str, *, back: bool, back_to: int | None = None
+    ) -> None:
+        self._back_to = back_to
         self._made, self._tensors, self._place = made, tensors, place
         self._lost, self._step, self._unheard = lost, 0, list[Reports]()
         self._now = LocalFleet(made.run, made.setup, tensors)
@@ -74,8 +80,13 @@ class Losing:
 
     def _lose(self, what: str, unheard: list[Reports] | None = None) -> None:
         if what == self._lost:
+            # Steps are quicker than files: without that all might go back further, or a checkpoint be dropped.
+            wait_until(lambda: all(self._counts(step) for step in range(SAVES, self._step, SAVES)))
             self._lost, self._unheard = "", unheard or []
             raise StageLostError("Stage 1 died")
+
+    def _counts(self, step: int) -> bool:
+        return (self._place / checkpoint_name(step)).exists(MANIFEST)
 
     def keep_copy(self, step: int) -> None:
         """Threads need none."""
@@ -90,7 +101,10 @@ class Losing:
         return Recovered(step, "where it was")
 
     def recover(self, steps: Collection[int]) -> Recovered:
-        newest = find_checkpoint(self._place)[0]
+        if self._back_to is None:
+            newest = find_checkpoint(self._place)[0]
+        else:
+            newest = open_checkpoint(self._place / checkpoint_name(self._back_to))
         self._now.stop()
         self._now = LocalFleet(self._made.run, self._made.setup, self._tensors)
         if newest is None:
@@ -113,7 +127,13 @@ def trainer(folder: Path, name: str, config: dict[str, Any], kept: Any = None, *
 
 
 def disturbed(
-    made: PipelineTrainer, folder: Path, lost: str, *, back: bool, during: Callable[[Requests], None] | None = None
+    made: PipelineTrainer,
+    folder: Path,
+    lost: str,
+    *,
+    back: bool,
+    back_to: int | None = None,
+    during: Callable[[Requests], None] | None = None,
 ) -> tuple[Outcome, Listens]:
     """How a run ends that loses a worker, and what its callbacks heard."""
     listens = Listens()
@@ -121,7 +141,7 @@ def disturbed(
     job = made._prepared()
     blueprint = made._blueprint(job, STEPS, local=True)
     setup, requests = assemble(blueprint, job.planned), Requests()
-    fleet = Losing(setup, job.tensors, blueprint.spec.place, lost, back=back)
+    fleet = Losing(setup, job.tensors, blueprint.spec.place, lost, back=back, back_to=back_to)
     if during is not None:
         during(requests)
     try:
@@ -165,6 +185,18 @@ def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
     assert sorted({number for what, number in told if what == "eval"}) == [3, 6, 9, STEPS]
     if not back:
         assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("why", SCORED)
+def test_a_checkpoint_may_come_to_count_while_all_go_back_to_one_before_it(why: str, tmp_path: Path) -> None:
+    """What belongs behind its step is done once more, and the last one, which was being taken, is no extra one."""
+    config, kept = SCORED[why]
+    trainer(tmp_path, "alone", config, kept).fit(STEPS, local=True, progress=False)
+    made = trainer(tmp_path, "run", config, kept)
+    found, listens = disturbed(made, tmp_path / "run", "evaluation 10", back=True, back_to=6)
+    assert found.step == STEPS
+    assert left(tmp_path / "run") == left(tmp_path / "alone")
+    assert [number for what, number, *_ in listens.told if what == "checkpoint"] == [3, 6, 9, 9, STEPS]
 
 
 @pytest.mark.parametrize("back", [False, True])
