@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -71,6 +72,7 @@ class _StageActor(LinkedActor, ReplayingActor):
         torch.set_num_threads(1)
         keep_freed_memory()
         self._endpoint: Endpoint | None = None
+        self._listening = threading.Lock()
         self._device: Device = CPU
         self._states: list[StageState] = []
         self._next: list[StageState] | None = None  # from load() to configure()
@@ -96,10 +98,11 @@ class _StageActor(LinkedActor, ReplayingActor):
         Raises:
             ConfigError: it cannot compute on the GPU that it was given.
         """
-        if self._endpoint is None:
-            self._device = device_of(share)
-            self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports, self._device)
-        return facts_of(self._endpoint.address, self._device)
+        with self._listening:  # two who ask at once hear of the same endpoint
+            if self._endpoint is None:
+                self._device = device_of(share)
+                self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports, self._device)
+            return facts_of(self._endpoint.address, self._device)
 
     @ray.method(concurrency_group="pulse")
     def pulse(self, term: int, lease_s: float) -> Pulse | None:
