@@ -21,8 +21,11 @@ import torch
 
 from raypipe import load_state_dict
 from raypipe.engine.checkpoint import find_checkpoint
+from raypipe.engine.local import LocalFleet
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.work_order import Order
 from raypipe.runtime.run import threads
 from raypipe.runtime.run.holder import Holder, myself
 from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
@@ -292,9 +295,18 @@ def test_the_same_name_twice_at_once_is_refused(tmp_path: Path, times: Callable[
 
 
 @pytest.mark.slow
-def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times: Callable[..., None]) -> None:
+def test_a_run_that_was_taken_over_ends_and_harms_nothing(
+    tmp_path: Path, times: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both train at once, at other numbers of stages: neither touches what the other saves."""
     times(renew=AGES_S, observe=0.2)
+    run_segment = LocalFleet._run_segment
+
+    def slowly(fleet: LocalFleet, order: Order, schedule: Schedule) -> Any:
+        """The first one is not to come further than the second one goes before that has begun."""
+        if len(fleet.executors) == 2:
+            time.sleep(0.1)
+        return run_segment(fleet, order, schedule)
 
     def made(name: str, stages: int, interval: int) -> Any:
         pipeline = config_of(
@@ -302,13 +314,15 @@ def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times:
         )
         return trainer("mlp", tmp_path, name, stages, pipeline=pipeline)
 
-    first = made("run", 2, 20).start(num_steps=100_000, local=True)
-    wait_for(lambda: "step_" in first.status().checkpoint)
-    threads._RUNNING.clear()  # they stand for two processes, of which neither knows the other's threads
-    second = made("run", 3, 1).start(num_steps=100, local=True)
-    with pytest.raises(LeaseError, match="was taken over by"):
-        first.wait(timeout_s=240)
-    second.wait(timeout_s=240)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFleet, "_run_segment", slowly)
+        first = made("run", 2, 10).start(num_steps=100_000, local=True)
+        wait_for(lambda: "step_" in first.status().checkpoint)
+        threads._RUNNING.clear()  # they stand for two processes, of which neither knows the other's threads
+        second = made("run", 3, 1).start(num_steps=100, local=True)
+        with pytest.raises(LeaseError, match="was taken over by"):
+            first.wait(timeout_s=240)
+        second.wait(timeout_s=240)
     made("whole", 2, 100).fit(num_steps=100, local=True, progress=False)
     (rows, state), (expected_rows, expected) = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     assert [row[:2] for row in rows] == [row[:2] for row in expected_rows]
