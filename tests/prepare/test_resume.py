@@ -178,7 +178,7 @@ def test_checkpoints_on_the_way_and_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_on_demand(tmp_path: Path) -> None:
-    handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=2000, local=True)
+    handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=100_000, local=True)
     while handle.status().step < 2:
         pass
     path = Path(handle.checkpoint(timeout_s=240))
