@@ -172,20 +172,20 @@ def main() -> int:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="raypipe-pictures-") as made:
         folder = Path(made)
-        pages: list[tuple[Path, Sequence[Size]]] = []
-        if "reports" in asked.only:
-            pages += [(path, SIZES) for path in reports(folder, asked.run)]
-        if "drawings" in asked.only:
-            pages += [(path, SIZES[:2]) for path in drawings(folder)]
-        if "notebooks" in asked.only:
-            pages += [(path, SIZES[:2]) for path in notebooks(folder)]
-        if "site" in asked.only:
-            pages += [(path, SIZES) for path in site(folder)]
-        for path, sizes in pages:
-            found = take(path, asked.into, sizes)
-            wrong += found
-            print(f"{path.stem}: {len(found)} faults", *found, sep="\n  ", flush=True)
-    print(f"{len(pages)} pages, {len(list(asked.into.glob('*.png')))} pictures in {asked.into}, {len(wrong)} faults")
+        kinds: dict[str, tuple[Iterator[Path], Sequence[Size]]] = {
+            "reports": (reports(folder, asked.run), SIZES),
+            "drawings": (drawings(folder), SIZES[:2]),
+            "notebooks": (notebooks(folder), SIZES[:2]),
+            "site": (site(folder), SIZES),
+        }
+        count = 0
+        for pages, sizes in (kinds[kind] for kind in KINDS if kind in asked.only):
+            for path in pages:  # each is drawn when it is there, for notebooks take minutes
+                found = take(path, asked.into, sizes)
+                wrong += found
+                count += 1
+                print(f"{path.stem}: {len(found)} faults", *found, sep="\n  ", flush=True)
+    print(f"{count} pages, {len(list(asked.into.glob('*.png')))} pictures in {asked.into}, {len(wrong)} faults")
     return int(bool(wrong))
 
 
