@@ -13,6 +13,7 @@ import functools
 import hashlib
 import linecache
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -26,6 +27,9 @@ TORCH_NAMES = {"inf": math.inf, "nan": math.nan, "NoneType": type(None), "torch"
 """What generated source may refer to without saying so. Modules do not pickle, so these do not travel with it."""
 
 _compiled = 0
+_ONE_TREE = threading.Lock()
+"""Syntax trees are made and compiled by one thread at a time: CPython 3.11 counts their depth for all threads together,
+and fails with "AST constructor recursion depth mismatch" where two do it at once, as stages in threads would."""
 
 
 def names_of(code: Any) -> dict[str, Any]:
@@ -54,10 +58,12 @@ def compiled(
     if place is not None:
         known = {name: thing.placed(place) if isinstance(thing, Region) else thing for name, thing in known.items()}
         known["device"] = functools.partial(_device, place)
-    tree = ast.parse(source, filename)
     if direct:
-        tree = _Direct(known).visit(tree)
-    exec(compile(tree, filename, "exec"), known)
+        with _ONE_TREE:
+            code = compile(_Direct(known).visit(ast.parse(source, filename)), filename, "exec")
+    else:
+        code = compile(source, filename, "exec")
+    exec(code, known)
     function = known.pop("forward")  # else it would be known to itself, and outlive its last user
     weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
     return function

@@ -119,7 +119,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """What a trace would lose is refused or kept; of a model that returns its loss, that and what metrics read."""
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     surroundings = surroundings_kept(f"{type(model).__name__}.forward")
-    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), CertainDraws(), loss:
+    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), loss:
         yield
 
 
@@ -150,9 +150,21 @@ def _export(
         return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
 
     shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
-    # In a context of its own, so that no stand-in for a tensor stays in a variable of the user's.
-    run = contextvars.copy_context().run
-    return run(torch.export.export, model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+
+    def export() -> torch.export.ExportedProgram:
+        # In a context of its own, so that no stand-in for a tensor stays in a variable of the user's.
+        run = contextvars.copy_context().run
+        return run(torch.export.export, model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+
+    try:
+        return export()
+    except Exception as error:
+        if "data-dependent" not in str(error):
+            raise
+        # Only then, for a mode that sees every function of torch stands between a warning and the line that it is of.
+        with CertainDraws(), suppress(Exception):
+            return export()
+        raise
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
