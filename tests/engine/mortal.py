@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any
 
+from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.messages.channel import Message
+from raypipe.engine.one_thread import one_thread
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Row
+from raypipe.ir.segment import Segment
 
-__all__ = ["Mortal", "MortalChannel"]
+__all__ = ["Mortal", "MortalChannel", "run_step"]
 
 
 class Mortal:
@@ -39,3 +46,20 @@ class MortalChannel:
     def recv(self, *wanted: Any) -> Message:
         self._life.use()
         return self.within.recv(*wanted)
+
+
+def run_step(executors: Sequence[Executor], rows: Sequence[Row], segment: Segment) -> None:
+    """One step of all workers, each in a thread; who fails leaves."""
+
+    def work(executor: Executor, row: Row) -> None:
+        try:
+            executor.run(segment, row)
+        except LinkError:
+            executor.leave("it failed")
+
+    with one_thread():
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(executors, rows, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()

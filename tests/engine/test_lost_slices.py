@@ -8,7 +8,6 @@ step 4              its middle, where somebody dies
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -26,13 +25,10 @@ from raypipe.engine.copy import CopyHeader, HeldCopies, JoinedSource, StageCopie
 from raypipe.engine.data.source import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions
-from raypipe.engine.one_thread import one_thread
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.sharing import share_out
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
-from raypipe.errors import LinkError
-from raypipe.ir.schedule import Row
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.segment import Segment
 from raypipe.planner.copies import holders, pieces_sent
@@ -41,7 +37,7 @@ from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
-from tests.engine.mortal import Mortal, MortalChannel
+from tests.engine.mortal import Mortal, MortalChannel, run_step
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
@@ -112,21 +108,7 @@ class Workers:
         self.held_by = holders(["node"] * len(self.placements), setup.homes, shared_out=True)
 
     def run(self, segment: Segment) -> None:
-        """One step; who fails leaves."""
-
-        def work(executor: Executor, row: Row) -> None:
-            try:
-                executor.run(segment, row)
-            except LinkError:
-                executor.leave("it failed")
-
-        with one_thread():
-            pairs = zip(self.executors, self.schedule.rows(), strict=True)
-            threads = [threading.Thread(target=work, args=pair) for pair in pairs]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        run_step(self.executors, self.schedule.rows(), segment)
 
     def copy(self, step: int, *, send: bool = True) -> None:
         """All take one; what is sent went through text and parcels."""

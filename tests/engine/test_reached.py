@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,13 +17,10 @@ from raypipe.engine.capture import capture
 from raypipe.engine.data.source import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions
-from raypipe.engine.one_thread import one_thread
 from raypipe.engine.reached import Reached, Scalar, newest
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
-from raypipe.errors import LinkError
-from raypipe.ir.schedule import Row
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.segment import Segment
 from raypipe.planner.partition.chain import equal_parameters
@@ -32,7 +28,7 @@ from raypipe.planner.regroup import left
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
-from tests.engine.mortal import Mortal, MortalChannel
+from tests.engine.mortal import Mortal, MortalChannel, run_step
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
@@ -97,21 +93,7 @@ class Workers:
         ]
 
     def run(self, segment: Segment) -> None:
-        """One step; who fails leaves."""
-
-        def work(executor: Executor, row: Row) -> None:
-            try:
-                executor.run(segment, row)
-            except LinkError:
-                executor.leave("it failed")
-
-        with one_thread():
-            pairs = zip(self.executors, self.schedule.rows(), strict=True)
-            threads = [threading.Thread(target=work, args=pair) for pair in pairs]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        run_step(self.executors, self.schedule.rows(), segment)
 
 
 def segments() -> list[Segment]:
