@@ -276,9 +276,11 @@ def _locked(place: Place) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
+                    held = read_lease(place)
                     raise CheckpointError(
-                        f"{path} has been locked for {LOCK_TIMEOUT_S:g} s by a process that hangs; end it, or give "
-                        "another storage_path."
+                        f"{path} has been locked for {LOCK_TIMEOUT_S:g} s by a process that hangs or was suspended"
+                        + (f", probably {held.words}" if held and not held.released else "")
+                        + ". Let it go on or end it, or give another storage_path."
                     ) from None
                 time.sleep(0.01)
             except OSError:  # a file system without locks: as in an object store, the last writer wins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.work_order import Order
 from raypipe.runtime.run import threads
 from raypipe.runtime.run.holder import Holder, myself
-from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
+from raypipe.runtime.run.lease import LEASE, LOCK, Held, Lease, read_lease
 from tests.exactness import SHAPES, config_of
 from tests.prepare.test_resume import outcome, trainer, wait_for
 
@@ -259,6 +260,21 @@ def test_a_damaged_lease_is_told(tmp_path: Path, times: Callable[..., None]) -> 
     place.write_bytes(LEASE, b'{"holder": 3}')
     with pytest.raises(LeaseError, match=r"lease\.json is damaged .*Delete it if nobody does"):
         Lease.take(place, "run")
+
+
+def test_a_lock_that_is_never_released_names_who_holds_the_run(
+    tmp_path: Path, times: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times()
+    monkeypatch.setattr("raypipe.runtime.run.lease.LOCK_TIMEOUT_S", 0.1)
+    place = place_of(tmp_path)
+    write(place, Held(ELSEWHERE, 3, time.time()))
+    said = r"locked for 0\.1 s by .*, probably process 1 on far-away, since .*\. Let it go on or end it"
+    with (tmp_path / "run" / LOCK).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=said):
+            Lease.take(place, "run", dead=3)
+    Lease.take(place, "run", dead=3).release()
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

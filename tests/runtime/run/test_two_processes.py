@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.engine.storage import Place
 from raypipe.errors import LeaseError
+from raypipe.runtime.run import lease
 from tests import processes
 from tests.exactness import same_bits
 from tests.prepare.test_resume import outcome, trainer
@@ -49,12 +51,28 @@ def begin(
 def end(*programs: subprocess.Popen[str]) -> None:
     for program in programs:
         program.kill()
-        program.wait()
+        program.communicate()  # closes its pipes too
+
+
+def suspend(program: subprocess.Popen[str], run: Path) -> None:
+    """Stop a process while it does not hold the lease's lock: with it, it would keep everybody out of its folder."""
+    with (run / lease.LOCK).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program.send_signal(signal.SIGSTOP)
+        os.waitpid(program.pid, os.WUNTRACED)  # every thread of it stands still
 
 
 def saved(folder: Path) -> int:
     found, _ = find_checkpoint(Place.of(folder / "run"))
     return found.manifest.step if found else 0
+
+
+def generation(folder: Path) -> int:
+    return int(json.loads((folder / "run/lease.json").read_text())["generation"])
+
+
+def ended(program: subprocess.Popen[str]) -> bool:
+    return program.poll() is not None
 
 
 def same_as_without_a_break(folder: Path, steps: int) -> None:
@@ -68,7 +86,7 @@ def test_killed_and_begun_again(tmp_path: Path) -> None:
     """No waiting: whoever is dead on this machine is known to be."""
     first = begin(tmp_path, 1_000_000, "local")
     try:
-        wait_until(lambda: saved(tmp_path) >= 40)
+        wait_until(lambda: saved(tmp_path) >= 40, 240.0)
         refused = begin(tmp_path, 1_000_000, "local")
         _, errors = refused.communicate(timeout=240)
         assert refused.returncode == 1
@@ -90,10 +108,11 @@ def test_stopped_for_a_while_taken_over_and_back_again(tmp_path: Path) -> None:
     first = begin(tmp_path, 1_000_000, "local")
     second = None
     try:
-        wait_until(lambda: saved(tmp_path) >= 40)
-        first.send_signal(signal.SIGSTOP)
+        wait_until(lambda: saved(tmp_path) >= 40, 240.0)
+        suspend(first, tmp_path / "run")
         second = begin(tmp_path, 1_000_000, "local", observe_s=1.0)
-        wait_until(lambda: json.loads((tmp_path / "run/lease.json").read_text())["generation"] == 2)
+        wait_until(lambda: ended(second) or generation(tmp_path) == 2, 240.0)
+        assert not ended(second), second.communicate()
         before = saved(tmp_path)
         first.send_signal(signal.SIGCONT)
         _, errors = first.communicate(timeout=240)
@@ -117,7 +136,7 @@ def test_two_clusters_and_one_folder(cluster: None, tmp_path: Path) -> None:
     """The other one is a process with a cluster of its own; here the driver actor finds that it holds the run."""
     first = begin(tmp_path, 1_000_000, "ray")
     try:
-        wait_until(lambda: saved(tmp_path) >= 20)
+        wait_until(lambda: saved(tmp_path) >= 20, 240.0)
         holder = json.loads((tmp_path / "run/lease.json").read_text())["holder"]["pid"]
         with pytest.raises(LeaseError, match=f"is being trained by process {holder} on "):
             trainer("mlp", tmp_path, "run", 1).fit(num_steps=1_000_000, progress=False)
