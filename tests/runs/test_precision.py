@@ -18,7 +18,7 @@ from raypipe.engine import loss_scale
 from raypipe.engine.checkpoint import open_checkpoint
 from raypipe.engine.data.source import open_data
 from raypipe.engine.storage import Place
-from raypipe.errors import CaptureError, ConfigError
+from raypipe.errors import CaptureError, ConfigError, StageError
 from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits
 from tests.runs.plain_precision import Plain, train_plain
@@ -292,6 +292,32 @@ def test_refusals(tmp_path: Path) -> None:
     frozen[5:].requires_grad_(requires_grad=False)
     with pytest.raises(CaptureError, match=r"the loss scale .* last stage.*precision='bf16'"):
         trainer(frozen, tmp_path, precision="fp16", partitioner=["5"]).plan()
+
+
+class Late(nn.Module):
+    """Counts forwards once the optimizer has moved its parameter."""
+
+    def __init__(self, *, is_counted: bool) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.is_counted = is_counted
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shift.detach().abs().max() > 0:
+            (self.count if self.is_counted else self.count.data).add_(1)
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["torch counts it", "through data"])
+def test_a_child_that_begins_to_change_a_buffer_of_16_bits_ends_the_run(is_counted: bool, tmp_path: Path) -> None:
+    """The change would be lost with the copy; no graph tells of it, nor the trial of the first micro-batch."""
+    model = children().insert(1, Late(is_counted=is_counted))
+    with pytest.raises(StageError, match=r"changed the buffer '1\.count', and .*Take precision='bf16-autocast'"):
+        trainer(model, tmp_path / "bf16", precision="bf16").fit(num_steps=3, local=True, progress=False)
+    trainer(model, tmp_path, precision="bf16-autocast").fit(num_steps=3, local=True, progress=False)
+    assert load_state_dict(str(tmp_path / "run"))["1.count"] == 2 * MICROBATCHES
 
 
 def test_the_model_stays_as_it_was(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import Site, StageFunction
-from raypipe.errors import CaptureError
+from raypipe.engine.stage_buffers import same_bits
+from raypipe.errors import CaptureError, StageError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.precision import FP32, Precision
 
@@ -103,6 +104,7 @@ class SequentialFunction:
     _some_change_input: bool = field(default=True, repr=False, compare=False)
     _parameters: list[Slot] = field(default_factory=list, repr=False, compare=False)
     _buffers: list[Slot] = field(default_factory=list, repr=False, compare=False)
+    _owners: list[nn.Module] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def changing_buffers(self) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ class SequentialFunction:
         columns: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
-        buffers = converted(buffers, self.precision)
+        given, buffers = buffers, converted(buffers, self.precision)
         bind = functools.partial(self.bind, converted(parameters, self.precision), buffers)
         bind()
         (x,) = (*inputs, *converted(columns, self.precision))
@@ -136,6 +138,8 @@ class SequentialFunction:
         for (holder, name), buffer in zip(self._buffers, buffers, strict=True):
             if holder[name] is not buffer:  # assigned instead of updated in place
                 buffer.copy_(holder[name])
+        if self.precision.leaves:
+            self._refuse_rounded(given, buffers)
         return (x,)
 
     def bind(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
@@ -159,12 +163,33 @@ class SequentialFunction:
                 return module(x)
         return module(x)
 
+    def _refuse_rounded(self, given: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
+        """After a forward in 16 bits: what it changed of a converted buffer would be gone with the copy.
+
+        Raises:
+            StageError: a child that changed none when it was tried did so. A GPU is not asked for values, which would
+                make it wait: there torch's counts tell, and whether a norm trains.
+        """
+        for name, kept, buffer, owner in zip(self.buffers, given, used, self._owners, strict=True):
+            if buffer is kept:
+                continue
+            trains = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
+            other = buffer.device.type == "cpu" and not same_bits(buffer, kept.to(buffer.dtype))
+            if buffer._version or trains or other:
+                raise StageError(
+                    f"A forward changed the buffer {name!r}, and changed none when the model was tried. precision="
+                    f"{self.precision.name!r} would lose that: its buffers are copies in {self.precision.leaves}. Take "
+                    "precision='bf16-autocast'."
+                )
+
     def _prepare(self) -> None:
         """Skeletons of this function's own, and the places in them that parameters and buffers go to."""
         self._modules = [copy.deepcopy(child.module) for child in self.children]
         pairs = list(zip(self._modules, self.children, strict=True))
         self._parameters = [_slot(module, name, "_parameters") for module, child in pairs for name in child.sites]
-        self._buffers = [_slot(module, name, "_buffers") for module, child in pairs for name in child.buffers]
+        held = [(module, name) for module, child in pairs for name in child.buffers]
+        self._buffers = [_slot(module, name, "_buffers") for module, name in held]
+        self._owners = [module.get_submodule(name.rpartition(".")[0]) for module, name in held]
         self._some_change_input = any(child.changes_input for child in self.children)
 
     def __getstate__(self) -> tuple[Any, ...]:
