@@ -10,8 +10,8 @@
 A scene is a model, so many workers and a rate; it is measured as a whole, so that its candidates meet the same machine,
 and kept (kept_cells.py). Seconds to accuracy are steps to it times the median step: evaluations are not timed. DDP and
 the choice train until they are there; all others for FEW_STEPS, which show how long a step takes. All candidates begin
-with the same weights and see the same mini-batches, so that exact ones have the same losses; where they have not, the
-race is off.
+with the same weights and see the same mini-batches, so that exact ones have the same losses, but for the order of sums;
+where those of the first steps are not, the race is off.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ def candidates_of(chosen: Plan) -> dict[str, tuple[int, ...]]:
 def check_losses(name: str, one: Ran, other: Ran) -> None:
     """See to it that two exact candidates did the same, but for the order of sums.
 
+    That order is told after a hundred steps and more, when it has grown beyond 0.001 of a loss; so later ones are not
+    compared, but for the accuracy that they lead to.
+
     Raises:
         RuntimeError: their losses part.
     """
-    for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=False)):
+    for step, (a, b) in enumerate(zip(one.losses[:FEW_STEPS], other.losses[:FEW_STEPS], strict=False)):
         if not math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4):
             raise RuntimeError(f"{name}: after step {step} the losses are {a} and {b}; they did not train the same")
 
