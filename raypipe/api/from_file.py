@@ -161,8 +161,9 @@ def _places(run: RunFile) -> Any:
     scaling = run.values.get("scaling_config", {})
     _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
-    wanted = {name: scaling[name] for name in ("use_gpu", "resources_per_worker") if name in scaling}
-    return types.SimpleNamespace(num_workers=scaling.get("num_workers"), **wanted)
+    wanted = ("use_gpu", "resources_per_worker", "accelerator_type")
+    given = {name: scaling[name] for name in wanted if name in scaling}
+    return types.SimpleNamespace(num_workers=scaling.get("num_workers"), **given)
 
 
 def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.callbacks import callbacks_of
-from raypipe.api.devices import device_notes, on_devices
+from raypipe.api.devices import gpu_rates, on_devices
 from raypipe.api.handle import RunHandle
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.result import Result
@@ -150,26 +150,24 @@ class PipelineTrainer:
             RaypipeError: one paragraph that says what to change.
         """
         self._check_travel()
-        if cluster is None and profiled is None:
-            made = self._prepared().plan
-        else:
-            made = prepare(self._arguments, self._pipeline, most_workers(self._scaling), cluster, profiled).plan
-        return dataclasses.replace(made, explained=explain)
+        own = cluster is None and profiled is None
+        job = self._prepared() if own else self._prepare(self._pipeline, cluster=cluster, profiled=profiled)
+        return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
-        """Seconds and bytes of every operation, and seconds by micro-batch size, measured here.
+        """Seconds and bytes of every operation, and seconds by micro-batch size, measured here; of GPUs, estimated.
 
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
-        return profile(self._arguments, self._pipeline, most_workers(self._scaling))
+        return profile(*self._for_planning(self._arguments, self._pipeline))
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
         """One step as the plan predicts it; a plan that was made without seconds has the model profiled for this."""
         job = self._prepared()
         if job.plan.prediction is None:
-            job = prepare(self._arguments, self._continued(), most_workers(self._scaling), predict=True)
+            job = self._prepare(self._continued(), predict=True)
         predicted = predicted_step(job.plan)
         assert predicted is not None
         return predicted
@@ -268,8 +266,7 @@ class PipelineTrainer:
             job = self._prepared()
         else:
             given = self._arguments._replace(eval_data=self._arguments.train_data)
-            job = self._forward or prepare(given, self._continued(), most_workers(self._scaling))
-            self._forward = job
+            job = self._forward = self._forward or self._prepare(self._continued(), given)
         self._check(job)
         return job
 
@@ -284,9 +281,8 @@ class PipelineTrainer:
             return threads(self._resources())
         self._check_travel()
         check_travel({"data": data})
-        return actors(
-            job.num_workers, self._resources(), lambda found: launch.run_setup(found, self._storage(), self._pipeline)
-        )
+        setup = partial(launch.run_setup, place=self._storage(), pipeline=self._pipeline)
+        return actors(job.num_workers, self._resources(), setup)
 
     def _check_travel(self) -> None:
         """Of all but the model, of which stages are sent what was captured."""
@@ -296,12 +292,17 @@ class PipelineTrainer:
 
     def _prepared(self) -> Job:
         if self._job is None:
-            job = prepare(self._arguments, self._continued(), most_workers(self._scaling))
+            job = self._prepare(self._continued())
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
-            notes = *notes_on(self._arguments.train_data), *device_notes(self._resources())
-            self._job = reduce(Job.noting, notes, job)
+            self._job = reduce(Job.noting, notes_on(self._arguments.train_data), job)
         return self._job
+
+    def _prepare(self, pipeline: PipelineConfig, given: Arguments | None = None, **more: Any) -> Job:
+        return prepare(*self._for_planning(given or self._arguments, pipeline), **more)
+
+    def _for_planning(self, given: Arguments, pipeline: PipelineConfig) -> tuple[Any, ...]:
+        return given, pipeline, most_workers(self._scaling), gpu_rates(self._resources(), pipeline.precision)
 
     def _continued(self) -> PipelineConfig:
         pipeline = on_devices(self._pipeline, self._resources())
@@ -323,13 +324,12 @@ class PipelineTrainer:
         job = self._prepared()
         launch.refuse_replicas(job.plan, self._scaling)
         blueprint = self._blueprint(job, launch.steps_of(job, num_steps, num_epochs), local=local)
-        spec = blueprint.spec
-        self._begun = spec.place
+        self._begun = blueprint.spec.place
         if local:
             launch.refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
             stages = partial(launch.threads_of, job, self._resources())
-            return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
+            return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, stages))
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
     def _start_on_ray(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.profiling import Rates
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.train_mode import note_on_modes, turned_on
@@ -54,14 +55,16 @@ def prepare(
     given: Arguments,
     pipeline: PipelineConfig,
     num_workers: int | None,
+    rates: Rates | None = None,
+    *,
     cluster: Cluster | None = None,
     profiled: Profile | None = None,
-    *,
     predict: bool = False,
 ) -> Job:
     """Open the data, capture the model, profile it where the plan needs that, make the plan.
 
     Args:
+        rates: of the GPUs that stages compute on; None where they compute on CPUs like this one.
         cluster: what to plan for; None for ``num_workers`` equal places.
         profiled: of this model, measured before; None measures here.
         predict: measure for a prediction, even where the plan itself needs no seconds.
@@ -76,11 +79,11 @@ def prepare(
     check_per_replica(pipeline, reduction)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
-        profiled = _measured(found, pipeline, by_size=wants_curve(pipeline))
+        profiled = _measured(found, pipeline, rates, by_size=wants_curve(pipeline))
     basis = dataclasses.replace(
         _basis(given, found, pipeline, cluster, profiled),
         loss_words=counted,
-        processors=shared_processors() if here else None,
+        processors=shared_processors() if here and rates is None else None,
     )
     with telling("planning"):
         planned = plan_for(basis, None if profiled is None else decided(basis))
@@ -100,6 +103,7 @@ def prepare(
     modes, unregistered = note_on_modes(turned_on(found.model)), note_on_unregistered(found.model)
     notes = [modes, unregistered, _on_forgotten(found.captured.forgotten)]
     notes += [_ON_DRAWS] if job.settings.optimizer_draws else []
+    notes += profiled.notes if here and rates and profiled else ()  # whose seconds they are
     return reduce(Job.noting, filter(None, notes), job)
 
 
@@ -116,13 +120,14 @@ def _on_forgotten(buffers: Sequence[str]) -> str:
 
 
 @in_one_paragraph()
-def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Profile:
-    """Seconds and bytes of every operation of the model, on this machine.
+def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None, rates: Rates | None = None) -> Profile:
+    """Seconds and bytes of every operation of the model, on this machine or, where rates are given, on such a GPU.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    return _measured(open_arguments(given._replace(eval_data=None), pipeline, num_workers), pipeline, by_size=True)
+    found = open_arguments(given._replace(eval_data=None), pipeline, num_workers)
+    return _measured(found, pipeline, rates, by_size=True)
 
 
 def _opened(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
@@ -131,8 +136,11 @@ def _opened(given: Arguments, pipeline: PipelineConfig, num_workers: int | None)
         return open_arguments(given, pipeline, num_workers)
 
 
-def _measured(found: Opened, pipeline: PipelineConfig, *, by_size: bool) -> Profile:
-    return profile_of(found.captured, found.example, found.larger, by_size=by_size, budget_s=pipeline.profile_budget_s)
+def _measured(found: Opened, pipeline: PipelineConfig, rates: Rates | None, *, by_size: bool) -> Profile:
+    return profile_of(
+        found.captured, found.example, found.larger,
+        by_size=by_size, budget_s=pipeline.profile_budget_s, rates=rates,
+    )  # fmt: skip
 
 
 def _basis(

@@ -12,7 +12,7 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.profile_cache import cached_profile
-from raypipe.engine.profiling import PROFILE_BUDGET_S, estimate_graph, powers_of_two
+from raypipe.engine.profiling import PROFILE_BUDGET_S, Rates, estimate_graph, in_seconds_of, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.engine.trial.reads import no_reads_of
 from raypipe.errors import ConfigError, PlanError, StageError
@@ -38,6 +38,7 @@ def profile_of(
     *,
     by_size: bool,
     budget_s: float = PROFILE_BUDGET_S,
+    rates: Rates | None = None,
 ) -> Profile:
     """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
 
@@ -48,17 +49,31 @@ def profile_of(
         larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
         by_size: measure smaller micro-batches too.
         budget_s: of processor time.
+        rates: of the device that stages compute on, whose seconds are wanted; None for this machine's CPU.
     """
+    found = _on_cpu(captured, example, larger, by_size, budget_s, rates)
+    return found if rates is None or found.device == rates.device else in_seconds_of(rates, captured, found)
+
+
+def _on_cpu(
+    captured: Capture,
+    example: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None,
+    by_size: bool,
+    budget_s: float,
+    rates: Rates | None,
+) -> Profile:
+    """Measured here; of a model that cannot be run, estimated by these rates."""
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
     if any(p.is_meta for p in captured.parameters.values()):  # what has no memory runs in no time
-        return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
+        return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
     bar = ProfilingBar()
     try:
         sizes, more = (None, larger) if by_size else ((), None)
         return cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)[0]
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
-            return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
+            return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
         raise error from None
     finally:
         bar.close()

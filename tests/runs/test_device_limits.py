@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.api.devices import MEASURED_HERE, device_notes, in_threads, on_devices
+from raypipe.api.devices import gpu_rates, in_threads, on_devices
 from raypipe.engine.cuda_device import CONTEXT_BYTES, share_of
 from raypipe.engine.device import CPU
 from raypipe.errors import ConfigError, PlanError
+from raypipe.ir.plan import Plan
 from raypipe.runtime.run.device_limits import Offered, within
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import PlanBasis
@@ -82,9 +84,39 @@ def test_shares_of_a_gpu_divide_its_memory() -> None:
         share_of("GPU", 4 << 30, 0.1)
 
 
-def test_a_client_says_whose_seconds_a_plan_has() -> None:
-    assert device_notes({"CPU": 1.0}) == ()
-    assert device_notes(GPU) == (MEASURED_HERE,)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_client_without_a_gpu_plans_in_the_seconds_of_a_data_sheet() -> None:
+    assert gpu_rates({"CPU": 1.0}, "fp32") is None
+    named = gpu_rates({"GPU": 0.5, "accelerator_type:A100": 0.001}, "bf16")
+    unknown = gpu_rates({"GPU": 1.0, "accelerator_type:X9": 0.001}, "bf16")
+    unsaid = gpu_rates({"GPU": 1.0}, "bf16")
+    assert named is not None
+    assert unknown is not None
+    assert unsaid is not None
+    assert named.device.startswith("0.5 of A100 by its data sheet")
+    assert unknown.device.startswith("a middling GPU, for nothing is known of 'X9': A10G by its data sheet")
+    assert unsaid.device.startswith("a middling GPU, for set ScalingConfig(accelerator_type=...): A10G")
+    assert named.flops_per_s > unsaid.flops_per_s
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_plan_for_gpus_counts_in_their_seconds() -> None:
+    def planned(**places: Any) -> Plan:
+        return PipelineTrainer(
+            nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)),
+            loss_fn=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=vectors(64),
+            pipeline=PipelineConfig(num_stages=2, minibatch_size=64, num_microbatches=4, schedule="1f1b"),
+            scaling_config=SimpleNamespace(num_workers=2, **places),
+        ).plan()  # fmt: skip
+
+    assert not any("data sheet" in note for note in planned().notes)
+    made, again, slower = (planned(use_gpu=True, accelerator_type=kind) for kind in ("A100", "A100", "P4"))
+    (note,) = [note for note in made.notes if "data sheet" in note]
+    assert note.startswith("Seconds are estimated for A100 by its data sheet")
+    assert made.prediction is not None
+    assert slower.prediction is not None
+    assert made.prediction == again.prediction  # nothing was timed
+    assert made.prediction.step_s < slower.prediction.step_s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -105,6 +137,5 @@ def test_without_a_gpu_here_the_workers_say_what_there_is_and_threads_are_refuse
         pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
         scaling_config=SimpleNamespace(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5}),
     )  # fmt: skip
-    assert MEASURED_HERE in trainer.plan().notes
     with pytest.raises(ConfigError, match=words):
         trainer.fit(1, local=True, progress=False)

@@ -9,6 +9,7 @@
     mfu_*                    operations of the model, none counted twice, over what the GPU's data sheet promises
     peak_over_plain          most memory of the device, one stage over plain PyTorch
     peak_over_plan           the same of one stage with precision="bf16", over the bytes that its plan says
+    seconds_over_plan        a step of "stage" over that of its plan, which estimates it from the data sheet
 
 What a message costs is in the seconds of two stages, and no second GPU. All take turns. Without a GPU nothing is
 measured; --device cpu shows that everything works, with figures that say nothing of one. A GPU whose data sheet is not
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from jobs.train.lm import loss_fn
 from raypipe.engine.cuda_device import CudaDevice, why_not
 from raypipe.engine.device import CPU, Device
 from raypipe.engine.one_thread import one_thread
+from raypipe.engine.profiling.gpus import GPUS, kind_of
 
 LAYOUT: dict[str, str] = {
     "seconds of a step": r"step_s_(\w+)",
@@ -43,6 +46,7 @@ LAYOUT: dict[str, str] = {
     "tokens per second": r"tokens_per_second_(\w+)",
     "of the data sheet": r"mfu_(\w+)",
     "peak": r"peak_over_(\w+)",
+    "over the plan's": r"(seconds)_over_plan",
 }
 TARGETS: dict[str, str] = {"stage_over_plain": "<= 1.02", "peak_over_plan": "0.9 to 1.1"}
 STAGES = {"stage": 1, "two_stages": 2}
@@ -54,16 +58,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--where": {"action": "store_true", "help": "say what takes the host's time in a step, and measure nothing"},
     "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
 }
-PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "A10": 125.0,
-}
-"""Dense bf16 with fp32 sums, by NVIDIA's data sheets; the first whose name is in that of the device."""
 
 
 class Size(NamedTuple):
@@ -184,15 +178,16 @@ def config_of(size: Size, num_stages: int, precision: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned_bytes(size: Size) -> int:
-    """What one stage in bf16 needs by its plan, from shapes alone."""
+def planned(size: Size, device_of: Callable[[], Device], precision: str) -> tuple[float, int]:
+    """(seconds of a step, bytes of the stage) of one stage by its plan, from shapes alone."""
     data = texts(4 * size.minibatch, size.context)
+    places = SimpleNamespace(num_workers=1, use_gpu=device_of().place.type == "cuda")
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
-        config = config_of(size, 1, "bf16") | {"partitioner": "auto", "weights_on": "workers"}
-        made = trainer_of(lambda: gpt(size.context, size.width, size.depth), data, Path(folder), **config)
+        config = config_of(size, 1, precision) | {"partitioner": "auto", "weights_on": "workers"}
+        made = trainer_of(lambda: gpt(size.context, size.width, size.depth), data, Path(folder), places, **config)
         prediction = made.plan().prediction
     assert prediction is not None, "made from shapes"
-    return prediction.stages[0].memory_bytes
+    return prediction.step_s, prediction.stages[0].memory_bytes
 
 
 def peak_in_bf16(size: Size, device_of: Callable[[], Device]) -> int:
@@ -242,7 +237,8 @@ def measure(
     figures["peak_over_plain"] = peaks["stage"] / max(peaks["plain"], 1)
     if peak_flops:
         figures |= {f"mfu_{label}": flops_of(size) / step_s[label] / peak_flops for label in LABELS}
-    promised, in_bf16 = planned_bytes(size), peak_in_bf16(size, device_of)
+    figures["seconds_over_plan"] = step_s["stage"] / planned(size, device_of, "bf16-autocast")[0]
+    promised, in_bf16 = planned(size, device_of, "bf16")[1], peak_in_bf16(size, device_of)
     if in_bf16:
         figures["peak_over_plan"] = in_bf16 / promised
     return figures, {"step_s": seconds, "peak_bytes": peaks, "planned_bytes": promised, "peak_bytes_bf16": in_bf16}
@@ -262,8 +258,8 @@ def main() -> None:
         print(where_of(size, device_of))
         return
     place = "cpu" if on_cpu else torch.cuda.get_device_name()
-    known = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in place), None)
-    tflops = asked.peak_tflops or known
+    kind = kind_of(place)
+    tflops = asked.peak_tflops or (GPUS[kind].half_tflops if kind in GPUS else None)
     if tflops is None and not on_cpu:
         print(f"no mfu_*: the data sheet of {place} is not known here; --peak-tflops NUMBER says it")
     figures, raw = measure(size, device_of, None if tflops is None else tflops * 1e12)

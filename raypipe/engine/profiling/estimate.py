@@ -1,7 +1,5 @@
 """Seconds from FLOPs and bytes, where a model cannot be run: no room, no data, another device.
 
-    seconds = overhead + max(FLOPs / rate, bytes moved / bandwidth)        (the roofline of Williams et al., CACM 2009)
-
 The model is run on the meta device, which has shapes and no memory: what the backward keeps and needs is therefore
 exact, and only the seconds are a guess. The backward of an operation costs its forward once for its inputs and once for
 its parameters, as it does for a matrix product. What is left out: caches, kernels that miss either rate, and the user's
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import is_open
-from raypipe.engine.one_thread import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
+from raypipe.engine.profiling.rates import Rates, measure_rates
 from raypipe.engine.profiling.steps import Columns, Steps, steps_of
 from raypipe.engine.profiling.workspace import Loss, Passes, kept_bytes, workspaces
 from raypipe.engine.weight_ring import WeightRing
@@ -32,59 +29,7 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.lines import Lines
 from raypipe.ir.profile import Profile
 
-__all__ = ["Rates", "bytes_unrun", "estimate_graph", "measure_rates"]
-
-SQUARE, REPEATS = 512, 5
-"""Side of the matrices whose product tells the rate, and how often each rate is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device can do.
-
-    Attributes:
-        flops_per_s: floating-point operations, a multiplication and an addition each counted.
-        bytes_per_s: to and from its memory.
-        overhead_s: of one operation, however small.
-        device: in words.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    overhead_s: float = 5e-6
-    device: str = "a described device"
-
-    def __post_init__(self) -> None:
-        for name in ("flops_per_s", "bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"Rates.{name}={getattr(self, name)} must be above 0.")
-
-    def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Of one operation."""
-        return self.overhead_s + max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
-
-
-def measure_rates() -> Rates:
-    """Rates of this machine's CPU with one thread, from a matrix product and a copy."""
-    with one_thread():
-        a, b = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
-        source = torch.rand(16 << 20)
-        target = torch.empty_like(source)
-        product_s = _least(lambda: a @ b)
-        copy_s = _least(lambda: target.copy_(source))
-        small = torch.rand(1)
-        overhead_s = _least(lambda: [small + small for _ in range(100)]) / 100
-    return Rates(2 * SQUARE**3 / product_s, 2 * source.nbytes / copy_s, overhead_s, "cpu, 1 thread")
-
-
-def _least(call: Callable[[], Any]) -> float:
-    call()
-    seconds = []
-    for _ in range(REPEATS):
-        begin_s = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin_s)
-    return min(seconds)
+__all__ = ["bytes_unrun", "estimate_graph", "in_seconds_of"]
 
 
 def estimate_graph(
@@ -113,10 +58,7 @@ def estimate_graph(
         None if there is None else meta.columns(there.samples),
         {counts.samples: counts.kept_besides_data for counts in (here, there) if counts is not None},
     )
-    wanted = sorted({microbatch_size, *sizes})
-    if there is None and len(wanted) > 1:
-        there = _counted(meta, wanted[0] if wanted[0] < microbatch_size else wanted[-1])
-    costs = {size: _costs(captured, here, _work_at(size, here, there), rates) for size in wanted}
+    costs = _costs_by_size(captured, meta, here, there, sizes, rates)
     kept = [-(-nbytes // microbatch_size) for nbytes in here.kept]
     return Profile(
         graph=_estimated(captured.graph, costs[microbatch_size], kept, spaces),
@@ -125,6 +67,91 @@ def estimate_graph(
         device=rates.device,
         notes=("Seconds are estimated from counted operations and bytes: this model was not timed.",),
     )
+
+
+def in_seconds_of(rates: Rates, captured: Capture, profiled: Profile) -> Profile:
+    """A profile that was taken on a CPU, with another device's seconds: its bytes are as they were found.
+
+    Where operations cannot be counted, measured seconds are all divided by one number, the ratio of both devices'
+    matrix products.
+    """
+    try:
+        found = _by_counting(rates, captured, profiled)
+    except (ConfigError, RuntimeError, NotImplementedError, TypeError, ValueError):
+        found = _divided(profiled, measure_rates().flops_per_s / rates.flops_per_s)
+    nodes = tuple(
+        dataclasses.replace(
+            node, forward_s=forward, backward_input_s=inward, backward_weight_s=weight, source="estimated"
+        )
+        for node, (forward, inward, weight) in zip(profiled.graph.nodes, found.nodes, strict=True)
+    )
+    return dataclasses.replace(
+        profiled,
+        graph=dataclasses.replace(profiled.graph, nodes=nodes),
+        seconds_by_size=tuple((size, s) for (size, _), s in zip(profiled.seconds_by_size, found.by_size, strict=True)),
+        raw_ratio=(1.0, 1.0),
+        device=rates.device,
+        notes=(f"Seconds are estimated for {rates.device}: they {found.how}. Nothing was timed there.",),
+        small=None if profiled.small is None else (profiled.small[0], tuple(found.small)),
+    )
+
+
+class _Seconds(NamedTuple):
+    """Of another device.
+
+    Attributes:
+        nodes: forward, and the backward for inputs and for parameters.
+        by_size, small: as in Profile.
+        how: they were found, behind "they".
+    """
+
+    nodes: Sequence[tuple[float, float, float]]
+    by_size: Sequence[float]
+    small: Sequence[float]
+    how: str
+
+
+def _by_counting(rates: Rates, captured: Capture, profiled: Profile) -> _Seconds:
+    """Raises what the meta device does of a model that cannot be run there."""
+    if isinstance(captured.model, TracedModel):  # children of an nn.Sequential run there, or do not
+        _refuse_unestimated(captured)
+    meta, samples = _OnMeta.of(captured), profiled.microbatch_size
+    sizes, small = [size for size, _ in profiled.seconds_by_size], profiled.small
+    wanted = [*sizes, *(small[:1] if small else ())]
+    costs = _costs_by_size(captured, meta, _counted(meta, samples), _twice(meta, samples), wanted, rates)
+    return _Seconds(
+        costs[samples],
+        [sum(map(sum, costs[size])) for size in sizes],
+        list(map(sum, costs[small[0]])) if small else [],
+        "follow from counted operations and bytes",
+    )
+
+
+def _divided(profiled: Profile, factor: float) -> _Seconds:
+    """All as measured, times a factor."""
+    return _Seconds(
+        [
+            (factor * node.forward_s, factor * node.backward_input_s, factor * node.backward_weight_s)
+            for node in profiled.graph.nodes
+        ],
+        [factor * seconds for _, seconds in profiled.seconds_by_size],
+        [factor * seconds for seconds in profiled.small[1]] if profiled.small else [],
+        f"are those of this machine's CPU divided by {1 / factor:.3g}, for operations of this model are not counted",
+    )
+
+
+def _costs_by_size(
+    captured: Capture, meta: _OnMeta, here: _Counts, there: _Counts | None, sizes: Sequence[int], rates: Rates
+) -> dict[int, list[tuple[float, float, float]]]:
+    """``_costs`` by size, that of ``here`` among them.
+
+    Args:
+        there: of another size; None where twice the samples cannot be run.
+    """
+    wanted = sorted({here.samples, *sizes})
+    if there is None and len(wanted) > 1:
+        there = _counted(meta, wanted[0] if wanted[0] < here.samples else wanted[-1])
+    return {size: _costs(captured, here, _work_at(size, here, there), rates) for size in wanted}
 
 
 def _estimated(
