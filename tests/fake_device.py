@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -32,6 +33,10 @@ __all__ = ["FakeDevice", "Reached"]
 COMPUTE = "compute"
 _ONE_KERNEL = threading.Lock()
 """The emulator of kernels has one set of threads."""
+
+
+READ = "a value of the device was read without the seam"
+_READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
 class Reached(NamedTuple):
@@ -72,7 +77,7 @@ class FakeDevice:
     @contextmanager
     def prepare_thread(self) -> Iterator[None]:
         torch.set_num_threads(1)
-        with _Late(self):
+        with _Late(self), _Unread(self):
             yield
 
     @contextmanager
@@ -136,7 +141,7 @@ class FakeDevice:
         stream, kernels = self._current, self._kernels
 
         def work() -> None:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 read, written = (x.detach().view(torch.uint8).numpy() for x in (source, into))
                 with _ONE_KERNEL:
                     kernels(kernel, grid_of(kernel, elements), THREADS, read, written, elements, key)
@@ -230,8 +235,20 @@ class _Late(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(self._device.holds(x) for x in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a value of the device was read without the seam"
+        assert func is not torch.ops.aten._local_scalar_dense.default, READ
         return self._device.queue(func, args, kwargs)
+
+
+class _Unread(TorchFunctionMode):
+    """Inside, what reads memory of the device and is no operation fails."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in _READERS or not self._device.holds(args[0]), READ
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,10 @@ from raypipe.engine.microbatch import Weights, counting
 from raypipe.errors import StageError
 from raypipe.ir.action import microbatch_words
 
-__all__ = ["LossTerm", "loss_parts", "merged", "summed", "told"]
+__all__ = ["LossTerm", "loss_parts", "summed", "told"]
+
+_PARTS = 1 << 20
+"""More than a loss has."""
 
 
 def loss_parts(
@@ -59,31 +63,36 @@ class LossTerm(NamedTuple):
     value: torch.Tensor
 
 
-def summed(terms: Sequence[LossTerm]) -> torch.Tensor | None:
-    """Their sum in this order; None of none."""
+def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | None, ...]] = ()) -> torch.Tensor | None:
+    """Their sum, in the order of micro-batches and their parts; None of none.
+
+    Args:
+        messages: of other replicas, from ``told``. What they hold is put in order where it is: a device that was asked
+            for the numbers of micro-batches would first finish all that is queued there.
+    """
+    values: Sequence[torch.Tensor] = [term.value for term in terms]
+    if messages:
+        found = [(places, some) for places, some in (told(terms), *messages) if places is not None and some is not None]
+        if found:
+            order = torch.argsort(torch.cat([places for places, _ in found]))
+            values = torch.cat([some for _, some in found])[order].unbind()
     total: torch.Tensor | None = None
-    for term in terms:
-        total = term.value if total is None else total + term.value
+    for value in values:
+        total = value if total is None else total + value
     return total
 
 
-def told(terms: Sequence[LossTerm]) -> list[torch.Tensor | None]:
-    """As the tensors of a message: numbers of micro-batches and parts, shape (terms, 2), and values, shape (terms,)."""
+def told(terms: Sequence[LossTerm]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """As the tensors of a message: places in the order of all terms (int64) and values, both of shape (terms,)."""
     if not terms:
-        return [None, None]
+        return None, None
     values = torch.stack([term.value for term in terms])
-    return [torch.tensor([term[:2] for term in terms], dtype=torch.int64, device=values.device), values]
+    first = terms[0].microbatch
+    offsets = _places(tuple((term.microbatch - first, term.part) for term in terms), values.device)
+    return offsets + first * _PARTS, values
 
 
-def merged(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | None, ...]]) -> list[LossTerm]:
-    """All terms in the order of their micro-batches.
-
-    Args:
-        messages: of other replicas, from ``told``.
-    """
-    found = list(terms)
-    for where, values in messages:
-        if where is not None and values is not None:
-            pairs = zip(where.tolist(), values.unbind(), strict=True)
-            found += [LossTerm(microbatch, part, value) for (microbatch, part), value in pairs]
-    return sorted(found, key=lambda term: term[:2]) if messages else found
+@lru_cache(maxsize=64)
+def _places(terms: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Of (micro-batch, part). They are kept, because a copy from the host would wait for all that is queued there."""
+    return torch.tensor([microbatch * _PARTS + part for microbatch, part in terms], device=device)

@@ -22,7 +22,7 @@ import torch
 
 from raypipe.engine.exchange import Exchange
 from raypipe.engine.gradients import Accumulators, GradientSink
-from raypipe.engine.losses import LossTerm, merged, summed, told
+from raypipe.engine.losses import LossTerm, summed, told
 from raypipe.engine.norms import total_norm
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
@@ -139,9 +139,9 @@ class Reduction:
         else:
             heard = [self._receive(other, action) for other in self._others]
             count = len(told(())) if ends else len(READY)
-            losses = merged(losses, [message[:count] for message in heard]) if ends else losses
+            loss = summed(losses, [message[:count] for message in heard] if ends else ())
             by_stage = list(zip(mine, *(message[count:] for message in heard), strict=True))
-            total, loss = self._of_leaders(action, summed(losses), by_stage or [()] * len(self._own), with_frozen)
+            total, loss = self._of_leaders(action, loss, by_stage or [()] * len(self._own), with_frozen)
             for other in self._others:
                 self._send(other, action, [total, loss])
         assert total is not None
@@ -160,7 +160,7 @@ class Reduction:
         if not self._placement.leads:
             self._send(self._placement.replicas[0], action, told(losses))
             return None
-        return summed(merged(losses, [self._receive(other, action) for other in self._others]))
+        return summed(losses, [self._receive(other, action) for other in self._others])
 
     def _of_leaders(
         self,
