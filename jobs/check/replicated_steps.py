@@ -28,7 +28,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from jobs.bench.vs_dp.models import MODELS
 from jobs.bench.vs_dp.run import Asked, plan_of, run_plan, shape_of
 from jobs.lib import common
 from jobs.lib.kept_cells import OPTION, KeptCells
@@ -50,9 +49,7 @@ TARGETS: dict[str, str] = {r"step_of_prediction_[\d_]+": "0.95 to 1.05"}
 
 def scene(shape: tuple[int, ...], steps: int) -> Asked:
     """The slow layers on as many workers as the shape has."""
-    plain = MODELS["parameters"]
-    MODELS["slow"] = plain._replace(sample_s=plain.sample_s * SLOWER)
-    return Asked("slow", sum(shape), MBIT, steps)
+    return Asked("parameters", sum(shape), MBIT * SLOWER, steps, SLOWER)
 
 
 def simulated_s(plan: Plan, stage_s: Sequence[tuple[float, float]]) -> float:
@@ -91,7 +88,7 @@ def main() -> int:
     for shape in SHAPES[:1] if asked.quick else SHAPES:
         on = scene(shape, 8 if asked.quick else STEPS)
         name = "_".join(map(str, shape))
-        found = kept.measured(f"shape-{name}", [shape, on, MODELS[on.model]], functools.partial(measure, shape, on))
+        found = kept.measured(f"shape-{name}", [shape, on, on.layers], functools.partial(measure, shape, on))
         predicted_s, from_actions_s, measured_s = found["seconds"]
         ratios = measured_s / predicted_s, measured_s / from_actions_s, from_actions_s / predicted_s
         for figure, ratio in zip(FIGURES, ratios, strict=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from jobs.bench.vs_dp.models import MODELS, accuracy, heldout, loss_of, samples
+from jobs.bench.vs_dp.models import accuracy, heldout, loss_of, samples
 from jobs.bench.vs_dp.run import EVAL_EVERY, FEW_STEPS, LEARNING_RATE, MINIBATCH, SEED, WARM_UP, Asked, Ran
 from jobs.lib.common import median
 from jobs.lib.processes import run_processes
@@ -90,7 +90,7 @@ def _rank(rank: int, asked: Asked, enough: float, bf16: bool, bucket_mb: float, 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=LIMIT_S), asked.workers, rank)
     try:
-        plain, ring = MODELS[asked.model].build(SEED), _Ring(asked.rate_bytes_s, asked.workers)
+        plain, ring = asked.layers.build(SEED), _Ring(asked.rate_bytes_s, asked.workers)
         model = DistributedDataParallel(plain, bucket_cap_mb=bucket_mb)
         # Without annotations, which torch would want to be its own.
         model.register_comm_hook(bf16, lambda bf16, bucket: ring.sum(bucket.buffer(), bf16=bf16))

@@ -1,6 +1,8 @@
 """What a candidate of bench/vs_dp is asked for and what it did; and how raypipe's run: Ray actors with paced links.
 
-Every worker's messages wait before its one way out for bytes / rate, whoever they go to, as on a network card.
+Every worker's messages wait before its one way out for bytes / rate, whoever they go to, as on a network card. Layers
+and links may be so many times slower than a scene says, so that what the few processors of this machine compute for all
+workers is small beside it.
 """
 
 from __future__ import annotations
@@ -44,22 +46,32 @@ __all__ = [
 
 MINIBATCH, LEARNING_RATE, SEED = 64, 0.02, 0
 EVAL_EVERY = 5
-WARM_UP, FEW_STEPS = 3, 30
-"""Steps that are not counted; and of candidates that only show how long a step takes, with their evaluations."""
+WARM_UP, FEW_STEPS = 3, 15
+"""Steps that are not counted, and those, they included, that show how long a step takes; evaluations are among them."""
 LATENCY_S = 2e-4
 
 
 class Asked(NamedTuple):
-    """One scene: a model on so many workers whose links have a rate, for so many steps."""
+    """One scene: a model on so many workers whose links have a rate, for so many steps.
+
+    Attributes:
+        slower: so many times as long as in the scene, layers sleep and messages wait.
+    """
 
     model: str
     workers: int
     mbit: float
     steps: int
+    slower: float = 1.0
 
     @property
     def rate_bytes_s(self) -> float:
-        return self.mbit * 1e6 / 8
+        return self.mbit * 1e6 / 8 / self.slower
+
+    @property
+    def layers(self) -> Model:
+        plain = MODELS[self.model]
+        return plain._replace(sample_s=plain.sample_s * self.slower)
 
     @property
     def name(self) -> str:
@@ -119,7 +131,7 @@ def _pace(channel: type[SocketChannel], rate_bytes_s: float) -> None:
 
 def _trainer(asked: Asked, folder: str, **pipeline: Any) -> raypipe.PipelineTrainer:
     return raypipe.PipelineTrainer(
-        MODELS[asked.model].build(SEED),
+        asked.layers.build(SEED),
         loss_fn=loss_of,
         optimizer=Paced(asked.rate_bytes_s),
         train_data=samples(),
@@ -144,7 +156,7 @@ def plan_of(asked: Asked, replicas: Sequence[int] | str = "auto") -> Plan:
     cluster = Cluster(devices, (Link(asked.rate_bytes_s, LATENCY_S),))
     stages: dict[str, Any] = {} if isinstance(replicas, str) else {"num_stages": len(replicas)}
     # Kept profiles know a layer by its operations, not by how long it sleeps.
-    os.environ["RAYPIPE_CACHE_DIR"] = _profiles(MODELS[asked.model]).name
+    os.environ["RAYPIPE_CACHE_DIR"] = _profiles(asked.layers).name
     with tempfile.TemporaryDirectory(prefix="bench-vs-dp-") as folder:
         given = replicas if isinstance(replicas, str) else list(replicas)
         return _trainer(asked, folder, num_replicas=given, **stages).plan(cluster=cluster)
