@@ -82,7 +82,7 @@ def test_figures_follow_from_what_ran() -> None:
 
 def test_a_step_is_simulated_anew_from_its_actions() -> None:
     """With the profile's own seconds it is the plan's; some twice as long where all forwards and backwards are."""
-    plan = plan_of(SCENE, (1, 1))
+    plan = plan_of(SCENE._replace(workers=3, mbit=10_000.0), (2, 1))  # no plan with replicas splits backwards
     assert plan.prediction is not None
     profiled = [(stage.forward_s, stage.backward_s) for stage in plan.prediction.stages]
     assert simulated_s(plan, profiled) == pytest.approx(plan.prediction.step_s)
