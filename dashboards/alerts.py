@@ -1,6 +1,7 @@
 """The alerts as a table: what is wrong, how Prometheus notices, and what to do.
 
-Each holds for runs that train: ``ray_raypipe_running`` is 0 once a run has ended, and its series are gone soon after.
+Each but one holds for runs that train: ``ray_raypipe_running`` is 0 once a run has ended, and its series are gone soon
+after. They are gone too where a driver is lost, which its stages tell.
 A fault that fires each of them, and what must not, is in ``tests/dashboards/alerts_test.yaml`` for promtool.
 """
 
@@ -20,6 +21,7 @@ class Alert(NamedTuple):
         lasting: for so long, before anybody is told.
         summary: a sentence, with the labels and the value in Prometheus' own templates.
         cure: what to look at.
+        runs: which of them it is about.
         needs: what has to happen before there is anything to measure; "" where it is there from the first steps.
     """
 
@@ -31,11 +33,12 @@ class Alert(NamedTuple):
     summary: str
     cure: str
     needs: str = ""
+    runs: str = "and on (run) (max by (run) (ray_raypipe_running) == 1)"
 
     @property
     def expression(self) -> str:
-        """True for the runs, or links of runs, that train and are in trouble."""
-        return f"{self.measure} {self.limit} and on (run) ({_of('running')} == 1)"
+        """True for the runs, or links of runs, that are in trouble."""
+        return f"{self.measure} {self.limit} {self.runs}"
 
 
 def _of(name: str, by: str = "run", offset: str = "") -> str:
@@ -54,6 +57,19 @@ ALERTS = (
         "1m",
         "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}.",
         "Ask `raypipe status {{ $labels.run }}` what it waits for: workers, storage, or a stage.",
+    ),
+    Alert(
+        "RaypipeDriverLost",
+        "critical",
+        "max by (run) (max_over_time(ray_raypipe_driver_silence_fraction[2m]))",
+        "> 0.5",
+        "0m",
+        "Stages of run {{ $labels.run }} have not heard its driver for {{ $value | humanizePercentage }} of"
+        " driver_grace_s.",
+        "Submitted again by its name, the run goes on with what these stages hold; once driver_grace_s is over they"
+        " end, and it goes on from its newest checkpoint.",
+        "a driver that is lost",
+        f"unless on (run) {_of('running')}",
     ),
     Alert(
         "RaypipeBubbleTooHigh",

@@ -166,6 +166,9 @@ ELASTICITY = Board(
                Query(f"sum by (run) (ray_raypipe_recovery_seconds_sum{CHOSEN})"
                      f" / sum by (run) (ray_raypipe_recovery_seconds_count{CHOSEN})", "{{run}} mean")),
               "From a failure until all stages are ready again.", needs=_HAPPENS),
+        Panel("Driver not heard", "percentunit", (metric_query("driver_silence_fraction"),),
+              "By stages, in shares of driver_grace_s; at 100% they end. See RaypipeDriverLost.",
+              needs="a driver that is lost"),
         Panel("Since the last step", "s", (_SINCE,), "Peaks are recoveries, resizes, checkpoints and evaluations."),
         Panel("Steps done again", "short", (metric_query("lost_steps"),), "By failures.", needs="steps that are lost"),
         Panel("Samples per second", "short", (metric_query("samples_per_second"),), "What is left after a change."),

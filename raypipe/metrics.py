@@ -72,6 +72,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("tokens", "Token ids of these steps, padding included."),
     _gauge("last_step_timestamp_seconds", "s", RUN, "When the last step ended, in seconds since 1970."),
     _gauge("running", "1", RUN, "1 while the run trains, 0 once it has ended."),
+    _gauge("driver_silence_fraction", "1", RUN,
+           "Share of driver_grace_s for which a stage has not heard the driver; told from a quarter on, by the stage."),
     _gauge("stage_busy_seconds", "s", STAGE, "Seconds of the last step in F, B, I and W; of replicas, on average.",
            "StepReport.busy_s"),
     _gauge("link_bytes_per_second", "B/s", LINK, "What one stage sent another in the last step, over its seconds.",

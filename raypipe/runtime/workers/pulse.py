@@ -2,13 +2,14 @@
 
     driver   --pulse(lease_s)-->  a concurrency group of its own: neither computing nor other calls hold it up
              <----- Pulse ------
-    LeaseClock: counts down in a thread; at zero the worker ends itself
+    LeaseClock: counts down in a thread; at zero the worker ends itself, and on the way there Silence tells Prometheus
 
 Nothing here slows an action down: how long one has been going on is seen by looking twice.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from ray.util.placement_group import remove_placement_group
 
 from raypipe.engine.executor import Executor
 from raypipe.ir.action import COMPUTE, Action, Op
+from raypipe.runtime.workers.silence import Silence
 
 __all__ = ["TICK_S", "ActionClock", "LeaseClock", "Pulse", "Vitals", "pulse_of"]
 
@@ -89,12 +91,19 @@ class LeaseClock:
     Args:
         lease_s: from now on, until the first renewal says otherwise.
         end: called once, from a thread, when the lease has run out.
+        passed: called at every tick before, from the same thread, with the share of the lease that has passed.
         tick_s: how often the thread counts.
     """
 
-    def __init__(self, lease_s: float, end: Callable[[], None], tick_s: float = TICK_S) -> None:
-        self._left_s = lease_s
-        self._end, self._tick_s = end, tick_s
+    def __init__(
+        self,
+        lease_s: float,
+        end: Callable[[], None],
+        passed: Callable[[float], None] = lambda share: None,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._lease_s = self._left_s = lease_s
+        self._end, self._passed, self._tick_s = end, passed, tick_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._count, name="raypipe lease of a worker", daemon=True)
@@ -102,7 +111,7 @@ class LeaseClock:
 
     def renew(self, lease_s: float) -> None:
         with self._lock:
-            self._left_s = lease_s
+            self._lease_s = self._left_s = lease_s
 
     def close(self) -> None:
         """Count no more."""
@@ -112,10 +121,11 @@ class LeaseClock:
         while not self._closed.wait(self._tick_s):
             with self._lock:
                 self._left_s -= self._tick_s
-                over = self._left_s <= 0
-            if over:
+                left = self._left_s / self._lease_s if math.isfinite(self._lease_s) else 1.0
+            if left <= 0:
                 self._end()
                 return
+            self._passed(1 - left)
 
 
 class Vitals:
@@ -130,7 +140,12 @@ class Vitals:
         self._close = close
         self._place = ray.util.get_current_placement_group()
         self._actions = ActionClock()
-        self._lease = LeaseClock(lease_s, self._end)
+        self._silence = Silence()
+        self._lease = LeaseClock(lease_s, self._end, self._silence.passed)
+
+    def belongs(self, run: str) -> None:
+        """To this run."""
+        self._silence.run = run
 
     def pulse(self, lease_s: float, executor: Executor | None, segments: int) -> Pulse:
         """Stay for ``lease_s`` more seconds; what this process does."""

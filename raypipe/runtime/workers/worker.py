@@ -117,6 +117,7 @@ class _StageActor(LinkedActor, ReplayingActor):
         if self._setup is None or self._setup.run_id != run.run_id:  # it may be told so again while it trains
             self._forget_copies()
         self._setup = run
+        self._vitals.belongs("" if run.place is None else run.place.path.rpartition("/")[2])
 
     def load(
         self, term: int, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]

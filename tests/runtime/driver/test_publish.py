@@ -16,10 +16,15 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
+from raypipe.engine.setup import RunSetup
+from raypipe.engine.state import Settings
+from raypipe.engine.storage import Place
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, exported_name
 from raypipe.runtime.driver.publish import DETAILS_EVERY_S, Publisher
+from raypipe.runtime.workers.worker import StageActor
 from tests.runtime.raylets import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -164,6 +169,30 @@ def test_nothing_is_shown_that_was_not_told(published: tuple[Any, float]) -> Non
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         assert base in told, name
         assert (base != name) == (told[base].kind is Kind.HISTOGRAM)
+
+
+def test_a_stage_tells_that_it_does_not_hear_its_driver(published: tuple[Any, float]) -> None:
+    """Whose own series are gone by then. Heard again, it says so; else it ends."""
+    stage = StageActor.options(num_cpus=0).remote(60.0)  # type: ignore[attr-defined]
+    run = RunSetup(torch.optim.SGD, None, {}, Settings(0, "mean", None, 60.0), place=Place.of("/runs/silent"))
+    ray.get([stage.join.remote(1, run), stage.pulse.remote(1, 8.0)], timeout=240)
+
+    def share() -> float | None:
+        return scrape("silent").get(("ray_raypipe_driver_silence_fraction", frozenset({("run", "silent")})))
+
+    assert 0.25 <= until(share) < 1.0
+    ray.get(stage.pulse.remote(1, 60.0), timeout=60)
+    until(lambda: share() in (0.0, None))
+    assert ray.get(stage.pulse.remote(1, 2.0), timeout=60) is not None
+    until(lambda: _is_gone(stage))
+
+
+def _is_gone(actor: Any) -> bool:
+    try:
+        ray.get(actor.listen.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        return True
+    return False
 
 
 def test_a_step_is_cheap(published: tuple[Any, float]) -> None:

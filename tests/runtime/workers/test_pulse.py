@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 
 import pytest
 
@@ -49,6 +51,31 @@ def test_a_lease_ends_where_nobody_renews_it() -> None:
     over = threading.Event()
     LeaseClock(0.05, over.set, tick_s=0.01)
     assert over.wait(WAIT_S)
+
+
+def test_it_is_told_how_much_of_a_lease_has_passed() -> None:
+    told: list[float] = []
+    over, renewed = threading.Event(), threading.Event()
+
+    def passed(share: float) -> None:
+        told.append(share)
+        if share > 0.5 and not renewed.is_set():
+            renewed.set()
+            clock.renew(0.2)
+
+    clock = LeaseClock(0.1, over.set, passed, tick_s=0.01)
+    assert over.wait(WAIT_S)
+    first = told[: next(at for at, share in enumerate(told) if share > 0.5) + 1]
+    assert first == pytest.approx([0.1 * (tick + 1) for tick in range(len(first))])
+    rest = told[len(first) :]
+    assert rest == pytest.approx([0.05 * (tick + 1) for tick in range(len(rest))])
+    assert len(rest) in (19, 20), "to the tick, as sums of hundredths are"
+    endless = LeaseClock(math.inf, over.set, told.append, tick_s=0.01)
+    told.clear()
+    while len(told) < 3:
+        time.sleep(0.01)
+    endless.close()
+    assert set(told) == {0.0}
 
 
 def test_a_lease_that_is_renewed_or_closed_does_not_end() -> None:
