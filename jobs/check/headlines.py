@@ -56,6 +56,18 @@ HEADLINES: Sequence[Headline] = (
         "{ring_vs_stash_sgd}, {ring_vs_stash_step}",
     ),
     Headline(
+        "Lv et al.'s bounded weights, encoded links and cut together: the step of GPipe and of PipeDream over it",
+        "lv",
+        "{time_vs_gpipe}, {time_vs_pipedream}",
+    ),
+    Headline(
+        "a model of many parameters on 2, 4 and 8 emulated workers at 200 Mbit/s: DDP's time to an accuracy over that of "
+        "our plan",
+        "vs_dp",
+        "{time_to_accuracy_parameters_2w_200mbit}, {time_to_accuracy_parameters_4w_200mbit}, "
+        "{time_to_accuracy_parameters_8w_200mbit}",
+    ),
+    Headline(
         "a stage of 10 and of 96 MB is killed beside a warm spare: seconds until a new step is done; nothing is lost",
         "recovery",
         "{sigkill_seconds_warm_10mb}, {sigkill_seconds_warm_96mb}",
