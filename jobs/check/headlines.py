@@ -61,8 +61,8 @@ HEADLINES: Sequence[Headline] = (
         "{time_vs_gpipe}, {time_vs_pipedream}",
     ),
     Headline(
-        "a model of many parameters on 2, 4 and 8 emulated workers at 200 Mbit/s: DDP's time to an accuracy over that of "
-        "our plan",
+        "a model of many parameters on 2, 4 and 8 emulated workers at 200 Mbit/s: DDP's time to an accuracy over that "
+        "of our plan",
         "vs_dp",
         "{time_to_accuracy_parameters_2w_200mbit}, {time_to_accuracy_parameters_4w_200mbit}, "
         "{time_to_accuracy_parameters_8w_200mbit}",
