@@ -36,7 +36,9 @@ RUN_LIMIT_S = 3600.0
 
 
 class Gated(Dataset[Any]):
-    """Samples of the first steps that a file allows; whoever reads one of a later step waits. To be read in order.
+    """Samples of the first steps that a file allows; a stage that reads one of a later step waits. To be read in order.
+
+    Stages get it pickled. The one that was made waits for nothing: who starts a run looks at samples of the whole epoch.
 
     Args:
         samples: taken again from the first one on where they end before the run does.
@@ -46,12 +48,16 @@ class Gated(Dataset[Any]):
 
     def __init__(self, samples: Any, gate: str, per_step: int, steps: int) -> None:
         self.samples, self.gate, self.per_step, self.steps = samples, gate, per_step, steps
+        self.waits = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "waits": True}
 
     def __len__(self) -> int:
         return self.per_step * self.steps
 
     def __getitem__(self, index: int) -> Any:
-        while _allowed(self.gate) <= index // self.per_step:
+        while self.waits and _allowed(self.gate) <= index // self.per_step:
             time.sleep(POLL_S)
         return self.samples[index % len(self.samples)]
 

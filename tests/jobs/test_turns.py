@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.data import SequentialSampler
 
+from jobs.bench.recovery.nets import trainer
 from jobs.lib.shaped import Rig
 from jobs.lib.turns import gated, in_turns, open_gate
 
@@ -24,7 +25,8 @@ def test_samples_come_as_far_as_the_gate_says(tmp_path: Path) -> None:
     open_gate(gate, 1)
     data = gated(list("abcd"), gate, per_step=2, steps=3)
     assert (data.batch_size, isinstance(data.sampler, SequentialSampler)) == (2, True)
-    here = data.dataset
+    assert data.dataset[5] == "b", "who starts a run may look at all of them"
+    here = pickle.loads(pickle.dumps(data.dataset))
     assert (len(here), here[1], here[0], here[1]) == (6, "b", "a", "b")
     came = threading.Event()
     read = threading.Thread(target=lambda: (here[2], came.set()), daemon=True)
@@ -49,6 +51,16 @@ def test_the_gate_holds_whoever_is_given_the_data_in_the_middle_of_a_run(tmp_pat
     open_gate(gate, 3)
     assert came.wait(WAIT_S)
     read.join(WAIT_S)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_is_made_while_its_gate_is_closed(tmp_path: Path) -> None:
+    """It looks at its data for that, to the last sample."""
+    gate = tmp_path / "gate"
+    open_gate(gate, 0)
+    made = trainer(tmp_path, "held", 0.1, 2, gate=gate, steps=100)
+    blueprint = made._blueprint(made._prepared(), 100, local=False)
+    assert "sample" in str(blueprint.spec)
 
 
 # Does what links_ours.py does with its gate, in no time; one whose pipeline says "dies" ends after ten steps.

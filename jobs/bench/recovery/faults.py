@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import tempfile
 import time
@@ -17,6 +18,9 @@ from jobs.bench.recovery.nets import WAIT_S, bits_equal, events, trainer, until
 __all__ = ["Outcome", "Trial", "measured", "until_new_step"]
 
 STEPS_BETWEEN = 8
+"""From a recovery to the next fault, at least."""
+MOST_FURTHER_S, SEED = 10.0, 11
+"""Then it comes at a random moment: how far behind the newest copy is would else be the same in all trials."""
 
 
 class Trial(NamedTuple):
@@ -78,6 +82,7 @@ def trials(
     handle: raypipe.RunHandle, folder: Path, count: int, fault: signal.Signals, *, warm: bool
 ) -> Iterator[Trial]:
     """Stages get the signal in turns; each trial waits until the run trains again, and the spare is back."""
+    drawn = random.Random(SEED)
     for number in range(count):
         started = handle.status().step
         recovered = [event["step"] for event in events(folder, "recovery")]
@@ -86,6 +91,7 @@ def trials(
         until(lambda: handle.status().step >= started + STEPS_BETWEEN, "some steps were done")  # noqa: B023
         if warm:
             until(lambda: len(events(folder, "spare")) > number, "the spare was ready")  # noqa: B023
+        time.sleep(drawn.uniform(0.0, MOST_FURTHER_S))
         status = handle.status()
         begin_s = time.monotonic()
         os.kill(status.stages[number % 2]["process"], fault)
