@@ -38,7 +38,7 @@ RUN_LIMIT_S = 3600.0
 class Gated(Dataset[Any]):
     """Samples of the first steps that a file allows; a stage that reads one of a later step waits. To be read in order.
 
-    Stages get it pickled. The one that was made waits for nothing: who starts a run looks at samples of the whole epoch.
+    Stages get it pickled. The one that was made waits for nothing: who starts a run looks at samples of all steps.
 
     Args:
         samples: taken again from the first one on where they end before the run does.
