@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from raypipe.ir.schedule import Schedule, in_lane_order
 from raypipe.ir.schedule_spec import ScheduleSpec, takes
 from raypipe.ir.weights import WeightPolicy
-from raypipe.planner.memory import MemoryModel, Resident
+from raypipe.planner.memory import MemoryModel
+from raypipe.planner.row_memory import resident_under
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.request import AUTO_SLACK, Request
-from raypipe.planner.tune.row_memory import resident_of
 from raypipe.planner.tune.weights import by_hop, slack_of, weight_policy
 
 __all__ = ["build_schedule", "memory_model", "placement_of", "spec_of"]
 
-FULL = 2
-"""Micro-batches per stage from which on the steady state of a step only grows longer, where rounds are equal."""
 GROUP_SIZE = 2
 """k of kfkb where nobody says."""
 
@@ -70,7 +67,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
     policy = weight_policy(request, num_stages, num_microbatches)
     counted = None
     if not spec.of_kind.memory_formula or request.replicated:
-        counted = _resident(spec, num_stages, request.workers(num_stages))
+        counted = resident_under(spec, num_stages, request.workers(num_stages))
         counted = dataclasses.replace(counted, versions=policy.capacities)
     return MemoryModel(
         spec,
@@ -100,17 +97,3 @@ def _sums(request: Request, policy: WeightPolicy, spec: ScheduleSpec, replicas: 
     if alone and in_lane_order(0, policy.interval or spec.num_microbatches, spec.lanes):
         return 1
     return -(-spec.lanes // replicas)
-
-
-@functools.lru_cache(maxsize=256)  # the same few numbers are asked for at every cut that is tried
-def _resident(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
-    """Of backwards on all stages, since nobody knows the lowest that trains before the cut."""
-    # Further micro-batches only repeat the steady state. What is left over decides how long rounds are: with as many
-    # rounds as workers, none is longer than by one.
-    count = spec.num_microbatches
-    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
-    if spec.replicas:
-        enough = 2 * FULL * spec.lanes * (1 + sum(spec.replicas)) + count % spec.lanes
-    if not spec.of_kind.synchronous:  # the prologue fills it, whatever the mini-batch
-        enough = spec.update_interval or spec.lanes
-    return resident_of(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))

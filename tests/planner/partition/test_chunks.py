@@ -30,8 +30,8 @@ from raypipe.planner.tune import Request, decide, make_partition, make_plan, pla
 from raypipe.planner.tune.workers import rounds_of, settled_workers
 from tests.planner.partition_cases import chain_of, graphs
 from tests.planner.specs import spec_for
+from tests.planner.test_row_memory import CHUNKED
 from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
-from tests.planner.tune.test_row_memory import CHUNKED
 
 INTERLEAVED = dataclasses.replace(REQUEST, schedule="interleaved", minibatch_size=64)
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
+from raypipe.planner.row_memory import resident_of
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tables import build
 from raypipe.planner.tune import Request, memory_model
-from raypipe.planner.tune.row_memory import resident_of
 from tests.planner.specs import spec_for
 
 CHUNKED = ["interleaved", "zb-v"]

@@ -13,17 +13,25 @@ one of equal stages and free links, where backwards take twice as long as forwar
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.ir.schedule import Op, Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.memory import Resident
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, simulate
 from raypipe.planner.tables import OP_CODE, OPS, encode
 
-__all__ = ["resident_of"]
+__all__ = ["resident_of", "resident_under"]
+
+FULL = 2
+"""Micro-batches per stage from which on the steady state of a step only grows longer, where rounds are equal."""
 
 _FLIGHT = np.zeros(len(OPS), dtype=np.int64)
 _FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
@@ -51,6 +59,25 @@ def resident_of(schedule: Schedule) -> Resident:
             again[stage] = max(again[stage], int((np.cumsum(_AGAIN[own]) + (own == OP_CODE[Op.B])).max()))
     timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
     return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule), tuple(again))
+
+
+@functools.lru_cache(maxsize=1024)  # the same few numbers are asked for at every cut and in every search
+def resident_under(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
+    """The same of a schedule by its numbers, with backwards on all stages: nobody knows the lowest that trains yet.
+
+    Args:
+        workers: of the schedule, where each has several stages.
+    """
+    # Further micro-batches only repeat the steady state. What is left over decides how long rounds are: with as many
+    # rounds as workers, none is longer than by one.
+    count = spec.num_microbatches
+    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
+    if spec.replicas:
+        enough = 2 * FULL * spec.lanes * max(spec.slack, default=1) * (1 + sum(spec.replicas)) + count % spec.lanes
+    if not spec.of_kind.synchronous:  # the prologue fills it, whatever the mini-batch
+        enough = spec.update_interval or spec.lanes
+    spec = dataclasses.replace(spec.with_microbatches(min(count, enough)), first_trainable=0)
+    return resident_of(schedule_of(spec, num_stages))
 
 
 def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
