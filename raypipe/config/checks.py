@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from raypipe.config.fields import Auto, PipelineFields
-from raypipe.config.replicas import check_replicas, laned, replicated
+from raypipe.config.replicas import check_replicas
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
@@ -228,7 +228,7 @@ def turns_schedule(config: PipelineFields) -> bool:
 
 def _turned(config: PipelineFields) -> tuple[str, ...]:
     """Fields by which the controller has something to turn; see raypipe.runtime.run.controller_config."""
-    if not _kind(config).turned or config.retune_interval_steps == 0 or laned(config):
+    if not _kind(config).turned or config.retune_interval_steps == 0:
         return ()
     found = ["schedule"] if turns_schedule(config) else []
     found += [name for name in ("codec_forward", "codec_backward") if getattr(config, name) == "auto"]
@@ -238,8 +238,6 @@ def _turned(config: PipelineFields) -> tuple[str, ...]:
 def _still(config: PipelineFields) -> str:
     """The field, with its value, under which nothing is turned."""
     name = "retune_interval_steps" if _kind(config).turned else "schedule"
-    if laned(config):
-        name = "num_replicas" if replicated(config) else "num_lanes"
     return f"{name}={getattr(config, name)!r}"
 
 
@@ -267,7 +265,7 @@ def _check_patience(config: PipelineFields) -> None:
     for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
         value = getattr(config, name)
         if value not in ("auto", 0) and not _turned(config):
-            still = laned(config) or not _kind(config).turned or config.retune_interval_steps == 0
+            still = not _kind(config).turned or config.retune_interval_steps == 0
             with_what = _still(config) if still else f"schedule={config.schedule!r} as it is given"
             raise ConfigError(
                 f"{name}={value!r} means nothing with {with_what}: nothing is turned while the run trains. Leave "

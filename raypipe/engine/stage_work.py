@@ -79,7 +79,7 @@ class StageWork:
         placement = setup.placement(worker)
         # Those that the same worker holds: no link is crossed, and rows have no messages to them.
         self._co_located = placement.co_located(stage)
-        self._lanes, self._leads = placement.lanes, placement.leads
+        self._lanes, self._own_lanes, self._leads = placement.lanes, placement.lanes_of(worker), placement.leads
         self._codecs = setup.codecs
         exchanged, apart = len(placement.replicas) > 1, settings.codec_sums != "none" or weights.puts_off
         self.sink = GradientSink(self.program, state.parameters, self._lanes, exchanged=exchanged, apart=apart)
@@ -140,9 +140,10 @@ class StageWork:
         """
         segment = self._segment
         count = len(segment.microbatch_samples)
-        step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
+        step, first = segment.first_step + minibatch, segment.first_microbatch + minibatch * count
         splits = self._splits and measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
-        self.split_microbatch, self._split_marks = middle if splits else None, None
+        own = [m for m in range(first, first + count) if self._lane(m) in self._own_lanes] if splits else []
+        self.split_microbatch, self._split_marks = own[len(own) // 2] if own else None, None
         self.tally = Tally.of(self.stage, len(self._in_flight), measure=measure)
         self._losses.clear()
         self._seed_tensors.clear()

@@ -63,11 +63,11 @@ class LinkSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MessageTimes:
-    """The messages that one stage received over one hop in one step, as columns: what a report carries.
+    """The messages that one worker received over one hop in one step, as columns: what a report carries.
 
     Attributes:
         hop, forward: as in LinkSample.
-        wire_bytes, raw_bytes, sent_at_s, arrived_at_s: as in LinkSample, by micro-batch.
+        wire_bytes, raw_bytes, sent_at_s, arrived_at_s: as in LinkSample, by micro-batch of the worker.
     """
 
     hop: int
@@ -84,10 +84,14 @@ class MessageTimes:
         self.sent_at_s.append(sent_at_s)
         self.arrived_at_s.append(arrived_at_s)
 
-    def samples(self, step: int) -> Iterator[LinkSample]:
-        """One by one."""
+    def samples(self, step: int, microbatches: Iterable[int]) -> Iterator[LinkSample]:
+        """One by one.
+
+        Args:
+            microbatches: of the worker in this step, counted from 0, in their order.
+        """
         columns = zip(self.wire_bytes, self.sent_at_s, self.arrived_at_s, self.raw_bytes, strict=True)
-        for microbatch, (wire_bytes, sent_s, arrived_s, raw_bytes) in enumerate(columns):
+        for microbatch, (wire_bytes, sent_s, arrived_s, raw_bytes) in zip(microbatches, columns, strict=False):
             yield LinkSample(self.hop, self.forward, step, microbatch, wire_bytes, sent_s, arrived_s, raw_bytes)
 
 
@@ -100,6 +104,7 @@ class StageSample(NamedTuple):
             whole one; None where none was split.
         step_s: of the optimizer.
         peak_bytes: most memory that the stage has used, None where nobody measured.
+        replica: of the stage, by its place among them.
     """
 
     stage: int
@@ -110,6 +115,7 @@ class StageSample(NamedTuple):
     peak_bytes: int | None = None
     input_s: float | None = None
     weight_s: float | None = None
+    replica: int = 0
 
 
 def stage_sample(

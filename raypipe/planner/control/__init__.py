@@ -4,7 +4,7 @@
     frames' headers ----> LinkSample  --+--> StepDone --> Controller.handle --> [ControllerDecision, ...]
                                                               |                    |
          Observer:   FIFO model of each link, medians of      |                    +--> events.jsonl, metrics
-                     stages                                   |                    +--> choice: rows of the next flush
+                     workers                                  |                    +--> choice: rows of the next flush
          transition: one of four states, one step on          |
          search:     k, r, codecs that fit, run on the        |
                      measured messages; the quickest          |
@@ -14,7 +14,11 @@ Pure: no clock, no thread, no socket, no chance. The driver feeds it and carries
 for it, a retune exchanges rows of actions. Its model is ``planner.simulate``'s, with a time of its own for every
 message.
 
-Left out: links that share one wire, the processor time that a codec takes from a stage, and replicas.
+Replicas of a stage are workers with links of their own (``planner.search.routes``); codecs and slack are those of all
+links of a hop.
+
+Left out: links that share one wire, the processor time that a codec takes from a stage, and what replicas take to sum
+their gradients, which is the same for all candidates but for what hides it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
+from raypipe.planner.row_memory import resident_under
 
 __all__ = ["NO_CODEC", "Choice", "CodecCost"]
 
@@ -53,8 +54,10 @@ class Choice:
         return any(name != "none" for name in (*self.forward_codecs, *self.backward_codecs))
 
     def memory_model(self) -> MemoryModel:
-        """What knows the micro-batches in flight and the messages that wait."""
-        return MemoryModel(self.spec)
+        """What knows the micro-batches in flight and the messages that wait: of replicas, counted in their rows."""
+        spec = self.spec
+        counted = resident_under(spec, len(spec.replicas), sum(spec.replicas)) if spec.replicas else None
+        return MemoryModel(spec, resident=counted)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

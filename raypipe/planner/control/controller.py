@@ -22,6 +22,7 @@ from raypipe.planner.control.peaks import PeakMemory
 from raypipe.planner.control.saved import state_from_dict, state_to_dict
 from raypipe.planner.control.states import Known, Measure, State
 from raypipe.planner.control.transition import Heard, after
+from raypipe.planner.search.routes import routes_of
 
 __all__ = ["Controller"]
 
@@ -38,7 +39,8 @@ class Controller:
 
     def __init__(self, setup: ControllerConfig) -> None:
         self.setup = setup
-        self._observer = Observer(len(setup.budgets), setup.choice.num_microbatches, setup.link_drift_threshold)
+        routes = routes_of(setup.choice.spec, len(setup.budgets))
+        self._observer = Observer(routes, setup.choice.num_microbatches, setup.link_drift_threshold)
         self._state: State = Measure(Known(setup.choice, PeakMemory(setup.budgets)))
 
     @property

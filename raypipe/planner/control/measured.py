@@ -11,13 +11,14 @@ what messages took while they were whole counts for choices that compress them l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.search.replay import Wire, compiled, step_s
+from raypipe.planner.search.routes import Routes
 
 __all__ = ["Measured", "busiest_hops", "predicted_s", "squeezed"]
 
@@ -28,10 +29,11 @@ class Measured:
 
     Attributes:
         num_microbatches: M that it was measured with.
-        forward_s, backward_s, optimizer_s: by stage.
-        links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
+        routes: workers and the links between them.
+        forward_s, backward_s, optimizer_s: by worker.
+        links: estimates of link 0 forward, link 0 backward, link 1 forward, ...; None where nothing is known (free).
         replays: steps that each candidate is run for.
-        split_backward_s: by stage, (I, W) of a split backward, which may take longer than a whole one; empty where it
+        split_backward_s: by worker, (I, W) of a split backward, which may take longer than a whole one; empty where it
             was not measured.
         whole_s: by place in ``links``, what a message took of it before it was compressed; empty for nothing.
         ratios: by place in ``links``, that of the codec in use; with ``whole_s``.
@@ -46,15 +48,17 @@ class Measured:
     split_backward_s: tuple[tuple[float, float], ...] = ()
     whole_s: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
+    routes: Routes = field(kw_only=True)
 
     @property
-    def num_stages(self) -> int:
-        return len(self.forward_s)
+    def busy_s(self) -> list[float]:
+        """By stage, forward and backward of one micro-batch on the slowest of its workers."""
+        by_worker = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
+        return [max(by_worker[worker] for worker in workers) for workers in self.routes.homes]
 
-    @property
-    def slowest_s(self) -> float:
-        """T: forward and backward of one micro-batch on the slowest stage."""
-        return max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+    def hop_of(self, place: int) -> int:
+        """The hop of a place in ``links``."""
+        return self.routes.hops[place // 2]
 
     def draws_s(self, place: int, ratio: float = 1.0) -> tuple[float, ...]:
         """What messages compressed by ``ratio`` occupy a link for, one by one."""
@@ -66,13 +70,25 @@ class Measured:
             return link.draws_s
         return tuple(max(s, least_s) / ratio for s in link.draws_s)
 
+    def slowest_s(self, seconds: Callable[[LinkEstimate], float]) -> list[float]:
+        """Of hop 0 forward, hop 0 backward, hop 1 forward, ...: of its slowest link, 0 where nothing is known."""
+        hops = [self.routes.links_of(hop) for hop in range(self.routes.num_stages - 1)]
+        return [
+            max((seconds(found) for link in links if (found := self.links[2 * link + way])), default=0.0)
+            for links in hops
+            for way in (0, 1)
+        ]
+
     def round_trip_s(self, hop: int, quantile: float = 0.5) -> float:
-        """Transfer forward and back on an idle link, by quantile of the messages."""
+        """Transfer forward and back on an idle link, by quantile of the messages; of several the slowest."""
+        return max(self._round_trip_s(link, quantile) for link in self.routes.links_of(hop))
+
+    def _round_trip_s(self, link: int, quantile: float) -> float:
         total_s = 0.0
-        for place in (2 * hop, 2 * hop + 1):
-            link, draws_s = self.links[place], sorted(self.draws_s(place))
-            if link is not None and draws_s:
-                total_s += link.latency_s + draws_s[min(len(draws_s) - 1, int(quantile * len(draws_s)))]
+        for place in (2 * link, 2 * link + 1):
+            found, draws_s = self.links[place], sorted(self.draws_s(place))
+            if found is not None and draws_s:
+                total_s += found.latency_s + draws_s[min(len(draws_s) - 1, int(quantile * len(draws_s)))]
         return total_s
 
     def scaled(self, num_microbatches: int, seconds_ratio: float) -> Measured:
@@ -108,9 +124,12 @@ def predicted_s(
     Args:
         codecs: by name and whether forward; "none" need not be there.
     """
-    program = compiled(choice.spec, measured.num_stages)
-    newest = measured.replays * choice.num_microbatches
-    wires = [Wire(wire.latency_s, wire.draws_s[-newest:]) for wire in _wires(measured, choice, codecs)]
+    program = compiled(choice.spec, measured.routes.num_stages)
+    counts = (measured.replays * count for count in program.messages for _ in (0, 1))
+    wires = [
+        Wire(wire.latency_s, wire.draws_s[-newest:] if newest else ())
+        for wire, newest in zip(_wires(measured, choice, codecs), counts, strict=True)
+    ]
     return step_s(
         program,
         measured.forward_s,
@@ -135,14 +154,14 @@ def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool
 
 def busiest_hops(measured: Measured) -> Sequence[int]:
     """Hops by the time that their messages take, the longest first."""
-    return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
+    return sorted(range(measured.routes.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
 
 
 def _wires(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], CodecCost]) -> Iterator[Wire]:
-    """Of all hops, as messages in the codecs of a choice find them."""
+    """Of all links, as messages in the codecs of a choice find them."""
     for place in range(len(measured.links)):
         forward = place % 2 == 0
-        name = choice.codec(place // 2, forward)
+        name = choice.codec(measured.hop_of(place), forward)
         yield _wire(measured, place, NO_CODEC if name == "none" else codecs[name, forward])
 
 

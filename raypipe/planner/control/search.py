@@ -97,7 +97,7 @@ def _orders(
     asked = Question(
         schedule=config.mode,
         now=plain.spec.with_microbatches(measured.num_microbatches),
-        busy_s=[f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)],
+        busy_s=measured.busy_s,
         round_trip_s=[measured.round_trip_s(hop, SLOW_TRIP) for hop in range(len(config.budgets) - 1)],
         fits=lambda spec: fits(Choice(spec), config.budgets),
         score=lambda spec: score(Choice(spec)),

@@ -1,4 +1,4 @@
-"""Seconds of every stage, from the medians of its last steps."""
+"""Seconds of every stage, or every worker, from the medians of its last steps."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _change(state: State, heard: Heard, config: ControllerConfig) -> Answer:
         return state, []
     uncompressed = known.uncompressed.at(step)
     if not isinstance(state, Trial):  # after a switch of its own a link may look changed without being so
-        uncompressed = uncompressed.without(seen.hops)
+        uncompressed = uncompressed.without(seen.links)
     # This step and the one before it have shown the change.
     recent = tuple(pair for pair in known.recent if pair[0] >= step - 1)
     known = replace(known, uncompressed=uncompressed, recent=recent)
@@ -169,7 +169,7 @@ def _search_again(state: State, heard: Heard, config: ControllerConfig) -> Answe
     if not _due(state, heard) or (measured := heard.measure()) is None:
         return state, []
     known = _searched(state, heard, config)
-    measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, len(measured.links)))
+    measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, measured))
     found = search(replace(config, budgets=known.memory.budgets), measured, done.choice)
     look = _judged_search(found, known, heard, config)
     best = found.best.choice
@@ -274,10 +274,11 @@ def _asking(known: Known, choice: Choice, heard: Heard, config: ControllerConfig
     return replace(known, wanted=choice, recent=(), uncompressed=uncompressed)
 
 
-def _ratios(config: ControllerConfig, choice: Choice, places: int) -> list[float]:
+def _ratios(config: ControllerConfig, choice: Choice, measured: Measured) -> list[float]:
     """By place, how many times smaller the codecs of a choice make a message."""
     ways = [{codec.name: codec.ratio for codec in codecs} for codecs in (config.forward_codecs, config.backward_codecs)]
-    return [ways[p % 2].get(choice.codec(p // 2, p % 2 == 0), 1.0) for p in range(places)]
+    places = range(len(measured.links))
+    return [ways[p % 2].get(choice.codec(measured.hop_of(p), p % 2 == 0), 1.0) for p in places]
 
 
 PARTS = (_note, _time, _change, _end_quiet, _judge, _search_again)

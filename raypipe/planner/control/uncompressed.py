@@ -20,7 +20,7 @@ __all__ = ["UncompressedTimes"]
 
 @dataclass(frozen=True, slots=True)
 class UncompressedTimes:
-    """By place: hop 0 forward, hop 0 backward, hop 1 forward, ...
+    """By place: link 0 forward, link 0 backward, link 1 forward, ...
 
     Attributes:
         seconds: that one message occupied the link for; 0 where it is not compressed or nobody knows; empty for none.
@@ -36,9 +36,9 @@ class UncompressedTimes:
         """What is still remembered in this step."""
         return self if step < self.until else UncompressedTimes()
 
-    def without(self, hops: Sequence[int]) -> UncompressedTimes:
-        """After these hops have changed."""
-        return replace(self, seconds=tuple(0.0 if p // 2 in hops else s for p, s in enumerate(self.seconds)))
+    def without(self, links: Sequence[int]) -> UncompressedTimes:
+        """After these links have changed."""
+        return replace(self, seconds=tuple(0.0 if p // 2 in links else s for p, s in enumerate(self.seconds)))
 
     def after_switch(self, before: Choice, after: Choice, measured: Measured, until: int) -> UncompressedTimes:
         """Keep what messages took under ``before`` where ``after`` compresses them and ``before`` did not.
@@ -50,7 +50,7 @@ class UncompressedTimes:
         count, seconds, new = before.num_microbatches, list[float](), False
         known = self._seconds_with(count) or (0.0,) * len(measured.links)
         for place, known_s in enumerate(known):
-            hop, forward = place // 2, place % 2 == 0
+            hop, forward = measured.hop_of(place), place % 2 == 0
             newest_s = measured.draws_s(place)[-count:]
             if after.codec(hop, forward) == "none":
                 seconds.append(0.0)

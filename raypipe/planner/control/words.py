@@ -46,8 +46,7 @@ def sentence(text: str) -> str:
 
 
 def numbers_of(found: Found, measured: Measured, gain: float, measured_s: float, name: Name) -> dict[str, Any]:
-    """What a search has found, for programs."""
-    links = measured.links
+    """What a search has found, for programs; links by hop and direction, of several the slowest."""
     return {
         "current": name(found.current.choice),
         "best": name(found.best.choice),
@@ -56,8 +55,8 @@ def numbers_of(found: Found, measured: Measured, gain: float, measured_s: float,
         "measured_s": measured_s,
         "gain": gain,
         "candidates": found.tried,
-        "link_s": [link.transfer_s if link else 0.0 for link in links],
-        "link_p90_s": [link.p90_s if link else 0.0 for link in links],
+        "link_s": measured.slowest_s(lambda link: link.transfer_s),
+        "link_p90_s": measured.slowest_s(lambda link: link.p90_s),
         "limit": found.limit,
     }
 

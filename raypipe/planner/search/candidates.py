@@ -9,6 +9,8 @@ The period of slack 1F1B, per micro-batch, over runs of consecutive stages and t
 
     P = max(max T_s, max over runs (sum T_s + sum of round trips) / (1 + sum r_h))
 
+With R_s replicas of stage s it is T_s / R_s, and R_first + sum r_h R_(h + 1): what all of them have under way together.
+
 Choices within half a percent of the best count as equal: then the one that holds the fewest micro-batches is taken.
 """
 
@@ -166,27 +168,30 @@ def _grown_slack(kind: str, asked: Question) -> tuple[int, ...]:
     a local optimum.
     """
     busy_s, trips_s = asked.busy_s, asked.round_trip_s
+    replicas = asked.now.replicas or (1,) * len(busy_s)
+    least_s = max(seconds / count for seconds, count in zip(busy_s, replicas, strict=True))
     r = (asked.least_slack,) * len(trips_s)
-    period_s = _period_s(busy_s, trips_s, r)
+    period_s = _period_s(busy_s, trips_s, r, replicas)
     while max(r) < asked.now.num_microbatches:
         options = []
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
             if asked.fits(asked.now.as_kind(kind, slack=more)):
                 # Where one more alone changes nothing (two hops are equally slow), the slowest hop gets it.
-                options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
-        if not options or period_s <= max(busy_s) * (1 + 1e-9):
+                options.append((_period_s(busy_s, trips_s, more, replicas), -trips_s[hop] / r[hop], more))
+        if not options or period_s <= least_s * (1 + 1e-9):
             break
         period_s, _, r = min(options)
     return r
 
 
-def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int]) -> float:
-    longest_s = max(busy_s)
+def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int], replicas: Sequence[int]) -> float:
+    longest_s = 0.0
     for first in range(len(busy_s)):
-        time_s, depth = busy_s[first], 1
+        time_s, depth = busy_s[first], replicas[first]
+        longest_s = max(longest_s, time_s / depth)
         for last in range(first + 1, len(busy_s)):
             time_s += busy_s[last] + trips_s[last - 1]
-            depth += r[last - 1]
+            depth += r[last - 1] * replicas[last]
             longest_s = max(longest_s, time_s / depth)
     return longest_s

@@ -16,10 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from raypipe.ir.schedule import Op
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
+from raypipe.planner.search.routes import Routes, routes_of
 from raypipe.planner.simulate.serial import Costs
 from raypipe.planner.tables import OP_CODE, encode
 
@@ -31,15 +33,15 @@ FILLING = 2
 STEADY = (4, 12)
 """Steps of a schedule that overlaps, or repetitions of an asynchronous one's body, between which seconds per step are
 predicted."""
-_WORK = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
-"""By operation, work less 4 times the stage."""
+_OF_CODE = {OP_CODE[op]: number for number, op in enumerate((Op.F, Op.B, Op.I, Op.W))}
+"""By operation, work less 4 times the worker."""
 
 Instruction = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One hop, one way.
+    """One link, one way.
 
     Attributes:
         latency_s: of every message.
@@ -55,17 +57,22 @@ class Compiled:
     """A schedule with a stage on each worker, as blocks that run without a wait for what comes later.
 
     Attributes:
-        num_stages, num_microbatches: S and M.
-        blocks: (stage, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
-            Work 4 s + (0, 1, 2 or 3) is F, B, I or W of stage s; wire 2 h + (0 or 1) is hop h forward or backward;
-            message wire * M + m is micro-batch m on it.
-        overlaps: a stage begins its next step while others have not ended theirs.
+        routes: of its messages.
+        messages: by link, how many cross it, each way.
+        blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
+            Work 4 w + (0, 1, 2 or 3) is F, B, I or W of worker w; wire 2 l + (0 or 1) is link l forward or backward;
+            messages are numbered wire after wire.
+        overlaps: a stage begins its next step while others have not ended theirs; never with replicas.
     """
 
-    num_stages: int
-    num_microbatches: int
+    routes: Routes
+    messages: tuple[int, ...]
     blocks: tuple[tuple[int, tuple[Instruction, ...]], ...]
     overlaps: bool = False
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.routes.stages)
 
 
 @functools.lru_cache(maxsize=512)
@@ -75,45 +82,59 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     Raises:
         ScheduleError: it describes no pipeline of so many stages.
     """
-    schedule, count = schedule_of(spec, num_stages), spec.num_microbatches
+    schedule, routes = schedule_of(spec, num_stages), routes_of(spec, num_stages)
+    messages = routes.messages(spec.num_microbatches)
     rows = [list(zip(ops.tolist(), numbers.tolist(), strict=True)) for _, ops, numbers in map(encode, schedule.body)]
-    moves = [{OP_CODE[op]: _moves(op, stage, num_stages) for op in _WORK} for stage in range(num_stages)]
-    position = [0] * num_stages
-    sent = [False] * (2 * (num_stages - 1) * count)
+    moves = _moves(routes, messages, spec.num_microbatches)
+    position = [0] * len(rows)
+    sent = [False] * (2 * sum(messages))
     blocks: list[tuple[int, tuple[Instruction, ...]]] = []
     while any(at < len(row) for at, row in zip(position, rows, strict=True)):
         blocks_before = len(blocks)
-        for stage, row in enumerate(rows):
+        for worker, row in enumerate(rows):
             block: list[Instruction] = []
-            for op, microbatch in row[position[stage] :]:
-                awaited, work, handed_on = moves[stage][op]
+            stage = routes.stages[worker]
+            for op, microbatch in row[position[worker] :]:
+                awaited, handed_on = moves[stage][op][microbatch]
                 if awaited is not None:
-                    message = awaited * count + microbatch
-                    if not sent[message]:
+                    if not sent[awaited[1]]:
                         break
-                    block.append((WAIT, message, 0))
-                block.append((WORK, work, 0))
+                    block.append((WAIT, awaited[1], 0))
+                block.append((WORK, 4 * worker + _OF_CODE[op], 0))
                 if handed_on is not None:
-                    message = handed_on * count + microbatch
-                    sent[message] = True
-                    block.append((SEND, handed_on, message))
-                position[stage] += 1
+                    sent[handed_on[1]] = True
+                    block.append((SEND, *handed_on))
+                position[worker] += 1
             if block:
-                blocks.append((stage, tuple(block)))
+                blocks.append((worker, tuple(block)))
         assert len(blocks) > blocks_before, f"{spec} waits for itself"
-    return Compiled(num_stages, count, tuple(blocks), schedule.wiring.norm_per_stage)
+    return Compiled(routes, messages, tuple(blocks), schedule.wiring.norm_per_stage)
 
 
-def _moves(op: Op, stage: int, num_stages: int) -> tuple[int | None, int, int | None]:
-    """The wire that an action's message comes on, its work, and the wire that it hands a message to."""
-    work = 4 * stage + _WORK[op]
-    if op is Op.W:
-        return None, work, None
-    before = 2 * (stage - 1) if stage else None
-    after = 2 * stage if stage < num_stages - 1 else None
-    if op is Op.F:
-        return before, work, after
-    return None if after is None else after + 1, work, None if before is None else before + 1
+_Message = tuple[int, int]
+"""(wire, message)."""
+
+
+def _moves(
+    routes: Routes, messages: Sequence[int], count: int
+) -> list[dict[int, list[tuple[_Message | None, _Message | None]]]]:
+    """By stage, operation and micro-batch, the message that an action waits for, and the one that it hands on."""
+    first = [*accumulate((n for n in messages for _ in (0, 1)), initial=0)]  # message of each wire
+
+    def over(hop: int, way: int) -> list[_Message | None]:
+        if not 0 <= hop < routes.num_stages - 1:
+            return [None] * count
+        places = (routes.place_of(hop, microbatch) for microbatch in range(count))
+        return [(2 * link + way, first[2 * link + way] + at) for link, at in places]
+
+    nothing: list[_Message | None] = [None] * count
+    found = []
+    for stage in range(routes.num_stages):
+        forward = list(zip(over(stage - 1, 0), over(stage, 0), strict=True))
+        backward = list(zip(over(stage, 1), over(stage - 1, 1), strict=True))
+        by_op = {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: list(zip(nothing, nothing, strict=True))}
+        found.append({OP_CODE[op]: moves for op, moves in by_op.items()})
+    return found
 
 
 def step_s(
@@ -128,17 +149,17 @@ def step_s(
     """Seconds of one step, the mean over ``replays`` of them with successive messages.
 
     Args:
-        forward_s, backward_s: by stage, of one micro-batch.
-        wires: hop 0 forward, hop 0 backward, hop 1 forward, ...
-        optimizer_s: by stage.
-        split_backward_s: by stage, (I, W) of a split backward; empty means half of backward_s each.
+        forward_s, backward_s: by worker, of one micro-batch.
+        wires: link 0 forward, link 0 backward, link 1 forward, ...
+        optimizer_s: by worker.
+        split_backward_s: by worker, (I, W) of a split backward; empty means half of backward_s each.
     """
     work = _work(forward_s, backward_s, split_backward_s)
     if program.overlaps:
         return _overlapping_s(program, work, wires, optimizer_s, replays, FILLING)
     total_s = 0.0
     for replay in range(replays):
-        clock, free = [0.0] * program.num_stages, [0.0] * len(wires)
+        clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
         _replay(program, work, wires, replay, clock, free)
         total_s += max(clock)
     return total_s / replays + max(optimizer_s, default=0.0)
@@ -147,21 +168,24 @@ def step_s(
 def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
     """Seconds of one step as ``planner.simulate`` has them; where steps overlap, in the steady state.
 
+    What replicas take to sum their gradients is left out.
+
     Args:
         spec: of a synchronous kind that puts one stage on each worker.
         costs: all of them but ``step_s``, which does not count.
     """
     program = compiled(spec, costs.num_stages)
+    routes = program.routes
     work = _work(
-        costs.forward_s,
-        costs.backward_s,
-        tuple(zip(costs.backward_input_s, costs.backward_weight_s, strict=True)),
+        [costs.forward_s[stage] for stage in routes.stages],
+        [costs.backward_s[stage] for stage in routes.stages],
+        [(costs.backward_input_s[stage], costs.backward_weight_s[stage]) for stage in routes.stages],
     )
     wires = []
-    for hop in range(costs.num_stages - 1):
+    for hop in routes.hops:
         wires.append(Wire(costs.forward_latency_s[hop], (costs.forward_occupancy_s[hop],)))
         wires.append(Wire(costs.backward_latency_s[hop], (costs.backward_occupancy_s[hop],)))
-    clock = [0.0] * program.num_stages
+    clock = [0.0] * program.num_workers
     _replay(program, work, wires, 0, clock, [0.0] * len(wires))
     # The first stage begins no step before it has ended the one before: what it takes is the least.
     if not program.overlaps or max(clock) <= clock[0]:
@@ -172,8 +196,8 @@ def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
 def _work(
     forward_s: Sequence[float], backward_s: Sequence[float], split_backward_s: Sequence[tuple[float, float]]
 ) -> list[float]:
-    by_stage = zip(forward_s, backward_s, split_backward_s or [(s / 2, s / 2) for s in backward_s], strict=True)
-    return [s for f, b, parts in by_stage for s in (f, b, *parts)]
+    by_worker = zip(forward_s, backward_s, split_backward_s or [(s / 2, s / 2) for s in backward_s], strict=True)
+    return [s for f, b, parts in by_worker for s in (f, b, *parts)]
 
 
 def _overlapping_s(
@@ -184,7 +208,7 @@ def _overlapping_s(
     replays: int,
     filling: int,
 ) -> float:
-    clock, free = [0.0] * program.num_stages, [0.0] * len(wires)
+    clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
     begin_s = 0.0
     for replay in range(-filling, replays):
         if replay == 0:
@@ -203,9 +227,9 @@ def _replay(
     Args:
         clock, free: by worker and by wire, when it is done with the step before, and after that with this one.
     """
-    count = program.num_microbatches
     occupancy: list[float] = []
-    for wire in wires:
+    for number, wire in enumerate(wires):
+        count = program.messages[number // 2]
         draws = wire.draws_s or (0.0,)
         at = replay * count % len(draws)
         line = draws[at : at + count]

@@ -18,8 +18,8 @@ BACKWARD_CODECS = ("bf16",)
 def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """What the controller of a run may change; None where it has nothing to do.
 
-    That is with one stage, an asynchronous schedule, several stages on a worker, lanes, or where everything was given
-    or retuning was switched off.
+    That is with one stage, an asynchronous schedule, several stages on a worker, or where everything was given or
+    retuning was switched off.
     """
     kinds = turns_schedule(pipeline)
     wanted = [
@@ -28,7 +28,7 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
     ]
     never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted) or planned.microbatch_seconds)
     spec = planned.plan.spec
-    if never or planned.plan.partition.num_stages < 2 or spec is None or not spec.of_kind.turned or spec.lanes > 1:
+    if never or planned.plan.partition.num_stages < 2 or spec is None or not spec.of_kind.turned:
         return None
     forward, backward = (tuple(CodecCost(name, *codec_cost(name)) for name in names) for names in wanted)
     given = {

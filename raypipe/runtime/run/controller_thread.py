@@ -17,10 +17,11 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from raypipe.errors import PlanError
-from raypipe.ir.links import LinkEstimate
+from raypipe.ir.links import LinkEstimate, LinkSample, StageSample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
+from raypipe.planner.search.routes import routes_of
 
 __all__ = ["ActiveSettings", "ControllerThread", "step_done"]
 
@@ -154,19 +155,24 @@ def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepRep
 
     Args:
         seconds: from the end of the step before to its own end.
+        reports: of all workers.
         counts: see StepDone.
     """
     assert setting.choice is not None
     step = reports[0].step
     if any(report.copying for report in reports):
         return StepDone(step, seconds, setting.choice, (), (), counts=False)
-    turned = setting.codecs
-    messages = (
-        # A codec that is never turned is part of the link: what counts are the bytes on the wire.
-        sample if turned[0 if sample.forward else 1] else sample._replace(raw_bytes=0)
-        for report in reports
-        for times in report.messages
-        for sample in times.samples(step)
-    )
-    stages = tuple(report.sample for report in reports if report.sample is not None)
-    return StepDone(step, seconds, setting.choice, stages, tuple(messages), counts)
+    turned, count = setting.codecs, setting.choice.num_microbatches
+    routes = routes_of(setting.choice.spec, 1 + max(report.stage for report in reports))
+    stages: list[StageSample] = []
+    messages: list[LinkSample] = []
+    for report in reports:
+        worker = report.stage if report.worker is None else report.worker
+        if report.sample is not None:
+            stages.append(report.sample._replace(replica=routes.homes[report.stage].index(worker)))
+        for times in report.messages:
+            # A codec that is never turned is part of the link: what counts are the bytes on the wire.
+            whole = turned[0 if times.forward else 1]
+            found = times.samples(step, routes.microbatches_of(worker, count))
+            messages.extend(sample if whole else sample._replace(raw_bytes=0) for sample in found)
+    return StepDone(step, seconds, setting.choice, tuple(stages), tuple(messages), counts)

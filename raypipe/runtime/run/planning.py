@@ -174,8 +174,10 @@ def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
     counts: tuple[tuple[int, float], ...] = ()
     if basis.retunes_microbatches:
         assert basis.profile is not None
+        most_replicas = max(decision.request.replicas_of(decision.partition.num_stages))
         sizes = decision.minibatch_size, decision.num_microbatches, decision.request.least_microbatch
-        counts = seconds_by_count(basis.profile, *sizes)
+        # Every replica has some of them.
+        counts = tuple(at for at in seconds_by_count(basis.profile, *sizes) if at[0] >= most_replicas)
     return _Cut(plan, programs, _budgets(decision), counts)
 
 

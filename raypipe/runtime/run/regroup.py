@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from raypipe.planner.control import Choice
 from raypipe.planner.regroup import regrouped
 from raypipe.planner.rows import flow_of
 from raypipe.runtime.run.blueprint import Assembled
@@ -23,6 +24,10 @@ def regroup(planned: Planned, made: Assembled, counts: tuple[int, ...], generati
     """
     plan = dataclasses.replace(regrouped(planned.plan, counts), generation=generation)
     setup = dataclasses.replace(made.setup, homes=plan.schedule.wiring.homes, generation=generation, addresses=())
-    # Rows are made when they are wanted first. With lanes there is nothing to be retuned.
-    force = PlanInForce(plan, {}, predicted=None, predicted_step_s=0.0, flow=flow_of(plan))
+    assert plan.spec is not None, "a plan with lanes says what its schedule was made from"
+    retune = made.plan.retune
+    if retune is not None:
+        retune = dataclasses.replace(retune, choice=Choice(plan.spec))
+    # Rows are made when they are wanted first.
+    force = PlanInForce(plan, {}, predicted=None, predicted_step_s=0.0, flow=flow_of(plan), retune=retune)
     return Planned(plan, planned.budgets), Assembled(made.run, setup, force)

@@ -13,14 +13,15 @@ from itertools import product
 from random import Random
 
 from raypipe.ir.links import LinkSample, StageSample
-from raypipe.ir.schedule import COMPUTE, Action, Op
-from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.ir.schedule import COMPUTE, Op, Schedule
 from raypipe.planner.control import Choice, Controller, ControllerConfig, ControllerDecision, StepDone, fits
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 
 Link = Callable[[int, bool, int, int], tuple[float, float]]
 """(hop, forward, step, micro-batch) -> (occupancy_s, latency_s)."""
+_Way = tuple[int, int]
+"""Worker that sends, worker that receives."""
 
 
 @dataclass
@@ -28,14 +29,14 @@ class Pipeline:
     """The truth.
 
     Attributes:
-        stages: (forward_s, backward_s).
+        stages: (forward_s, backward_s), of all replicas.
         link: see Link.
         nbytes: of a message.
         weight_shares: by stage, W over all of a split backward, which the stages then report; empty for 0.5, unsaid.
         splitting: seconds of a split backward over those of a whole one.
         noise: relative standard deviation of every stage's time.
         stamp_noise_s: of time stamps.
-        clocks: (offset_s, seconds gained per second) by stage.
+        clocks: (offset_s, seconds gained per second) by worker.
         lost: share of samples that nobody reports.
         codecs: ratio by name; encoding costs nothing.
         per_byte: a message takes from the wire what it has bytes; False takes as long whatever its size.
@@ -61,18 +62,19 @@ class Pipeline:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
         self.now_s = 1000.0
-        self._buckets: dict[tuple[int, bool], tuple[float, float]] = {}
+        self._buckets: dict[_Way, tuple[float, float]] = {}
 
     def step(self, step: int, choice: Choice) -> StepDone:
         """Run one step and report it."""
         begin_s = self.now_s
         messages: list[LinkSample] = []
         arrival: dict[tuple[int, bool, int], float] = {}
-        free: dict[tuple[int, bool], float] = {}
-        count = len(self.stages)
+        free: dict[_Way, float] = {}
         longer, larger = self.shares.get(choice.num_microbatches, (1.0, 1.0))
+        lowered = _lowered(choice, len(self.stages))
+        rows, wiring = lowered.rows(), lowered.wiring
+        count = len(rows)
         clock, place = [begin_s] * count, [0] * count
-        rows = _rows(choice, count)
         busy: list[dict[Op, list[float]]] = [{op: [] for op in COMPUTE} for _ in range(count)]
         moved = True
         while moved:
@@ -91,26 +93,31 @@ class Pipeline:
                         occupancy_s, latency_s = self.link(hop, forward, step, m)
                         ratio = self.codecs.get(choice.codec(hop, forward), 1.0) / larger
                         shorter = ratio if self.per_byte else 1.0
-                        begin = max(free.get((hop, forward), 0.0), clock[worker])
-                        leave = begin + self._through_bucket((hop, forward), begin, occupancy_s, shorter)
-                        free[hop, forward] = leave
+                        peer = wiring.worker_of(stage + 1 if forward else stage - 1, m)
+                        way = worker, peer
+                        begin = max(free.get(way, 0.0), clock[worker])
+                        leave = begin + self._through_bucket(way, begin, occupancy_s, shorter)
+                        free[way] = leave
                         arrival[hop, forward, m] = leave + latency_s
-                        peer = stage + 1 if forward else stage - 1
-                        stamps = self._stamp(stage, clock[worker]), self._stamp(peer, leave + latency_s)
+                        stamps = self._stamp(worker, clock[worker]), self._stamp(peer, leave + latency_s)
                         wire_bytes = round(self.nbytes / ratio)
                         raw_bytes = round(self.nbytes * larger)
                         messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, raw_bytes))
                     elif op in COMPUTE:
                         seconds = longer * self._work_s(stage, op) * max(0.2, self.random.gauss(1.0, self.noise))
                         clock[worker] += seconds
-                        busy[stage][op].append(seconds)
+                        busy[worker][op].append(seconds)
                     place[worker] += 1
                     moved = True
         assert all(at == len(row) for at, row in zip(place, rows, strict=True)), "deadlock"
         self.now_s = max(clock)
         kept = [m for m in messages if self.random.random() >= self.lost]
         self.random.shuffle(kept)
-        samples = tuple(self._sample(stage, step, longer, by_op) for stage, by_op in enumerate(busy))
+        samples = tuple(
+            self._sample(stage, step, longer, busy[worker])._replace(replica=replica)
+            for stage, workers in enumerate(wiring.homes)
+            for replica, worker in enumerate(workers)
+        )
         return StepDone(step, self.now_s - begin_s, choice, samples, tuple(kept))
 
     def _work_s(self, stage: int, op: Op) -> float:
@@ -129,7 +136,7 @@ class Pipeline:
         parts = [longer * self._work_s(stage, op) if self.weight_shares else None for op in (Op.I, Op.W)]
         return StageSample(stage, step, forward_s, backward_s, input_s=parts[0], weight_s=parts[1])
 
-    def _through_bucket(self, way: tuple[int, bool], now_s: float, occupancy_s: float, ratio: float) -> float:
+    def _through_bucket(self, way: _Way, now_s: float, occupancy_s: float, ratio: float) -> float:
         """Seconds that a message takes from the wire; what is in the bucket passes at once."""
         if not self.bucket_bytes or not occupancy_s:
             return occupancy_s / ratio
@@ -140,14 +147,14 @@ class Pipeline:
         self._buckets[way] = max(0.0, level - wire), now_s + seconds
         return seconds
 
-    def _stamp(self, stage: int, true_s: float) -> float:
-        offset_s, gain = self.clocks[stage] if self.clocks else (0.0, 0.0)
+    def _stamp(self, worker: int, true_s: float) -> float:
+        offset_s, gain = self.clocks[worker] if self.clocks else (0.0, 0.0)
         return true_s * (1 + gain) + offset_s + abs(self.random.gauss(0.0, self.stamp_noise_s))
 
 
 @cache
-def _rows(choice: Choice, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    return lower(schedule_of(choice.spec, num_stages)).rows()
+def _lowered(choice: Choice, num_stages: int) -> Schedule:
+    return lower(schedule_of(choice.spec, num_stages))
 
 
 def run_fixed(pipeline: Pipeline, choice: Choice, steps: int) -> list[float]:
@@ -187,11 +194,10 @@ def run_controlled(
 def all_choices(setup: ControllerConfig, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
     """Everything that fits: 1F1B, every k, and every r up to ``most_slack`` on each hop."""
     hops = len(setup.budgets) - 1
-    every = [Choice(ScheduleSpec("1f1b", num_microbatches))]
-    every += [Choice(ScheduleSpec("kfkb", num_microbatches, group_size=k)) for k in range(1, num_microbatches + 1)]
-    every += [
-        Choice(ScheduleSpec("slack", num_microbatches, slack=r)) for r in product(range(1, most_slack + 1), repeat=hops)
-    ]
+    spec = setup.choice.spec.with_microbatches(num_microbatches)
+    every = [Choice(spec.as_kind("1f1b"))]
+    every += [Choice(spec.as_kind("kfkb", group_size=k)) for k in range(1, num_microbatches + 1)]
+    every += [Choice(spec.as_kind("slack", slack=r)) for r in product(range(1, most_slack + 1), repeat=hops)]
     return [choice for choice in every if fits(choice, setup.budgets)]
 
 

@@ -29,6 +29,7 @@ from raypipe.planner.control import (
 from raypipe.planner.control.comparison import Comparison, uncertainty_s
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.transition import MOST_NEWS_SEARCHES, PARTS, Heard
+from raypipe.planner.search.routes import routes_of
 from tests.planner.control.lab import Pipeline, constant, run_controlled
 
 ONE, SLACK = Choice(ScheduleSpec("1f1b", 16)), Choice(ScheduleSpec("slack", 16, slack=(3, 1, 1)))
@@ -219,7 +220,7 @@ def test_same_events_give_same_decisions_wherever_the_state_went_through_json(se
 def edges_of(done: Iterable[StepDone], setup: ControllerConfig) -> set[tuple[str, str, str]]:
     """Transitions as (from, verdict, to); a verdict that is no decision is "time"."""
     observer, state, found = (
-        Observer(len(setup.budgets), 16, setup.link_drift_threshold),
+        Observer(routes_of(setup.choice.spec, len(setup.budgets)), 16, setup.link_drift_threshold),
         Controller(setup).state,
         set(),
     )

@@ -25,6 +25,7 @@ from raypipe.planner.control import (
     why_not,
 )
 from raypipe.planner.memory import MemoryModel, StageMemory, stage_memory
+from raypipe.planner.search.routes import routes_of
 from tests.planner.control.lab import all_choices
 from tests.planner.control.test_controller import setup_of
 
@@ -51,7 +52,8 @@ def measured_of(hops: list[tuple[float, float]], count: int = 16, busy: tuple[fl
     """Equal stages; by hop (occupancy_s, latency_s), the same both ways."""
     stages = len(hops) + 1
     links = tuple(link(h, f, *hop) for h, hop in enumerate(hops) for f in (True, False))
-    return Measured(count, (busy[0],) * stages, (busy[1],) * stages, (0.0,) * stages, links)
+    routes = routes_of(ScheduleSpec("1f1b", count), stages)
+    return Measured(count, (busy[0],) * stages, (busy[1],) * stages, (0.0,) * stages, links, routes=routes)
 
 
 def at_most(*counts: int) -> tuple[MemoryBudget, ...]:

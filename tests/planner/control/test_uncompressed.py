@@ -10,6 +10,7 @@ from raypipe.ir.links import LinkEstimate
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Measured
 from raypipe.planner.control.uncompressed import UncompressedTimes
+from raypipe.planner.search.routes import routes_of
 
 PLAIN = Choice(ScheduleSpec("1f1b", 4))
 BOTH = replace(PLAIN, forward_codecs=("int8",), backward_codecs=("bf16",))
@@ -21,7 +22,8 @@ def measured_of(forward_s: float, backward_s: float, count: int = 4) -> Measured
         LinkEstimate(0, way, 100, 0.0, s, s, s, s / 100, (s,) * count, True, "")
         for way, s in ((True, forward_s), (False, backward_s))
     )
-    return Measured(count, (1.0,) * 2, (2.0,) * 2, (0.0,) * 2, links)
+    routes = routes_of(ScheduleSpec("1f1b", count), 2)
+    return Measured(count, (1.0,) * 2, (2.0,) * 2, (0.0,) * 2, links, routes=routes)
 
 
 def test_a_switch_to_codecs_keeps_what_whole_messages_took():

@@ -14,6 +14,7 @@ from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, Measured, MemoryBudget, search
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.search.candidates import Question, candidates, quickest, resident
+from raypipe.planner.search.routes import routes_of
 from raypipe.planner.tune import Request, decide
 
 STAGES, COUNT = 4, 16
@@ -87,7 +88,13 @@ def test_the_planner_finds_the_slack_that_a_controller_finds() -> None:
     # Nobody waits for the gradients of the first stage's inputs.
     split_backward_s = ((0.0, 2e-3), *[(1e-3, 1e-3)] * (STAGES - 1))
     measured = Measured(
-        COUNT, (1e-3,) * STAGES, (2e-3,) * STAGES, (0.0,) * STAGES, links, split_backward_s=split_backward_s
+        COUNT,
+        (1e-3,) * STAGES,
+        (2e-3,) * STAGES,
+        (0.0,) * STAGES,
+        links,
+        split_backward_s=split_backward_s,
+        routes=routes_of(ScheduleSpec("zb-h1", COUNT, slack=(1, 1, 1)), STAGES),
     )
     now = Choice(ScheduleSpec("zb-h1", COUNT, slack=(1, 1, 1)))
     found = search(ControllerConfig("zb-h1", now, (MemoryBudget(),) * STAGES), measured, now).best.choice.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from raypipe.planner.control import Choice
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.search.replay import Wire, compiled, equal_messages_s, step_s
+from raypipe.planner.search.routes import routes_of
 from raypipe.planner.simulate.serial import Costs, makespan_s
 from raypipe.planner.tune.predict import step_of
 from tests.planner.control.lab import Pipeline
@@ -30,11 +32,22 @@ def choices(draw: st.DrawFn, stages: int, first_trainable: int = 0) -> Choice:
     return Choice(spec_for(kind, stages, count, group_size=group_size, slack=r, first_trainable=first_trainable))
 
 
+@st.composite
+def replicas(draw: st.DrawFn, stages: int) -> tuple[tuple[int, ...], int]:
+    """Workers by stage, and lanes."""
+    if draw(st.booleans()):
+        return (), draw(st.integers(1, 3))
+    counts = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
+    return counts, draw(st.integers(max(counts), 4))
+
+
 @pytest.mark.slow
 @given(st.data())
 def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     stages = data.draw(st.integers(1, 5))
     choice = data.draw(choices(stages, data.draw(st.integers(0, stages - 1))))
+    counts, lanes = data.draw(replicas(stages))
+    spec = replace(choice.spec, replicas=counts, lanes=lanes)
     busy = st.lists(SECONDS, min_size=stages, max_size=stages).map(tuple)
     hops = st.lists(SECONDS, min_size=stages - 1, max_size=stages - 1).map(tuple)
     forward_s, input_s, weight_s = data.draw(busy), data.draw(busy), data.draw(busy)
@@ -45,10 +58,14 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
         forward_latency_s=latency[0], backward_latency_s=latency[1],
         forward_occupancy_s=occupancy[0], backward_occupancy_s=occupancy[1],
     )  # fmt: skip
-    wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
-    split_backward_s = tuple(zip(input_s, weight_s, strict=True))
-    found = step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, split_backward_s=split_backward_s)
-    assert found == makespan_s(lower(schedule_of(choice.spec, stages)), costs)
+    routes = routes_of(spec, stages)
+    wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in routes.hops for way in (0, 1)]
+    forward_s, backward_s, parts_s = (
+        [by_stage[stage] for stage in routes.stages]
+        for by_stage in (forward_s, backward_s, tuple(zip(input_s, weight_s, strict=True)))
+    )
+    found = step_s(compiled(spec, stages), forward_s, backward_s, wires, split_backward_s=parts_s)
+    assert found == makespan_s(lower(schedule_of(spec, stages)), costs)
 
 
 @pytest.mark.slow
@@ -56,6 +73,8 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
 def test_messages_with_times_of_their_own_give_what_the_pipeline_takes(data):
     stages = data.draw(st.integers(2, 4))
     choice = data.draw(choices(stages))
+    counts, lanes = data.draw(replicas(stages))
+    choice = Choice(replace(choice.spec, replicas=counts, lanes=lanes))
     count, steps = choice.num_microbatches, data.draw(st.integers(1, 3))
     draws = {
         (hop, forward): data.draw(st.lists(st.floats(0.0, 3.0), min_size=count * steps, max_size=count * steps))
@@ -65,8 +84,21 @@ def test_messages_with_times_of_their_own_give_what_the_pipeline_takes(data):
     seconds = data.draw(st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.1, 2.0)), min_size=stages, max_size=stages))
     pipeline = Pipeline(seconds, lambda hop, forward, step, m: (draws[hop, forward][step * count + m], 0.25))
     true_s = sum(pipeline.step(step, choice).seconds for step in range(steps)) / steps
-    wires = [Wire(0.25, tuple(draws[hop, forward])) for hop in range(stages - 1) for forward in (True, False)]
-    forward_s, backward_s = zip(*seconds, strict=True)
+    routes = routes_of(choice.spec, stages)
+    wires = [
+        Wire(
+            0.25,
+            tuple(
+                draws[hop, forward][step * count + m]
+                for step in range(steps)
+                for m in range(count)
+                if routes.place_of(hop, m)[0] == link
+            ),
+        )
+        for link, hop in enumerate(routes.hops)
+        for forward in (True, False)
+    ]
+    forward_s, backward_s = zip(*(seconds[stage] for stage in routes.stages), strict=True)
     assert step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, replays=steps) == pytest.approx(true_s)
 
 
@@ -95,6 +127,8 @@ def test_a_step_of_equal_messages_is_that_of_the_lowered_schedule_in_the_steady_
             slack=tuple(drawn.randint(1, 4) for _ in range(stages - 1)) if kind in ("slack", "zb-h1") else (),
             first_trainable=drawn.choice([0, 0, stages - 1]),
             overlap=drawn.random() < 0.5,
+            replicas=(counts := drawn.choice([(), tuple(drawn.randint(1, 3) for _ in range(stages))])),
+            lanes=max(counts, default=1),
         )
         sizes = (stages,) * 4 + (stages - 1,) * 4
         costs = Costs(*(tuple(drawn.random() for _ in range(size)) for size in sizes))

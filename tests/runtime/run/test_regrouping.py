@@ -20,6 +20,7 @@ from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.plans import Plans
 from raypipe.runtime.run.recovery import Recovered, Steps
+from raypipe.runtime.run.regroup import regroup
 from raypipe.runtime.run.requests import Requests
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
@@ -121,3 +122,16 @@ def test_steps_are_told_once_and_bits_stay(tmp_path: Path) -> None:
         ("decision", STEPS, "finish"),
     ]  # fmt: skip
     assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
+
+
+def test_the_controller_of_those_that_are_left_knows_how_many_they_are(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "turned", num_replicas=[2, 1], codec_forward="auto")
+    job = made._prepared()
+    whole = assemble(made._blueprint(job, STEPS, local=False), job.planned)
+    assert whole.plan.retune is not None
+    assert whole.plan.retune.choice.spec.replicas == (2, 1)
+    _, less = regroup(job.planned, whole, (1, 1), 1)
+    assert less.plan.retune is not None
+    assert less.plan.retune.choice.spec == less.plan.plan.spec
+    assert less.plan.retune.choice.spec.replicas == (1, 1)
+    assert replace(less.plan.retune, choice=whole.plan.retune.choice) == whole.plan.retune
