@@ -30,6 +30,8 @@ def test_two_workers_train_when_both_have_done_some_steps_in_the_same_processes(
     assert step_of_both(file) is None
     file.write_text("".join(lines))
     assert step_of_both(file) == 0.5
+    assert step_of_both(file, {99}) == 0.5
+    assert step_of_both(file, {71, 99}) is None, "lines of one that was killed are no news"
     file.write_text("".join([*lines, "99.0 1 99 50\n"]))
     assert step_of_both(file) is None
 

@@ -63,6 +63,8 @@ def trainer(
     rows: int = BATCH,
     gate: Path | None = None,
     steps: int = 0,
+    checkpoint_interval_steps: int = 100_000,
+    driver_grace_s: float = 60.0,
 ) -> raypipe.PipelineTrainer:
     """Two stages that survive failures.
 
@@ -73,6 +75,7 @@ def trainer(
         replay: "auto" or "off", with which all stages go back when one is lost.
         rows: of a mini-batch.
         gate: that says how many of its ``steps`` the run may do; see jobs/lib/turns.py.
+        checkpoint_interval_steps, driver_grace_s: see raypipe.PipelineConfig.
     """
     width = width_of(size_mb)
     torch.manual_seed(0)
@@ -89,7 +92,8 @@ def trainer(
         train_data=data,
         pipeline=raypipe.PipelineConfig(
             num_stages=2, minibatch_size=rows, num_microbatches=MICROBATCHES, partitioner="parameters",
-            schedule="1f1b", checkpoint_interval_steps=100_000, replay=replay,
+            schedule="1f1b", checkpoint_interval_steps=checkpoint_interval_steps, replay=replay,
+            driver_grace_s=driver_grace_s,
         ),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=dict(resources or {"CPU": 1})),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -49,7 +49,8 @@ def ray_train(size_mb: float, count: int) -> list[PeerTrial]:
         folder = Path(name)
         environment = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(HEALTH_CHECK_S), "RAY_TRAIN_V2_ENABLED": "1"}
         with started(folder, environment, "ray_train.py", str(size_mb), name):
-            return [killed(folder / "steps") for _ in range(count)]
+            gone = set[int]()
+            return [killed(folder / "steps", gone) for _ in range(count)]
 
 
 def torchft(size_mb: float, count: int) -> list[PeerTrial] | str:
@@ -69,10 +70,11 @@ def torchft(size_mb: float, count: int) -> list[PeerTrial] | str:
                     started(Path(name), {}, "torchft_replica.py", str(number), address, str(size_mb), name)
                 )
 
+            gone = set[int]()
             replica(0)
             replica(1)
             for _ in range(count):
-                found.append(killed(Path(name) / "steps"))
+                found.append(killed(Path(name) / "steps", gone))
                 replica(1)
     finally:
         lighthouse.shutdown()
@@ -102,18 +104,22 @@ def started(folder: Path, environment: dict[str, str], script: str, *arguments: 
         processes.end({pid: command for pid, command in below.items() if processes.alive(pid)})
 
 
-def killed(file: Path) -> PeerTrial:
+def killed(file: Path, gone: set[int]) -> PeerTrial:
     """Wait until two workers train, kill the second, and wait until somebody trains on.
 
     A survivor may end the step that it is in before it notices: what counts is the end of the longest pause.
+
+    Args:
+        gone: processes that were killed so far; one more afterwards.
     """
-    until(lambda: step_of_both(file) is not None, "two workers trained", START_S)
-    step_s = step_of_both(file)
+    until(lambda: step_of_both(file, gone) is not None, "two workers trained", START_S)
+    step_s = step_of_both(file, gone)
     assert step_s is not None
     before = steps_said(file)
     victim = next(line.process for line in reversed(before) if line.rank == 1)
     begin_s = time.time()
     os.kill(victim, signal.SIGKILL)
+    gone.add(victim)
 
     def after() -> list[Said]:
         return [line for line in steps_said(file) if line.at_s > begin_s and line.process != victim]
@@ -129,10 +135,15 @@ def killed(file: Path) -> PeerTrial:
     return trial
 
 
-def step_of_both(file: Path) -> float | None:
-    """Seconds of a step of two workers that train together; None where they do not, or not for long enough."""
+def step_of_both(file: Path, gone: Collection[int] = ()) -> float | None:
+    """Seconds of a step of two workers that train together; None where they do not, or not for long enough.
+
+    Args:
+        gone: processes of which it may have lines, and that are not there any more.
+    """
     last = steps_said(file)[-3 * STEPS_BETWEEN :]
     ends_s = {rank: [line.at_s for line in last if line.rank == rank] for rank in (0, 1)}
-    if min(map(len, ends_s.values())) < STEPS_BETWEEN or len({line.process for line in last}) != 2:
+    there = {line.process for line in last}
+    if min(map(len, ends_s.values())) < STEPS_BETWEEN or len(there) != 2 or not there.isdisjoint(gone):
         return None
     return median(later - earlier for earlier, later in itertools.pairwise(ends_s[0]))
