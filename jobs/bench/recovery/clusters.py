@@ -36,6 +36,9 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 """What docs/cluster.md recommends for the head; Ray's own are 5000, 3000, 10000 and 5."""
+STORE_BYTES = 1_000_000_000
+"""Of a node's object store, as a node with 3.3 GB of memory has by default. State that moves passes through it; where
+it is full, Ray spills and tries again after a second."""
 TRANSITIONS = ((2, 3), (3, 1), (1, 4), (4, 2))
 BLOCKS = 12
 LIMIT_S = 1200.0
@@ -46,7 +49,7 @@ def nodes(count: int, environment: Mapping[str, str]) -> Iterator[Home]:
     """So many nodes of one processor each, of which the first is the head; this process is connected to it."""
     with private_cluster() as home:
         for _ in range(count):
-            home.start(environment=environment)
+            home.start(environment=environment, store_bytes=STORE_BYTES)
         ray.init(address=home.address, _node_ip_address=home.head, log_to_driver=False)
         try:
             yield home
@@ -95,7 +98,7 @@ def _node_outcome(size_mb: int, count: int, file: str) -> None:
                 os.kill(raylet, signal.SIGKILL)
                 found.append(until_new_step(handle, run, number, begin_s, status.step_s))
                 print(f"  {found[-1].seconds:.2f} s, noticed after {found[-1].noticed_s:.2f} s", flush=True)
-                home.start(environment=HEALTH)
+                home.start(environment=HEALTH, store_bytes=STORE_BYTES)
             Path(file).write_text(json.dumps(ended(handle, folder, found, size_mb, 2)))
         finally:
             handle.close()
