@@ -52,8 +52,8 @@ def submit(address: str, folder: Path, megabytes: int) -> subprocess.Popen[bytes
 def train(folder: Path, megabytes: int) -> None:
     """What it does."""
     ray.init(log_to_driver=False, logging_level="ERROR")
-    given = {"checkpoint_interval_steps": EVERY_STEPS, "driver_grace_s": GRACE_S}
-    trainer(folder, NAME, megabytes, 2, **given).fit(STEPS, progress=False)
+    made = trainer(folder, NAME, megabytes, 2, checkpoint_interval_steps=EVERY_STEPS, driver_grace_s=GRACE_S)
+    made.fit(STEPS, progress=False)
 
 
 def stop(job: subprocess.Popen[bytes]) -> tuple[float, int]:
@@ -84,7 +84,7 @@ def checkpointed(folder: Path) -> int:
 def stopped(folder: Path, megabytes: int, pause_s: float) -> dict[str, Any]:
     """One job that is stopped and submitted again."""
     with private_cluster() as home:
-        home.start(cpus=3, store_bytes=2_000_000_000, **TOKEN)
+        home.start(cpus=3, store_bytes=2_000_000_000, environment=TOKEN)
         job = submit(home.address, folder, megabytes)
         until(lambda: checkpointed(folder) >= STOP_AT or job.poll() is not None, "there was a checkpoint", LIMIT_S)
         lived_s, code = stop(job)

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import ray
 import torch
 from ray.exceptions import RayError
 
@@ -20,6 +19,7 @@ from raypipe.engine.checkpoint import TensorInfo
 from raypipe.engine.copy import COMMON, CopyHeader, CopySource
 from raypipe.engine.messages.layout import raw_bytes
 from raypipe.errors import StageLostError
+from raypipe.runtime.workers.fetching import fetched
 
 __all__ = ["RemoteCopy", "Tally"]
 
@@ -98,7 +98,7 @@ class RemoteCopy:
 
     def _get(self, ref: Any) -> Any:
         try:
-            return ray.get(ref, timeout=READ_TIMEOUT_S)
+            return fetched(ref, READ_TIMEOUT_S)
         except RayError as error:
             raise StageLostError(
                 f"The copy of stage {self.stage} after step {self.step} cannot be read: {str(error).splitlines()[0]}"

@@ -31,6 +31,7 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.runtime.workers.fetching import fetched
 from raypipe.runtime.workers.joining_actor import JoiningActor
 
 __all__ = ["Logged", "ReplayingActor", "Todo"]
@@ -174,7 +175,7 @@ def _fetched(worker: int, todo: Todo) -> Iterator[Mapping[int, list[Sent]]]:
         found = {}
         for peer, ref in asked.popleft().items():
             try:
-                messages = ray.get(ref, timeout=READ_TIMEOUT_S)
+                messages = fetched(ref, READ_TIMEOUT_S)
             except RayError as error:
                 why = str(error).splitlines()[0]
                 raise StageLostError(f"What worker {peer} had sent to worker {worker} cannot be read: {why}") from None
