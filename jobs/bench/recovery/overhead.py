@@ -1,5 +1,6 @@
 """What copies cost a run whose stages have a gigabyte of state each, over a wire that has a rate.
 
+    settling    copies as a run takes them, until one has told what it costs; the first ones go into new memory
     turn        copy, steps beside it, steps until the next one is due     as many steps without a copy      ...
     overhead    seconds of the one kind of turns over those of the other, neighbours compared
 
@@ -28,16 +29,17 @@ from raypipe.ir.work_order import Order
 from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import train_segments
 from raypipe.runtime.run.blueprint import assemble
-from raypipe.runtime.run.copy_times import CopyTimes
+from raypipe.runtime.run.copy_times import NEW_MEMORY_COPIES, CopyTimes
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
 
 __all__ = ["overhead"]
 
-LIMIT_S = 900.0
+LIMIT_S = 2400.0
 STORE_BYTES = 1 << 30
 BEFORE_STEPS = 9
 """Without a copy: the first is counted by nobody, the others say how long a step takes."""
+SETTLING_COPIES = 1 + NEW_MEMORY_COPIES
 MOST_STEPS = 100_000
 
 
@@ -80,8 +82,8 @@ class Turns:
     def __init__(self, fleet: Fleet, schedules: Any, turns: int) -> None:
         self._fleet, self._schedules, self._turns = fleet, schedules, turns
         self._times = CopyTimes(1)
-        self._begin = self._length = 0  # of the first turn, in steps; and of each, once a copy has told
-        self._ordered = 0
+        self._begin = self._length = 0  # of the first turn, in steps; and of each, once copies have told
+        self._copies = 0
 
     def run(self) -> dict[str, Any]:
         """Seconds of all steps, and what a turn with a copy took over one without."""
@@ -97,9 +99,6 @@ class Turns:
             sent = max([sent, *(report.copied.sent_s for report in of_step if report.copied)])
             if len(seconds) % 20 == 0:
                 print(f"step {len(seconds)}: {median(seconds[-20:]):.3f} s", flush=True)
-            if not self._length and self._times.interval:
-                self._begin, self._length = self._ordered + 1, self._times.interval
-                print(f"a copy took {sent:.1f} s to send: {self._length} steps a turn", flush=True)
         # Seconds begin with those of step 1.
         at = [self._begin - 1 + turn * self._length for turn in range(2 * self._turns)]
         means = [mean(seconds[begin : begin + self._length]) for begin in at]
@@ -109,12 +108,19 @@ class Turns:
 
     def _orders(self) -> Iterator[Order]:
         for segment, after in train_segments(SAMPLES, BATCH, BATCH // MICROBATCHES, MOST_STEPS):
-            self._ordered = step = after.step
-            since = step - self._begin
-            if self._length and since >= 2 * self._turns * self._length:
-                return
-            copies = since % (2 * self._length) == 0 if self._length and since >= 0 else step == BEFORE_STEPS
+            step = after.step
+            if self._length:
+                since = step - self._begin
+                if since >= 2 * self._turns * self._length:
+                    return
+                copies = since % (2 * self._length) == 0
+            else:
+                copies = step >= BEFORE_STEPS and self._times.due(step)
+                if copies and self._copies == SETTLING_COPIES:
+                    self._begin, self._length = step, self._times.interval
+                    print(f"{self._length} steps a turn", flush=True)
             if copies:
+                self._copies += 1
                 self._times.ordered(step)
             yield Order(segment, keep_copy=copies)
 
