@@ -109,6 +109,7 @@ class Ordering:
         self._pauses_after = pauses_after
         self._ordered: dict[int, Ordered] = {}  # by first step
         self._asked = False  # for a checkpoint that has not been ordered
+        self._once_empty = False  # for one as soon as the pipeline runs empty for a copy
         self._calm = False  # whether the step that is ordered next is like the one before
         self.traced_step, self.traced, self.measures = 0, False, False
         self.copy_times = CopyTimes(spec.copy_interval_steps)
@@ -140,8 +141,11 @@ class Ordering:
         self.traced, self.traced_step = False, min(last, began_at + max(2, (last + 1 - began_at) // 2))
 
     def save_soon(self) -> None:
-        """A checkpoint is due, unless the pipeline would have to run empty for it: that changes an asynchronous run."""
-        self._asked = self._asked or self.plan.flow is None
+        """A checkpoint is due; of an asynchronous run beside its next copy, for to run empty elsewhere changes it."""
+        if self.plan.flow is None:
+            self._asked = True
+        else:
+            self._once_empty = True
 
     def forget(self, step: int, skipped: int) -> None:
         """What was ordered will not be carried out; the run goes back to this step, so many before it were skipped."""
@@ -170,14 +174,13 @@ class Ordering:
         for segment, after, setting in self._segments(at, empty=empty):
             self._asked = self._asked or self._requests.take_checkpoint()
             ends_empty = segment.phase.ends_empty
-            saves = ends_empty and (
-                after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked
-            )
             empties = ends_empty and self._empties_after(after.step)
+            asked = self._asked or (empties and self._once_empty)
+            saves = ends_empty and (after.step == self._spec.num_steps or self._checkpoints.due(after.step) or asked)
             copies = empties and self.copy_times.due(after.step)
             once = saves and after.step < self._spec.num_steps and not self._checkpoints.due_at(after.step)
             if saves:
-                self._asked = False
+                self._asked = self._once_empty = False
             if copies:
                 self.copy_times.ordered(after.step)
             traced = segment.first_step <= self.traced_step < after.step
