@@ -37,8 +37,8 @@ HEALTH = {
 }
 """What docs/cluster.md recommends for the head; Ray's own are 5000, 3000, 10000 and 5."""
 STORE_BYTES = 1_000_000_000
-"""Of a node's object store, as a node with 3.3 GB of memory has by default. State that moves passes through it; where
-it is full, Ray spills and tries again after a second."""
+"""Of a node's object store, as a node with 3.3 GB of memory has by default: state that moves passes through it, and
+nothing of it is to be spilled."""
 TRANSITIONS = ((2, 3), (3, 1), (1, 4), (4, 2))
 BLOCKS = 12
 LIMIT_S = 1200.0

@@ -85,7 +85,7 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     schedule, routes = schedule_of(spec, num_stages), routes_of(spec, num_stages)
     messages = routes.messages(spec.num_microbatches)
     rows = [list(zip(ops.tolist(), numbers.tolist(), strict=True)) for _, ops, numbers in map(encode, schedule.body)]
-    moves = _moves(routes, messages, spec.num_microbatches)
+    moves, stages = _moves(routes, messages, spec.num_microbatches), routes.stages
     position = [0] * len(rows)
     sent = [False] * (2 * sum(messages))
     blocks: list[tuple[int, tuple[Instruction, ...]]] = []
@@ -93,17 +93,19 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
         blocks_before = len(blocks)
         for worker, row in enumerate(rows):
             block: list[Instruction] = []
-            stage = routes.stages[worker]
+            of_stage = moves[stages[worker]]
             for op, microbatch in row[position[worker] :]:
-                awaited, handed_on = moves[stage][op][microbatch]
-                if awaited is not None:
-                    if not sent[awaited[1]]:
+                awaited, handed_on = of_stage[op]
+                if awaited:
+                    message = awaited[microbatch][2]
+                    if not sent[message]:
                         break
-                    block.append((WAIT, awaited[1], 0))
+                    block.append((WAIT, message, 0))
                 block.append((WORK, 4 * worker + _OF_CODE[op], 0))
-                if handed_on is not None:
-                    sent[handed_on[1]] = True
-                    block.append((SEND, *handed_on))
+                if handed_on:
+                    send = handed_on[microbatch]
+                    sent[send[2]] = True
+                    block.append(send)
                 position[worker] += 1
             if block:
                 blocks.append((worker, tuple(block)))
@@ -111,30 +113,30 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     return Compiled(routes, messages, tuple(blocks), schedule.wiring.norm_per_stage)
 
 
-_Message = tuple[int, int]
-"""(wire, message)."""
+_Sends = Sequence[Instruction]
+"""(SEND, wire, message) by micro-batch; empty where there is no link."""
 
 
-def _moves(
-    routes: Routes, messages: Sequence[int], count: int
-) -> list[dict[int, list[tuple[_Message | None, _Message | None]]]]:
-    """By stage, operation and micro-batch, the message that an action waits for, and the one that it hands on."""
+def _moves(routes: Routes, messages: Sequence[int], count: int) -> list[dict[int, tuple[_Sends, _Sends]]]:
+    """By stage and operation, how what an action waits for was sent, and how it hands on what it made."""
     first = [*accumulate((n for n in messages for _ in (0, 1)), initial=0)]  # message of each wire
-
-    def over(hop: int, way: int) -> list[_Message | None]:
-        if not 0 <= hop < routes.num_stages - 1:
-            return [None] * count
-        places = (routes.place_of(hop, microbatch) for microbatch in range(count))
-        return [(2 * link + way, first[2 * link + way] + at) for link, at in places]
-
-    nothing: list[_Message | None] = [None] * count
-    found = []
-    for stage in range(routes.num_stages):
-        forward = list(zip(over(stage - 1, 0), over(stage, 0), strict=True))
-        backward = list(zip(over(stage, 1), over(stage - 1, 1), strict=True))
-        by_op = {Op.F: forward, Op.B: backward, Op.I: backward, Op.W: list(zip(nothing, nothing, strict=True))}
-        found.append({OP_CODE[op]: moves for op, moves in by_op.items()})
-    return found
+    nothing: _Sends = ()
+    ahead, back = [nothing], [nothing]  # by hop, with one before the first stage and one behind the last
+    for hop in range(routes.num_stages - 1):
+        places = [routes.place_of(hop, microbatch) for microbatch in range(count)]
+        for way, found in enumerate((ahead, back)):
+            found.append([(SEND, 2 * link + way, first[2 * link + way] + at) for link, at in places])
+    ahead.append(nothing)
+    back.append(nothing)
+    return [
+        {
+            OP_CODE[Op.F]: (ahead[stage], ahead[stage + 1]),
+            OP_CODE[Op.B]: (back[stage + 1], back[stage]),
+            OP_CODE[Op.I]: (back[stage + 1], back[stage]),
+            OP_CODE[Op.W]: (nothing, nothing),
+        }
+        for stage in range(routes.num_stages)
+    ]
 
 
 def step_s(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from raypipe.ir.schedule import Homes
+from raypipe.ir.schedule import Homes, Wiring
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule.replicas import Replicas
 
@@ -26,12 +27,14 @@ class Routes:
     Attributes:
         homes: workers by stage.
         lanes: L, into which the micro-batches of a step are dealt out.
+        workers: by stage and lane, who runs it: ``Wiring.by_lane``.
         ends: by link, (hop, worker that has the lower stage, worker that has the higher); hop after hop.
         by_lane: by hop and lane, (link, lanes before this one that share it, all lanes that do).
     """
 
     homes: Homes
     lanes: int
+    workers: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, int, int], ...]
     by_lane: tuple[tuple[tuple[int, int, int], ...], ...]
 
@@ -58,27 +61,22 @@ class Routes:
         hop, source, target = self.ends[link]
         return f"link {hop} - {hop + 1}" + f" (workers {source} - {target})" * (len(self.links_of(hop)) > 1)
 
-    def worker_of(self, stage: int, microbatch: int) -> int:
-        """Who runs the stage for this micro-batch, counted from 0 in its step."""
-        workers = self.homes[stage]
-        return workers[microbatch % self.lanes % len(workers)]
-
     def place_of(self, hop: int, microbatch: int) -> tuple[int, int]:
         """The link that a message of this micro-batch crosses, and how many of its step cross it before."""
         link, before, each = self.by_lane[hop][microbatch % self.lanes]
         return link, microbatch // self.lanes * each + before
 
     def microbatches_of(self, worker: int, count: int) -> Iterator[int]:
-        """Those of ``count`` that a worker runs, in their order."""
-        stage = self.stages[worker]
-        return (m for m in range(count) if self.worker_of(stage, m) == worker)
+        """Those of ``count`` that a worker runs, counted from 0 in their step, in their order."""
+        by_lane = self.workers[self.stages[worker]]
+        return (m for m in range(count) if by_lane[m % self.lanes] == worker)
 
     def messages(self, num_microbatches: int) -> tuple[int, ...]:
         """By link, how many of a step cross it, each way."""
         found = [0] * len(self.ends)
-        for hop in range(self.num_stages - 1):
-            for microbatch in range(num_microbatches):
-                found[self.place_of(hop, microbatch)[0]] += 1
+        for row in self.by_lane:
+            for lane, (link, _, _) in enumerate(row):
+                found[link] += len(range(lane, num_microbatches, self.lanes))
         return tuple(found)
 
 
@@ -89,16 +87,11 @@ def routes_of(spec: ScheduleSpec, num_stages: int) -> Routes:
 
 @functools.lru_cache(maxsize=64)
 def _routes(replicas: Replicas, num_stages: int) -> Routes:
-    homes = replicas.homes(num_stages)
-    ends = [
-        [
-            (hop, homes[hop][lane % len(homes[hop])], homes[hop + 1][lane % len(homes[hop + 1])])
-            for lane in range(replicas.lanes)
-        ]
-        for hop in range(num_stages - 1)
-    ]
+    homes, lanes = replicas.homes(num_stages), replicas.lanes
+    workers = Wiring(homes, lanes, lanes=lanes).by_lane
+    ends = [[(hop, *pair) for pair in zip(*pairs, strict=True)] for hop, pairs in enumerate(pairwise(workers))]
     links = sorted({end for by_lane in ends for end in by_lane})
     by_lane = (
         tuple((links.index(end), row[:lane].count(end), row.count(end)) for lane, end in enumerate(row)) for row in ends
     )
-    return Routes(homes, replicas.lanes, tuple(links), tuple(by_lane))
+    return Routes(homes, lanes, workers, tuple(links), tuple(by_lane))
