@@ -24,15 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from tests.runtime.raylets import TOKEN
+from tests.runtime.raylets import PATIENCE, TOKEN
 
-os.environ |= TOKEN  # before Ray is imported, which looks once
+os.environ |= TOKEN | PATIENCE  # before Ray is imported, which looks once
 
 import ray
 import torch
 from ray.train import FailureConfig, ScalingConfig
 
-from jobs.lib.autoscaled import PATIENCE
 from jobs.lib.faults import events
 from jobs.lib.machine import machine_line
 from jobs.lib.slow_layers import trainer_of_layers
@@ -57,7 +56,7 @@ class Nodes:
     def become(self, count: int) -> None:
         """Start nodes, or kill the newest."""
         while len(self._pids) < count:
-            self._home.start(cpus=1, environment=PATIENCE)
+            self._home.start(cpus=1)
             self._pids.append(self._home.started[-1].pid)
         lost, self._pids = self._pids[count:], self._pids[:count]
         ends = {pid: command for node in lost for pid, command in [(node, ""), *processes.descendants(node).items()]}
@@ -129,7 +128,7 @@ def main() -> int:
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="sequence-") as made, private_cluster() as home:
         folder = Path(made)
-        home.start(cpus=0, environment={**HEALTH, **PATIENCE})
+        home.start(cpus=0, environment=HEALTH)
         ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="ERROR")
         sizes, steps, checkpoint = played(folder, home, asked.nodes, asked.seconds)
         left = [row["name"] for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]

@@ -23,7 +23,7 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 from tests.lab.network import ROOT
-from tests.runtime.raylets import private_cluster
+from tests.runtime.raylets import PATIENCE, private_cluster
 
 __all__ = ["Autoscaled", "autoscaled"]
 
@@ -31,12 +31,6 @@ HEAD_ID = "f" * 51 + "00000"
 """By which Ray's fake provider knows the head."""
 HEAD_TYPE, NODE_TYPE = "ray.head.default", "node"
 STORE_BYTES = 80_000_000
-PATIENCE = {
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_worker_register_timeout_seconds": "300",
-}
-"""On a busy machine a node needs longer to start than Ray waits, and ends where one of its agents is late."""
 
 
 class Autoscaled(NamedTuple):

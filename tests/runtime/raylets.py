@@ -22,11 +22,19 @@ from pathlib import Path
 
 from tests import processes
 
-__all__ = ["RAY", "TOKEN", "Home", "free_port", "namespaces", "private_cluster"]
+__all__ = ["PATIENCE", "RAY", "TOKEN", "Home", "free_port", "namespaces", "private_cluster"]
 
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 """For the environment of clusters that live as long as one test, in namespaces or on loopback."""
+PATIENCE = {
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+"""For the environment of every process where many nodes start on one machine. A node needs longer then than Ray waits,
+and ends where one of its agents is late; the head is so slow to answer that whoever asks it takes it for dead."""
 EAGER = {"RAY_worker_niceness": "0"}
 """Ray's workers are otherwise so nice that on a busy machine they wait for everybody else, as stages would not where
 raypipe starts Ray itself."""

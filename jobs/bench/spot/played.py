@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.runtime.raylets import RAY, TOKEN, Home, private_cluster
+from tests.runtime.raylets import PATIENCE, RAY, TOKEN, Home, private_cluster
 
-os.environ |= TOKEN  # before Ray is imported, which looks once
+os.environ |= TOKEN | PATIENCE  # before Ray is imported, which looks once
 
 import pyarrow.parquet as pq
 import ray
@@ -34,7 +34,6 @@ import torch
 from ray.train import FailureConfig, ScalingConfig
 
 from jobs.lib import common, spot
-from jobs.lib.autoscaled import PATIENCE
 from jobs.lib.faults import events
 from jobs.lib.hosts import HEALTH
 from jobs.lib.slow_layers import trainer_of_layers
@@ -86,7 +85,7 @@ class Machines:
             "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000",
         ]  # fmt: skip
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        process = subprocess.Popen(command, env={**os.environ, **PATIENCE}, **quiet)  # type: ignore[call-overload]
+        process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
         self._running[name] = process
         self._home.started.append(process)
 
@@ -180,7 +179,7 @@ def _machines() -> int:
 @contextlib.contextmanager
 def _cluster() -> Iterator[Home]:
     with private_cluster() as home:
-        home.start(cpus=0, environment={**HEALTH, **PATIENCE})
+        home.start(cpus=0, environment=HEALTH)
         ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="CRITICAL")
         try:
             yield home
