@@ -68,9 +68,9 @@ def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> 
     """
     kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
     columns = {name: kept.column(name) for name in SCHEMA.names}
-    found = [dict(numbers) for numbers in kept.column("evaluation")]
-    names = dict.fromkeys((*evaluations, *(name for numbers in found for name in numbers)))
-    return _table({**columns, **{name: [numbers.get(name) for numbers in found] for name in names}})
+    found = kept.column("evaluation")  # of few steps: nothing is made for the others
+    names = dict.fromkeys((*evaluations, *(name for numbers in found for name, _ in numbers)))
+    return _table({**columns, **{name: [dict(numbers).get(name) for numbers in found] for name in names}})
 
 
 def _table(columns: Mapping[str, Any]) -> pa.Table:
