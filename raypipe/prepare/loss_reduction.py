@@ -2,18 +2,15 @@
 
     graph of the loss       counts labels other than -100, samples, or adds up
     a few real rows         weighted losses of micro-batches == loss of all of them?
-    neither way fits        refused, with the numbers
+    neither way fits        refused, with the numbers; said in the plan where only evaluations have micro-batches
 
 A loss_fn is traced by itself on the model's outputs; a model that returns its own loss has been traced already.
 """
 
 from __future__ import annotations
 
-import contextvars
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +19,17 @@ from torch.utils import _pytree as pytree
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.crossed_rows import refuse_crossed_rows
-from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
 from raypipe.engine.one_thread import one_thread
-from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.remembered import read_memory
+from raypipe.engine.randomness import RandomKey
 from raypipe.engine.trial.loss_check import NUM_ROWS, Grouping, group_losses, misfit, rows_through, weights_of
-from raypipe.engine.trial.rehearsal import scalar
-from raypipe.engine.trial.watched_rows import refuse_rows_crossed_in
-from raypipe.errors import CaptureError, ConfigError
+from raypipe.errors import CaptureError, ConfigError, DataError
 from raypipe.ir.precision import FP32
 from raypipe.prepare.drawn_outputs import drawn_losses, losses_of_many
+from raypipe.prepare.loss_trial import LossTrial
 from raypipe.prepare.unrun import outputs_unrun
 
 __all__ = ["FoundReduction", "check_per_replica", "find_reduction"]
@@ -50,6 +44,11 @@ _UNTRIED = (
     "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
     "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
     "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
+)
+
+_ONE_ONLY = (
+    "no weights make the losses of micro-batches that of all rows; one micro-batch trains exactly, and eval_loss is a "
+    "mean over the micro-batches of an evaluation"
 )
 
 
@@ -96,9 +95,9 @@ def find_reduction(
         # The model may shift its labels; what counts are those that its loss sees.
         return FoundReduction(terms.counts or asked)
     many, rows = rows, {name: column[: rows_through(model)] for name, column in rows.items()}
-    trial = _Trial(model, loss_fn, pipeline.seed)
+    trial = LossTrial(model, loss_fn, pipeline.seed)
     unfilled = any(p.is_meta for p in model.parameters())
-    several = pipeline.num_microbatches != 1
+    several, evaluates = pipeline.num_microbatches != 1, captured.model.eval is not None
 
     def tries() -> tuple[float, list[Grouping]] | None:
         if not unfilled:
@@ -114,11 +113,18 @@ def find_reduction(
         _refuse_sum(tries())
     if asked != "auto":
         return FoundReduction(asked)
-    trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if several else []
+    wanted = several or evaluates
+    trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if wanted else []
     if several and unfilled and terms is None and not any(trials):
         raise ConfigError(_UNTRIED)
     target = list(rows)[-1] if loss_fn is not None else None
-    return _fitting(_candidates(terms, rows), terms or _NO_TERMS, [found for found in trials if found], target)
+    likely = _candidates(terms, rows)
+    try:
+        return _fitting(likely, terms or _NO_TERMS, [found for found in trials if found], target)
+    except (ConfigError, DataError):
+        if several:
+            raise
+        return FoundReduction(likely[0], _ONE_ONLY)
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
@@ -284,91 +290,6 @@ def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms 
     refuse_crossed_rows(traced, data, "loss_fn")
     terms = loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
     return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
-
-
-class _Trial:
-    """The user's model and loss as one function of rows, in evaluation mode; nothing of either is changed."""
-
-    def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
-        self._model, self._loss_fn, self._seed = model, loss_fn, seed
-        self._draws = False
-
-    def outputs(self, rows: Columns) -> Any:
-        """Of the model, in its own structure; None where it cannot run like this."""
-        try:
-            with _evaluating(self._model), self._forgetting():
-                return self._run(rows)
-        except Exception:  # noqa: BLE001  (whatever it is, training says it better)
-            return None
-
-    def watch_rows(self, loss_fn: LossFn, outputs: Any, target: torch.Tensor) -> None:
-        """See ``refuse_rows_crossed_in``."""
-        with self._forgetting(), one_thread(), KeyedRandomness(RandomKey(self._seed, 0, 0)):
-            refuse_rows_crossed_in(loss_fn, outputs, target)
-
-    def losses(self, rows: Columns) -> tuple[float, list[Grouping]] | None:
-        """Of all rows and of micro-batches of them; None where the model cannot run like this.
-
-        Raises:
-            CaptureError: the loss is no scalar.
-        """
-        try:
-            with _evaluating(self._model):
-                found = group_losses(rows, self._loss)
-        except CaptureError:
-            raise
-        except Exception:  # noqa: BLE001  (as above)
-            return None
-        return None if self._draws else found  # other rows would draw other numbers
-
-    def _run(self, rows: Columns) -> Any:
-        values = {name: column.clone() for name, column in rows.items()}
-        with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
-            if self._loss_fn is not None:
-                output = self._model(*list(values.values())[:-1])
-            elif all(isinstance(name, int) for name in values):
-                output = self._model(*values.values())
-            else:
-                output = self._model(**values)
-        self._draws = self._draws or mode.index > 0
-        return output
-
-    @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """What model and loss remember of a call is put back, so that every call here is the first one."""
-        memory = read_memory(self._model, self._loss_fn)
-        try:
-            yield
-        finally:
-            memory.restore()
-
-    def _loss(self, rows: Columns) -> float:
-        with self._forgetting():
-            return contextvars.copy_context().run(self._first_loss, rows)
-
-    def _first_loss(self, rows: Columns) -> float:
-        output = self._run(rows)
-        if self._loss_fn is None:
-            return float(own_loss(self._model, output))
-        return float(scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values())))))
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients, on all threads, for a large model takes a while; all is put back."""
-    modes = {name: module.training for name, module in model.named_modules()}
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.eval()
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a loss over one row
-            yield
-    finally:
-        for name, module in model.named_modules():
-            module.training = modes[name]
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
 
 
 def _refusal(weighed: Sequence[tuple[float, Grouping, list[float] | None]], what: str, term: str = "") -> str:

@@ -262,6 +262,32 @@ def test_losses_over_the_batch_are_refused_with_numbers_and_choices(
         run(Tagger(), data, loss_fn, tmp_path / str(more), **more)
 
 
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cannot be traced."""
+    finite = bool(output.isfinite().all())
+    return finite * functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def test_one_micro_batch_is_evaluated_in_several(tmp_path: Any) -> None:
+    model, data, evaluation = Tagger(), *(Pairs(labelled(count, -100).items) for count in (ROWS, 2 * ROWS + 5))
+    wanted, _ = plain(model, evaluation, summed, 2 * ROWS + 5, shuffle=False)
+    _, _, result = run(model, data, summed, tmp_path, evaluation, num_microbatches=1)
+    assert result.metrics["eval_loss"] == pytest.approx(wanted, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "evaluated", "said"),
+    [(contrastive, True, True), (contrastive, False, False), (tokens(functional.cross_entropy), True, False)],
+)
+def test_one_micro_batch_says_what_an_evaluation_is_a_mean_of(loss_fn: Loss, evaluated: bool, said: bool) -> None:
+    data = Pairs(labelled(ROWS, -100).items)
+    trainer = PipelineTrainer(
+        Tagger(), loss_fn=loss_fn, optimizer=Keeping(), train_data=data, eval_data=data if evaluated else None,
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=1, partitioner="parameters"),
+    )  # fmt: skip
+    assert ("eval_loss is a mean over" in trainer.plan().explain()) == said
+
+
 def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) -> None:
     """They train while the counts agree, and say so when they do not."""
     torch.manual_seed(3)

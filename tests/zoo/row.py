@@ -81,6 +81,7 @@ class Row:
             would draw other numbers under the keys that make draws comparable.
         whole: plain PyTorch trains on whole mini-batches, because it cannot weigh the terms of a loss one by one.
         needs: a package that the model is made with, and without which the row is skipped.
+        older: the least torch with which the verdict holds, and how older ones have several micro-batches refused.
         pending: why the verdict is not yet true.
     """
 
@@ -99,12 +100,20 @@ class Row:
     twin: Callable[[], nn.Module] | None = None
     whole: bool = False
     needs: str = ""
+    older: tuple[str, Refused] | None = None
     pending: str = ""
 
     @property
     def name(self) -> str:
         """Unique in the zoo."""
         return f"{self.model} | {self.loss} | {self.data}"
+
+    @property
+    def runs(self) -> list[tuple[int, Verdict]]:
+        """Numbers of micro-batches, the largest first, and the verdict of each with the torch that is here."""
+        if self.older is not None and torch.__version__ < self.older[0]:
+            return [(max(self.microbatches), self.older[1])]
+        return [(count, self.verdict) for count in sorted(self.microbatches, reverse=True)]
 
     def made(self, build: Callable[[], nn.Module] | None = None) -> nn.Module:
         """The same initial weights each time, of the model or what else is to be built."""

@@ -174,11 +174,12 @@ _REFUSED = (
     "loss, weighed by samples), 'sum', or a function that counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
+UNCOUNTED = Refused(_REFUSED, "torch.export cannot count in a loss that makes one mask twice")
 OVER_THE_BATCH = Refused(_REFUSED, "it compares the rows of a batch with each other")
 
 
-def tags(words: str, loss_fn: Loss, ignored: int) -> Row:
-    return row("tagger", Tagger, counted_pairs(ignored), loss_fn, words, _TAGS.format(ignored))
+def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
+    return row("tagger", Tagger, counted_pairs(ignored), loss_fn, words, _TAGS.format(ignored), **more)
 
 
 def vectored(words: str, loss_fn: Loss, data: Any = numbers, *verdict: Any, name: str = "MLP", **more: Any) -> Row:
@@ -195,7 +196,7 @@ ROWS = (
     tags("cross_entropy, reduction='sum'", flat(nn.CrossEntropyLoss(reduction="sum")), -100),
     tags("log_softmax and nll_loss", flat(lambda o, t: functional.nll_loss(o.log_softmax(-1), t, ignore_index=-1)), -1),
     tags("a masked mean by hand", hidden_by_zero, 0),
-    tags("cross_entropy of what a mask picks", picked, 0),
+    tags("cross_entropy of what a mask picks", picked, 0, older=("2.12", UNCOUNTED)),
     row("tagger", lambda: Judging(weighed), few_labels, None, "its own, class weights in a buffer",
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
