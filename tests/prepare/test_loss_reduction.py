@@ -211,8 +211,13 @@ LOSSES: dict[str, tuple[Loss, int]] = {
 }
 
 
+UNCOUNTED = pytest.mark.xfail(
+    torch.__version__ < "2.12", raises=ConfigError, strict=True, reason="torch.export cannot count what it picks"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[UNCOUNTED] * (name == "picked")) for name in LOSSES])
 def test_loss_functions(name: str, tmp_path: Any) -> None:
     loss_fn, ignored = LOSSES[name]
     torch.manual_seed(3)

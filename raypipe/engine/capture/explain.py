@@ -151,7 +151,8 @@ def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torc
                 f"loss_fn cannot take what the model returns, {returned(output)}{where}: {said} Let it take the part "
                 f"that it compares, as in loss_fn=lambda output, target: cross_entropy({part}, target)."
             )
-        cure = "Convert the target in the data" if "dtype" in said else "Make the target and the output fit"
+        wrong_type = "dtype" in said or "scalar type" in said
+        cure = "Convert the target in the data" if wrong_type else "Make the target and the output fit"
         return DataError(f"loss_fn cannot take {got}{where}: {said} {cure}, or reshape them in a function of your own.")
     return CaptureError("loss_fn fails on what the stages give it, although it runs in plain PyTorch.")
 
