@@ -76,7 +76,8 @@ def _title(plan: PlanFacts, stages: int, workers: int) -> str:
         count += f" on {workers} workers" if workers > 1 else " on 1 worker"
     return (
         f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
-        f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}, transport {plan.transport}"
+        f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} of {plan.microbatch_size}, "
+        f"transport {plan.transport}"
     )
 
 

@@ -110,10 +110,12 @@ def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tupl
         return ()
     what = f"{num_stages} stages" + (f" on {workers} workers" if workers < num_stages else "")
     now, then = (smallest_bubble(num_stages, workers, count) for count in (num_microbatches, 4 * workers))
-    return (
-        f"{num_microbatches} micro-batches for {what} leave workers idle {now:.0%} of the time; "
-        f"num_microbatches={4 * workers} would leave {then:.0%}.",
+    few = (
+        f"{num_microbatches} micro-batches for {what} leave"
+        if num_microbatches > 1
+        else f"1 micro-batch for {what} leaves"
     )
+    return (f"{few} workers idle {now:.0%} of the time; num_microbatches={4 * workers} would leave {then:.0%}.",)
 
 
 def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | None:
