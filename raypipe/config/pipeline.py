@@ -161,6 +161,11 @@ class PipelineConfig(PipelineFields):
             _check_allowed(field.name, value)
         check_together(self)
 
+    @property
+    def several_microbatches(self) -> bool:
+        """Whether a mini-batch is more than one micro-batch, or may become so while the run trains."""
+        return self.num_microbatches != 1 or self.retune_microbatches
+
 
 def _plain(value: Any) -> Any:
     """Lists become tuples and foreign numbers (numpy's) Python's own, so that configs compare and hash."""

@@ -88,7 +88,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     refuse_scripted(built)
     refuse_sparse(built)
     refuse_still_norms(built)
-    if pipeline.num_microbatches != 1:
+    if pipeline.several_microbatches:
         refuse_frequencies(built)
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}

@@ -97,7 +97,7 @@ def find_reduction(
     many, rows = rows, {name: column[: rows_through(model)] for name, column in rows.items()}
     trial = LossTrial(model, loss_fn, pipeline.seed)
     unfilled = any(p.is_meta for p in model.parameters())
-    several, evaluates = pipeline.num_microbatches != 1, captured.model.eval is not None
+    several, evaluates = pipeline.several_microbatches, captured.model.eval is not None
 
     def tries() -> tuple[float, list[Grouping]] | None:
         if not unfilled:
@@ -120,7 +120,7 @@ def find_reduction(
     target = list(rows)[-1] if loss_fn is not None else None
     likely = _candidates(terms, rows)
     try:
-        return _fitting(likely, terms or _NO_TERMS, [found for found in trials if found], target)
+        return _fitting(likely, terms or _NO_TERMS, [found for found in trials if found], target, pipeline)
     except (ConfigError, DataError):
         if several:
             raise
@@ -142,7 +142,11 @@ def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
 
 
 def _fitting(
-    found: Sequence[Reduction], known: LossTerms, trials: Sequence[tuple[float, list[Grouping]]], target: Any
+    found: Sequence[Reduction],
+    known: LossTerms,
+    trials: Sequence[tuple[float, list[Grouping]]],
+    target: Any,
+    pipeline: PipelineConfig,
 ) -> FoundReduction:
     """The first that makes the losses of micro-batches add up to that of a mini-batch.
 
@@ -165,7 +169,7 @@ def _fitting(
             known.counts.of_minibatch(grouping.parts, grouping.sizes)
     what = known.counts.words if known.counts else str(found[0])
     weighed = [(whole, g, weights_of(found[0], g, target)) for whole, g in tried]
-    raise ConfigError(_refusal(weighed, what))
+    raise ConfigError(_refusal(weighed, what, pipeline))
 
 
 def _refuse_sum(tried: tuple[float, list[Grouping]] | None) -> None:
@@ -219,7 +223,8 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
             weights = counts.weights(term, counts.by_term(grouping.parts, grouping.sizes)[term])
             weighed.append((grouping, weights if any(weights) else None))
         if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
-            raise ConfigError(_refusal([(whole, *found) for found in weighed], counts.words, f"term {at + 1} of "))
+            tried = [(whole, *found) for found in weighed]
+            raise ConfigError(_refusal(tried, counts.words, pipeline, f"term {at + 1} of "))
     return found
 
 
@@ -227,7 +232,7 @@ def _can_try_parts(captured: Capture, pipeline: PipelineConfig) -> bool:
     """Whether the terms of some rows can be computed here, as exactly as their counts tell."""
     assert isinstance(captured.model, TracedModel)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
-    if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
+    if not pipeline.several_microbatches or (captured.model.eval is None and changes):
         return False
     if captured.recipe.precision != FP32:  # sums of 16-bit numbers would not match the counts closely enough
         return False
@@ -292,7 +297,9 @@ def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms 
     return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
 
 
-def _refusal(weighed: Sequence[tuple[float, Grouping, list[float] | None]], what: str, term: str = "") -> str:
+def _refusal(
+    weighed: Sequence[tuple[float, Grouping, list[float] | None]], what: str, pipeline: PipelineConfig, term: str = ""
+) -> str:
     """The first grouping that does not fit, in numbers.
 
     Args:
@@ -304,12 +311,13 @@ def _refusal(weighed: Sequence[tuple[float, Grouping, list[float] | None]], what
         if (total := misfit(whole, grouping, weights)) is not None
     )
     sizes, losses = _listed(map(str, grouping.sizes)), _listed(f"{loss:.5g}" for loss in grouping.losses)
+    one = "Leave retune_microbatches out" if pipeline.num_microbatches == 1 else "Set num_microbatches=1"
     how = {"sum": "added up", "mean": "weighed by samples"}.get(what, f"weighed by {what}")
     return (
         f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
         f"{sum(grouping.sizes)} rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {how} "
         f"{total:.5g}. Such a loss compares the rows of a batch with each other, or averages in a way that cannot be "
-        "counted from the data. Set num_microbatches=1 to keep it exact, or say what micro-batches shall mean: "
+        f"counted from the data. {one} to keep it exact, or say what micro-batches shall mean: "
         "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
         "a target."
     )

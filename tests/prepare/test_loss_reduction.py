@@ -262,6 +262,8 @@ def test_losses_over_the_batch_are_refused_with_numbers_and_choices(
         patched.setattr(loss_check, "LARGE", 1)
         with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
             run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
+    with pytest.raises(ConfigError, match="Leave retune_microbatches out to keep it exact"):
+        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=1, retune_microbatches=True)  # which may take several
     # One micro-batch needs no weights, and whoever says what micro-batches mean is taken at their word.
     for more in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_reduction": "mean"}):
         run(Tagger(), data, loss_fn, tmp_path / str(more), **more)

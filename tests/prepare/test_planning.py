@@ -279,8 +279,8 @@ def wrong_type() -> str:
         (
             functional.cross_entropy, Y.float(),
             "loss_fn cannot take an output of shape (2, 3) and type float32 and column 1 of the data as target, shape "
-            f"(2,) and type float32: RuntimeError: {wrong_type()}. Convert the target in the data, or reshape them in a "
-            "function of your own.",
+            f"(2,) and type float32: RuntimeError: {wrong_type()}. Convert the target in the data, or reshape them in "
+            "a function of your own.",
         ),
         (
             functional.cross_entropy, torch.full((32,), 7),
