@@ -27,6 +27,7 @@ from raypipe.engine.trial.optimizer_trial import try_optimizers
 from raypipe.errors import CaptureError, DataError, PlanError, RaypipeError
 from tests import nets
 from tests.exactness import captured, programs
+from tests.torch_words import torch_says
 
 pytestmark = pytest.mark.engine
 
@@ -209,20 +210,30 @@ class Positions(nets.Mlp):
         (
             nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 3)),
             "The module '2', Linear(in_features=9, out_features=3, bias=True), cannot take its input, shape (2, 8) and "
-            "type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x8 and 9x3). The model is meant, "
-            "not the data: before it '1', ReLU(), gave shape (2, 8) and type float32. Make the two fit.",
+            f"type float32: RuntimeError: {torch_says(lambda: nn.Linear(9, 3)(torch.zeros(2, 8)))}. The model is "
+            "meant, not the data: before it '1', ReLU(), gave shape (2, 8) and type float32. Make the two fit.",
         ),
         (
             nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)),
             "The module '0', Linear(in_features=5, out_features=8, bias=True), cannot take column 0 of the data, shape "
-            "(2, 6) and type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x6 and 5x8). The data "
-            "is meant. Change the shape of the samples, or the sizes of the module.",
+            f"(2, 6) and type float32: RuntimeError: {torch_says(lambda: nn.Linear(5, 8)(torch.zeros(2, 6)))}. The "
+            "data is meant. Change the shape of the samples, or the sizes of the module.",
         ),
     ],
     ids=["lazy", "sparse", "frequencies", "model", "data"],
 )
 def test_models_that_would_fail_in_the_first_step(model: nn.Module, message: str) -> None:
     assert str(refusal(model)) == message
+
+
+def test_word_counts_are_of_whole_mini_batches_as_long_as_those_stay_whole() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(8, 3))
+    data = TensorDataset(torch.ones(32, 2, dtype=torch.int64), Y)
+    one = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 1, "partitioner": "parameters"}
+    PipelineTrainer(model, loss_fn=functional.cross_entropy, optimizer=sgd, train_data=data,
+                    pipeline=PipelineConfig(**one)).plan()  # fmt: skip
+    said = refusal(model, train_data=data, pipeline={**one, "retune_microbatches": True})
+    assert str(said).endswith("or num_microbatches=1 and retune_microbatches=False.")
 
 
 def test_sparse_gradients_are_found_without_their_module() -> None:
@@ -265,11 +276,8 @@ def test_a_model_that_cannot_be_built() -> None:
     assert str(refusal(5)) == "model is an int; give an nn.Module, or a function without arguments that builds one."
 
 
-def wrong_type() -> str:
-    """What this torch says of a target that is no class."""
-    with pytest.raises(RuntimeError) as caught:
-        functional.cross_entropy(torch.zeros(2, 3), torch.zeros(2))
-    return str(caught.value)
+def no_class() -> torch.Tensor:
+    return functional.cross_entropy(torch.zeros(2, 3), torch.zeros(2))
 
 
 @pytest.mark.parametrize("model", [nets.sequential, nets.Mlp], ids=["sequential", "traced"])
@@ -279,8 +287,8 @@ def wrong_type() -> str:
         (
             functional.cross_entropy, Y.float(),
             "loss_fn cannot take an output of shape (2, 3) and type float32 and column 1 of the data as target, shape "
-            f"(2,) and type float32: RuntimeError: {wrong_type()}. Convert the target in the data, or reshape them in "
-            "a function of your own.",
+            f"(2,) and type float32: RuntimeError: {torch_says(no_class)}. Convert the target in the data, or reshape "
+            "them in a function of your own.",
         ),
         (
             functional.cross_entropy, torch.full((32,), 7),

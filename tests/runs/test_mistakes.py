@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.cli import main
 from raypipe.errors import ConfigError, DataError, RaypipeError
+from tests.torch_words import torch_says
 
 HERE = Path(__file__)
 LONGEST = 500
@@ -114,8 +115,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"train_data": lambda: data(width=5)},
         ["train_data=" + target_of("data", width=5)],
         "The module 'inner', Linear(in_features=6, out_features=8, bias=True), cannot take column 0 of the data, shape "
-        f"(2, 5) and type float32 {CALL}: RuntimeError: mat1 and mat2 shapes cannot be multiplied "
-        "(2x5 and 6x8). The data is meant. Change the shape of the samples, or the sizes of the module.",
+        f"(2, 5) and type float32 {CALL}: RuntimeError: {torch_says(lambda: nn.Linear(6, 8)(torch.zeros(2, 5)))}. "
+        "The data is meant. Change the shape of the samples, or the sizes of the module.",
     ),
     "wrong dtype": (
         {"train_data": lambda: data(kind="float64")},
