@@ -166,6 +166,11 @@ class PipelineConfig(PipelineFields):
         """Whether a mini-batch is more than one micro-batch, or may become so while the run trains."""
         return self.num_microbatches != 1 or self.retune_microbatches
 
+    @property
+    def one_microbatch(self) -> str:
+        """What to set so that mini-batches stay whole, in messages."""
+        return "num_microbatches=1" + " and retune_microbatches=False" * self.retune_microbatches
+
 
 def _plain(value: Any) -> Any:
     """Lists become tuples and foreign numbers (numpy's) Python's own, so that configs compare and hash."""

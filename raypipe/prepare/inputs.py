@@ -89,7 +89,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     refuse_sparse(built)
     refuse_still_norms(built)
     if pipeline.several_microbatches:
-        refuse_frequencies(built)
+        refuse_frequencies(built, pipeline.one_microbatch)
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}
     if evaluates:

@@ -43,12 +43,12 @@ _UNTRIED = (
     "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
     "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
     "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
-    "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
+    "counts the items of a target; or set {one} or weights_on='client'."
 )
 
 _ONE_ONLY = (
-    "no weights make the losses of micro-batches that of all rows; one micro-batch trains exactly, and eval_loss is a "
-    "mean over the micro-batches of an evaluation"
+    "no weights turn the losses of micro-batches into that of all rows; one micro-batch trains exactly, and eval_loss "
+    "is a mean over the micro-batches of an evaluation"
 )
 
 
@@ -116,7 +116,7 @@ def find_reduction(
     wanted = several or evaluates
     trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if wanted else []
     if several and unfilled and terms is None and not any(trials):
-        raise ConfigError(_UNTRIED)
+        raise ConfigError(_UNTRIED.format(one=pipeline.one_microbatch))
     target = list(rows)[-1] if loss_fn is not None else None
     likely = _candidates(terms, rows)
     try:
@@ -311,13 +311,12 @@ def _refusal(
         if (total := misfit(whole, grouping, weights)) is not None
     )
     sizes, losses = _listed(map(str, grouping.sizes)), _listed(f"{loss:.5g}" for loss in grouping.losses)
-    one = "Leave retune_microbatches out" if pipeline.num_microbatches == 1 else "Set num_microbatches=1"
     how = {"sum": "added up", "mean": "weighed by samples"}.get(what, f"weighed by {what}")
     return (
         f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
         f"{sum(grouping.sizes)} rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {how} "
         f"{total:.5g}. Such a loss compares the rows of a batch with each other, or averages in a way that cannot be "
-        f"counted from the data. {one} to keep it exact, or say what micro-batches shall mean: "
+        f"counted from the data. Set {pipeline.one_microbatch} to keep it exact, or say what micro-batches shall mean: "
         "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
         "a target."
     )

@@ -165,7 +165,8 @@ def _basis(
 
 def _rows(found: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
     """That the loss is tried on; those of one micro-batch where nothing needs weights or more cannot be read."""
-    if pipeline.several_microbatches and len(next(iter(found.example.values()))) < MANY_ROWS:
+    weighed = pipeline.several_microbatches or found.captured.model.eval is not None
+    if weighed and len(next(iter(found.example.values()))) < MANY_ROWS:
         with contextlib.suppress(DataError):  # the step that takes such a row says so, with its number
             return example_of(found.sources["train"], found.with_loss_fn, MANY_ROWS)
     return found.example

@@ -262,7 +262,7 @@ def test_losses_over_the_batch_are_refused_with_numbers_and_choices(
         patched.setattr(loss_check, "LARGE", 1)
         with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
             run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
-    with pytest.raises(ConfigError, match="Leave retune_microbatches out to keep it exact"):
+    with pytest.raises(ConfigError, match="Set num_microbatches=1 and retune_microbatches=False to keep it exact"):
         run(Tagger(), data, loss_fn, tmp_path, num_microbatches=1, retune_microbatches=True)  # which may take several
     # One micro-batch needs no weights, and whoever says what micro-batches mean is taken at their word.
     for more in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_reduction": "mean"}):
@@ -321,6 +321,11 @@ def test_what_only_later_rows_show_is_found(tmp_path: Any) -> None:
         items[int(rows[0][place])]["labels"][0] = 8
     with pytest.raises(ConfigError, match=r"Over 16 rows it is .* over micro-batches of 8 and 8 rows"):
         run(Tagger(), Pairs(items), by_an_item_of_the_rare, tmp_path, num_microbatches=8)
+    small = PipelineTrainer(
+        Tagger(), loss_fn=by_an_item_of_the_rare, optimizer=Keeping(), train_data=Pairs(items), eval_data=Pairs(items),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=2, num_microbatches=1, partitioner="parameters"),
+    )  # fmt: skip
+    assert "eval_loss is a mean over" in small.plan().explain()
 
 
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Any) -> None:

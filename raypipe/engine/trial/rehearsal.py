@@ -85,8 +85,11 @@ def refuse_sparse(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_frequencies(model: torch.nn.Module) -> None:
+def refuse_frequencies(model: torch.nn.Module, whole: str) -> None:
     """Of a mini-batch in several micro-batches, gradients that are divided by how often a word is in the batch.
+
+    Args:
+        whole: what to set so that mini-batches stay whole.
 
     Raises:
         CaptureError: names the first module that makes such.
@@ -96,7 +99,7 @@ def refuse_frequencies(model: torch.nn.Module) -> None:
             raise CaptureError(
                 f"The module {name!r}, {type(module).__name__}(scale_grad_by_freq=True), divides gradients by how "
                 "often a word is in the batch, and a micro-batch has other numbers than its mini-batch. Set "
-                "scale_grad_by_freq=False, or num_microbatches=1."
+                f"scale_grad_by_freq=False, or {whole}."
             )
 
 
