@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from tests.runtime.raylets import TOKEN
+from tests.runtime.raylets import PATIENCE, TOKEN
 
-os.environ |= TOKEN  # before Ray is imported, which looks once
+os.environ |= TOKEN | PATIENCE  # before Ray is imported, which looks once
 
 import ray
 import torch

@@ -23,7 +23,7 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 from tests.lab.network import ROOT
-from tests.runtime.raylets import PATIENCE, private_cluster
+from tests.runtime.raylets import private_cluster
 
 __all__ = ["Autoscaled", "autoscaled"]
 
@@ -72,7 +72,7 @@ def autoscaled(resources: Mapping[str, float], most: int, idle_s: float = 10.0) 
         file = home.folder / "autoscaling.json"
         file.write_text(json.dumps(_configuration(cluster, resources, most, idle_s)))
         home.start(
-            cpus=0, store_bytes=STORE_BYTES, options=[f"--autoscaling-config={file}"], environment=PATIENCE,
+            cpus=0, store_bytes=STORE_BYTES, options=[f"--autoscaling-config={file}"],
             RAY_FAKE_CLUSTER="1", RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD_ID, AUTOSCALER_UPDATE_INTERVAL_S="1",
             PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         )  # fmt: skip
