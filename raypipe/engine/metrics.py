@@ -68,9 +68,10 @@ def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> 
     """
     kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
     columns = {name: kept.column(name) for name in SCHEMA.names}
-    found = kept.column("evaluation")  # of few steps: nothing is made for the others
-    names = dict.fromkeys((*evaluations, *(name for numbers in found for name, _ in numbers)))
-    return _table({**columns, **{name: [dict(numbers).get(name) for numbers in found] for name in names}})
+    none: dict[str, float] = {}  # one for all of the many steps that no evaluation followed
+    found = [dict(numbers) if numbers else none for numbers in kept.column("evaluation")]
+    names = dict.fromkeys((*evaluations, *(name for numbers in found for name in numbers)))
+    return _table({**columns, **{name: [numbers.get(name) for numbers in found] for name in names}})
 
 
 def _table(columns: Mapping[str, Any]) -> pa.Table:

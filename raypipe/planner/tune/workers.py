@@ -110,12 +110,11 @@ def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tupl
         return ()
     what = f"{num_stages} stages" + (f" on {workers} workers" if workers < num_stages else "")
     now, then = (smallest_bubble(num_stages, workers, count) for count in (num_microbatches, 4 * workers))
-    few = (
-        f"{num_microbatches} micro-batches for {what} leave"
-        if num_microbatches > 1
-        else f"1 micro-batch for {what} leaves"
+    one = num_microbatches == 1
+    return (
+        f"{num_microbatches} micro-batch{'es' * (not one)} for {what} leave{'s' * one} workers idle {now:.0%} of the "
+        f"time; num_microbatches={4 * workers} would leave {then:.0%}.",
     )
-    return (f"{few} workers idle {now:.0%} of the time; num_microbatches={4 * workers} would leave {then:.0%}.",)
 
 
 def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | None:
