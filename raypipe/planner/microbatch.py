@@ -86,12 +86,13 @@ class Bounds(NamedTuple):
 
     Attributes:
         fits: (micro-batches, samples) -> whether memory holds them; None for no limit.
-        least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
+        takes: samples of a micro-batch -> whether the model takes all that an epoch is cut into; batch normalisation
+            refuses a single one. None for any number.
         multiple: of which the number must be one, so that every replica of a stage gets as many.
     """
 
     fits: Callable[[int, int], bool] | None = None
-    least: int = 1
+    takes: Callable[[int], bool] | None = None
     multiple: int = 1
 
 
@@ -270,7 +271,7 @@ def _curve(model: _Model, pipe: Pipe, bounds: Bounds, near: tuple[float, float])
     minibatch_size = model.minibatch_size
     in_rounds = math.lcm(bounds.multiple, pipe.num_workers) if pipe.chunks > 1 and pipe.in_rounds else bounds.multiple
     for wanted in dict.fromkeys((in_rounds, bounds.multiple)):
-        refuse = functools.partial(_refusal, wanted, bounds.fits, min(bounds.least, minibatch_size))
+        refuse = functools.partial(_refusal, bounds._replace(multiple=wanted))
         curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
         if not any(near[0] <= c.num_microbatches <= near[1] for c in curve if not c.refused):
             curve = [_candidate(model, n, b, refuse) for n, b in all_sizes(minibatch_size)]
@@ -304,7 +305,7 @@ def _verdict(decided_by: str, chosen: CurvePoint, curve: list[CurvePoint], minib
         faster = _best([c for c in curve if c.refused in ("", "memory")]).num_microbatches
         return f"{what}, for {faster} would be faster but do not fit into memory"
     if decided_by == "model":
-        return f"{what}, for {faster} would be faster but leave fewer samples in each than the model takes"
+        return f"{what}, for {faster} would be faster but leave fewer samples in some than the model takes"
     if decided_by == "schedule":
         return f"{what}, for {faster} would be faster but the schedule or the replicas need a multiple"
     if decided_by == "divisors":
@@ -326,13 +327,13 @@ def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, i
     return CurvePoint(count, samples, model.step_s(count, samples), refuse(count, samples))
 
 
-def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int, count: int, samples: int) -> str:
+def _refusal(bounds: Bounds, count: int, samples: int) -> str:
     """The bound that so many micro-batches of so many samples break, "" for none."""
-    if samples < least:
+    if bounds.takes is not None and not bounds.takes(samples):
         return "model"
-    if count % multiple:
+    if count % bounds.multiple:
         return "schedule"
-    return "memory" if fits is not None and not fits(count, samples) else ""
+    return "memory" if bounds.fits is not None and not bounds.fits(count, samples) else ""
 
 
 def _best(found: list[CurvePoint]) -> CurvePoint:

@@ -236,6 +236,20 @@ def test_word_counts_are_of_whole_mini_batches_as_long_as_those_stay_whole() -> 
     assert str(said).endswith("or num_microbatches=1 and retune_microbatches=False.")
 
 
+def test_no_number_of_micro_batches_leaves_a_batch_norm_a_single_sample() -> None:
+    """Neither chosen by the planner nor turned to by the controller: 2 + 1 would be left of the last 3 samples."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    config = PipelineConfig(
+        num_stages=2, minibatch_size=24, num_microbatches=4, retune_microbatches=True, schedule="kfkb",
+        profile_budget_s=0.01,
+    )  # fmt: skip
+    trainer = PipelineTrainer(
+        model, loss_fn=functional.cross_entropy, optimizer=sgd, train_data=TensorDataset(X[:27], Y[:27]),
+        pipeline=config,
+    )  # fmt: skip
+    assert [count for count, _ in trainer._prepared().planned.microbatch_seconds] == [1, 2, 3, 4, 6, 8]
+
+
 def test_sparse_gradients_are_found_without_their_module() -> None:
     words = TensorDataset(torch.ones(32, 4, dtype=torch.int64), Y)
     assert str(refusal(SparseCalls(), train_data=words)) == (

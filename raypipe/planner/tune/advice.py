@@ -32,7 +32,7 @@ def what_would_fit(problem: Problem) -> str:
     thrifty = dataclasses.replace(request, schedule="1f1b" if request.schedule == "auto" else request.schedule)
     minibatch, size, count = microbatches(request, len(devices))
     if request.num_microbatches is None:
-        size = min(request.least_microbatch, minibatch)
+        size = request.smallest_microbatch(minibatch)
         count = -(-minibatch // size)
     places = len(problem.profile.graph.cut_positions()) + 1
     stages = request.num_stages

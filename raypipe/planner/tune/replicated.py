@@ -348,11 +348,12 @@ def _sizes(problem: Problem, request: Request) -> list[tuple[int, int]]:
     if request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
         return [(count, size)]
     shape, lanes = request.replicas_of(stages), request.num_lanes(stages)
-    least = min(request.least_microbatch, minibatch)
     found = [
         (n, b)
         for n, b in all_sizes(minibatch)
-        if b >= least and max(shape) <= n <= MOST_EACH * sum(shape) and (minibatch % n == 0 or n % lanes == 0)
+        if max(shape) <= n <= MOST_EACH * sum(shape)
+        and (minibatch % n == 0 or n % lanes == 0)
+        and request.takes(minibatch, b)
     ]
     return found or [(count, size)]
 

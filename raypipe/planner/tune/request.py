@@ -40,7 +40,7 @@ class Request:
         leaf_factor: bytes of the copies of the parameters that forwards use, per byte of parameters; 0 for none.
         state_copies: of each stage's state and, as large, of another one's that every worker keeps in memory.
         reserve_bytes: kept free on every worker.
-        least_microbatch: samples that the model needs at once.
+        least_microbatch: samples that the model needs at once; see ``takes``.
         weight_versions, update_interval, vertical_sync: of asynchronous schedules.
         per_replica: stages update every R_s micro-batches, as in PipeDream.
         clips: gradients are clipped by their norm.
@@ -109,6 +109,19 @@ class Request:
     def as_1f1b(self) -> Request:
         """The same request with 1F1B, which holds the fewest micro-batches."""
         return replace(self, schedule="1f1b", slack=None, group_size=None)
+
+    def takes(self, minibatch: int, samples: int) -> bool:
+        """Whether the model takes every micro-batch of an epoch whose mini-batches are cut after so many samples each.
+
+        What is left of a mini-batch, and of the epoch's last one, is a smaller micro-batch. A mini-batch that is itself
+        too small counts for none of this: no number of micro-batches makes it larger.
+        """
+        wholes = filter(None, (minibatch, self.num_samples % minibatch))
+        return all((whole % samples or samples) >= min(self.least_microbatch, whole) for whole in wholes)
+
+    def smallest_microbatch(self, minibatch: int) -> int:
+        """Samples of the smallest micro-batches that the model takes; at most the whole mini-batch."""
+        return next(size for size in range(1, minibatch + 1) if self.takes(minibatch, size))
 
     @property
     def overlaps(self) -> bool:
@@ -185,9 +198,12 @@ def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
     if request.num_microbatches is None and request.in_lanes:
         lanes = request.num_lanes(num_stages)
         least = wanted // 2 if request.kind.synchronous else 0  # asynchronous replicas need equal shares
-        even = (n for n in range(wanted // lanes * lanes, least, -lanes) if _parted(minibatch, n) == n)
-        wanted = next(even, wanted)
+        even = [n for n in range(wanted // lanes * lanes, least, -lanes) if _parted(minibatch, n) == n]
+        taken = (n for n in even if request.takes(minibatch, math.ceil(minibatch / n)))
+        wanted = next(taken, next(iter(even), wanted))
     size = math.ceil(minibatch / wanted)
+    if request.num_microbatches is None and not request.in_lanes:
+        size = next(larger for larger in range(size, minibatch + 1) if request.takes(minibatch, larger))
     return minibatch, size, math.ceil(minibatch / size)
 
 

@@ -11,6 +11,7 @@ curve gives their sum.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +47,13 @@ def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float
 
 
 def seconds_by_count(
-    profile: Profile, minibatch_size: int, num_microbatches: int, least: int = 1
+    profile: Profile, minibatch_size: int, num_microbatches: int, takes: Callable[[int], bool] = bool
 ) -> tuple[tuple[int, float], ...]:
     """(M, seconds of one micro-batch through the whole model) for every M that cuts the mini-batch evenly.
 
     Args:
         num_microbatches: that is planned; it need not be even.
-        least: samples that the model needs in a micro-batch.
+        takes: samples of a micro-batch -> whether the model takes all that an epoch is cut into.
 
     Returns:
         empty where the model was measured at one size only.
@@ -60,7 +61,7 @@ def seconds_by_count(
     times = times_of(profile)
     if times is None:
         return ()
-    even = {m for m in range(1, minibatch_size + 1) if minibatch_size % m == 0 and minibatch_size // m >= least}
+    even = {m for m in range(1, minibatch_size + 1) if minibatch_size % m == 0 and takes(minibatch_size // m)}
     counts = sorted(even | {num_microbatches})
     return tuple((m, seconds_at(profile, times, -(-minibatch_size // m))) for m in counts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from raypipe.errors import PlanError
@@ -80,12 +81,12 @@ def chosen_sizes(
             _slowest_stage(problem, rough, free, unbound),
             minibatch,
             _pipe(request, rough, cluster, count),
-            Bounds(fits, request.least_microbatch, math.lcm(*rough.replicas)),
+            Bounds(fits, partial(request.takes, minibatch), math.lcm(*rough.replicas)),
         )
     except PlanError:
         # The solver's refusal of the smallest micro-batches names stage, action and bytes.
-        least = min(request.least_microbatch, minibatch)
-        smallest = limits_of(request, num_stages, stages, -(-minibatch // least), least)
+        size = request.smallest_microbatch(minibatch)
+        smallest = limits_of(request, num_stages, stages, -(-minibatch // size), size)
         fitting_partition(solver, problem.short, cluster, smallest)
         raise
 

@@ -33,8 +33,7 @@ def best_small(problem: Problem, num_stages: int | None) -> Decision | None:
     minibatch, size, count = microbatches(request, num_stages)
     sizes = [(count, size)]
     if request.num_microbatches is None:
-        least = min(request.least_microbatch, minibatch)
-        sizes = [(n, b) for n, b in all_sizes(minibatch) if b >= least]
+        sizes = [(n, b) for n, b in all_sizes(minibatch) if request.takes(minibatch, b)]
     graphs = [(n, b, problem.at(b, graph)) for n, b in sizes]
     if request.schedule == "auto" and num_stages == 1:
         request = request.as_1f1b()

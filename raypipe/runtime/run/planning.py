@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from raypipe.engine.capture.recipe import ModelRecipe
@@ -175,9 +176,9 @@ def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
     if basis.retunes_microbatches:
         assert basis.profile is not None
         most_replicas = max(decision.request.replicas_of(decision.partition.num_stages))
-        sizes = decision.minibatch_size, decision.num_microbatches, decision.request.least_microbatch
-        # Every replica has some of them.
-        counts = tuple(at for at in seconds_by_count(basis.profile, *sizes) if at[0] >= most_replicas)
+        takes = partial(decision.request.takes, decision.minibatch_size)
+        by_count = seconds_by_count(basis.profile, decision.minibatch_size, decision.num_microbatches, takes)
+        counts = tuple(at for at in by_count if at[0] >= most_replicas)  # every replica has some of them
     return _Cut(plan, programs, _budgets(decision), counts)
 
 

@@ -57,7 +57,7 @@ def test_every_node_follows_its_line(profile: Profile, samples: int) -> None:
 
 @given(profiles(), st.integers(1, 48), st.integers(1, 60), st.integers(1, 4))
 def test_micro_batches_that_cut_evenly_have_seconds(profile: Profile, samples: int, count: int, least: int) -> None:
-    found = dict(seconds_by_count(profile, samples, count, least))
+    found = dict(seconds_by_count(profile, samples, count, lambda size: size >= least))
     assert set(found) - {count} == {m for m in range(1, samples + 1) if samples % m == 0 and samples // m >= least} - {
         count
     }
