@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, newest_step, prune
 from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.lease import Lease
 
@@ -26,6 +26,9 @@ __all__ = ["CheckpointPolicy", "Checkpoints"]
 
 AUTO_INTERVAL_S = 600.0
 """Without an interval in steps a run saves this often: what a crash may cost, against a copy of the state."""
+
+LOST_WAIT_S = 10.0
+"""That a checkpoint may still take when a worker is lost for good: a dead one is noticed at once, a hung one never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,11 @@ class Checkpoints:
         self._pool.shutdown(wait=True)
         if self._last is not None and self._last[0] == step:
             self._last[1].result()
+
+    def settle(self, error: Exception) -> None:
+        """The run ends with an error: what its stages are still writing is completed first, if they can do that."""
+        if self._last is not None:
+            wait([self._last[1]], LOST_WAIT_S if isinstance(error, StageLostError) else None)
 
     def forget_after(self, step: int) -> bool:
         """The run goes on from ``step``: what was to be completed is so no more.

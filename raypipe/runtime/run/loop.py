@@ -79,6 +79,8 @@ def run_loop(
         if lease is None or not lease.lost:
             loop.notes.event("fail", reason, step=loop.progress.at.step, **when)
             loop.notes.try_to(loop.metrics.write)
+            if isinstance(error, Exception):  # nobody who presses Ctrl-C wants to wait
+                loop.checkpoints.settle(error)
             how = RunEnd(loop.progress.at.step, loop.checkpoints.latest, error=reason)
         raise
     finally:
