@@ -20,7 +20,7 @@ from collections.abc import Callable
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan_table import smallest_bubble
-from raypipe.planner.tune.request import DEFAULT_WORKERS, PER_WORKER, Request
+from raypipe.planner.tune.request import DEFAULT_WORKERS, PER_WORKER, Request, microbatches
 
 __all__ = ["idle_notes", "rounds_of", "settled_workers", "single_notes", "used_devices"]
 
@@ -109,12 +109,15 @@ def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tupl
     if num_microbatches >= workers or request.schedule == "zb-v":
         return ()
     what = f"{num_stages} stages" + (f" on {workers} workers" if workers < num_stages else "")
-    now, then = (smallest_bubble(num_stages, workers, count) for count in (num_microbatches, 4 * workers))
+    more = min(4 * workers, microbatches(request, num_stages)[0])
+    now, then = (smallest_bubble(num_stages, workers, count) for count in (num_microbatches, more))
     one = num_microbatches == 1
-    return (
-        f"{num_microbatches} micro-batch{'es' * (not one)} for {what} leave{'s' * one} workers idle {now:.0%} of the "
-        f"time; num_microbatches={4 * workers} would leave {then:.0%}.",
-    )
+    counted = f"{num_microbatches} micro-batch{'es' * (not one)}"
+    said = f"{counted} for {what} leave{'s' * one} workers idle {now:.0%} of the time"
+    if more <= num_microbatches:
+        return (f"{said}; a larger minibatch_size can be cut into more.",)
+    allowed = ", where the loss allows several" * one  # nobody has asked it yet
+    return (f"{said}; num_microbatches={more} would leave {then:.0%}{allowed}.",)
 
 
 def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | None:

@@ -39,11 +39,17 @@ def test_the_last_micro_batch_may_be_smaller() -> None:
     assert microbatches(replace(REQUEST, num_samples=3), 4) == (3, 1, 3)
 
 
-def test_too_few_micro_batches_are_named_with_their_bubble() -> None:
-    plan = _plan(replace(REQUEST, num_stages=4, num_microbatches=2))
-    assert plan.notes == (
-        "2 micro-batches for 4 stages leave workers idle 60% of the time; num_microbatches=16 would leave 16%.",
-    )
+@pytest.mark.parametrize(("sizes", "said"), [
+    ((32, 2), "2 micro-batches for 4 stages leave workers idle 60% of the time; num_microbatches=16 would leave 16%."),
+    ((6, 2), "2 micro-batches for 4 stages leave workers idle 60% of the time; num_microbatches=6 would leave 33%."),
+    ((3, 3), "3 micro-batches for 4 stages leave workers idle 50% of the time; a larger minibatch_size can be cut into "
+     "more."),
+    ((32, 1), "1 micro-batch for 4 stages leaves workers idle 75% of the time; num_microbatches=16 would leave 16%, "
+     "where the loss allows several."),
+])  # fmt: skip
+def test_too_few_micro_batches_are_named_with_their_bubble(sizes: tuple[int, int], said: str) -> None:
+    minibatch, count = sizes
+    assert _plan(replace(REQUEST, num_stages=4, minibatch_size=minibatch, num_microbatches=count)).notes == (said,)
 
 
 def test_a_plan_reads_as_a_table_and_as_json() -> None:
