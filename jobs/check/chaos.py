@@ -123,11 +123,15 @@ def field(text: str) -> tuple[str, Any]:
 
 def trainer(folder: Path, name: str, asked: argparse.Namespace, pause_s: float) -> raypipe.PipelineTrainer:
     """The run; its undisturbed twin has another name, no pauses and no replicas."""
-    lanes: dict[str, Any] = {}
+    fields: dict[str, Any] = {
+        "num_stages": asked.stages, "minibatch_size": 32, "num_microbatches": 4, "partitioner": "parameters",
+        "schedule": asked.schedule, "codec_forward": asked.codec, "codec_backward": asked.codec,
+        "checkpoint_interval_steps": CHECKPOINT_STEPS, "retune_interval_steps": 0,
+    }  # fmt: skip
     if asked.replicas:
-        lanes["num_lanes"] = math.lcm(*asked.replicas)
+        fields["num_lanes"] = math.lcm(*asked.replicas)
         if name == TWINS[0]:
-            lanes |= {"num_replicas": list(asked.replicas), "shard_optimizer": asked.shard_optimizer}
+            fields |= {"num_replicas": list(asked.replicas), "shard_optimizer": asked.shard_optimizer}
     workers = sum(asked.replicas) or asked.stages
     return raypipe.PipelineTrainer(
         model(pause_s, asked),
@@ -135,11 +139,7 @@ def trainer(folder: Path, name: str, asked: argparse.Namespace, pause_s: float) 
         optimizer=adamw,
         lr_scheduler=decay,
         train_data=data(),
-        pipeline=raypipe.PipelineConfig(
-            num_stages=asked.stages, minibatch_size=32, num_microbatches=4, partitioner="parameters",
-            schedule=asked.schedule, codec_forward=asked.codec, codec_backward=asked.codec,
-            checkpoint_interval_steps=CHECKPOINT_STEPS, retune_interval_steps=0, **lanes, **dict(asked.set),
-        ),
+        pipeline=raypipe.PipelineConfig(**fields | dict(asked.set)),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
     )  # fmt: skip
