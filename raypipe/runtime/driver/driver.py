@@ -59,7 +59,7 @@ from raypipe.runtime.workers.fitting import fit_devices
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth, growth_of
 from raypipe.runtime.workers.packing import StoredTensors
-from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans, release_unused
+from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans
 from raypipe.runtime.workers.recovery import Recovery
 from raypipe.runtime.workers.roster import Member, shared_memory_notes
 from raypipe.runtime.workers.spares import spares_of
@@ -213,7 +213,7 @@ class _DriverActor:
         Raises:
             NotTakenOverError: they cannot go on together; they have ended.
         """
-        release_unused(owner.name)  # that the driver before waited for, or was starting a worker in
+        left.end_starting(owner.name)
         failures = left.charter.failures if given is None else 0  # a submission has its own
         charter = left.charter._replace(spec=spec, failures=failures)
         made = assemble(charter.blueprint(left.setup), charter.planned)

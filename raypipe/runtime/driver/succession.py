@@ -27,8 +27,8 @@ from raypipe.runtime.run.planning import PlanBasis
 from raypipe.runtime.run.same_run import differences, goes_on
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.workers.packing import StoredTensors, stored
-from raypipe.runtime.workers.places import living
-from raypipe.runtime.workers.roster import Member
+from raypipe.runtime.workers.places import living, release_unused
+from raypipe.runtime.workers.roster import Member, end_member
 
 __all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left", "term_left"]
 
@@ -86,6 +86,7 @@ class Left(NamedTuple):
 
     Attributes:
         roster: its living stage actors.
+        starting: actors that it had not told yet how to listen, so that they are none of the run's.
         tensors: what the run began with, of what no checkpoint holds.
     """
 
@@ -93,6 +94,13 @@ class Left(NamedTuple):
     charter: Charter
     setup: RunSetup
     tensors: StoredTensors
+    starting: list[Member]
+
+    def end_starting(self, owner: str) -> None:
+        """End what the driver was starting, and give back the places that it waited for."""
+        for member in self.starting:
+            end_member(member)
+        release_unused(owner)
 
 
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
@@ -110,13 +118,17 @@ def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
 def _answered(owner: str) -> Left | None:
     """What those of its stages say that answer now."""
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
-    asked = [(member.actor.listen.remote(), member.actor.charter.remote()) for member in roster]
-    answered, found = [], None
+    asked = [(member.actor.facts.remote(), member.actor.charter.remote()) for member in roster]
+    answered, starting, found = [], [], None
     for member, (facts, charter) in zip(roster, asked, strict=True):
         try:
-            member.facts, (packed, setup, tensors) = ray.get([facts, charter], timeout=ASK_S)
+            known, (packed, setup, tensors) = ray.get([facts, charter], timeout=ASK_S)
         except RayError:  # its lease ends it, for nobody renews that any more
             continue
+        if known is None:
+            starting.append(member)
+            continue
+        member.facts = known
         answered.append(member)
         if packed and setup is not None and found is None:
             found = packed, setup, tensors
@@ -125,7 +137,7 @@ def _answered(owner: str) -> Left | None:
     packed, setup, tensors = found
     # Few and small; from now on they are this process's, and do not end with the stage that told them.
     mine = stored(dict(tensors.read(tensors.names)))
-    return Left(answered, ray.cloudpickle.loads(packed), setup, mine)
+    return Left(answered, ray.cloudpickle.loads(packed), setup, mine, starting)
 
 
 def term_left(owner: str) -> int | None:

@@ -31,6 +31,7 @@ __all__ = [
     "Owner",
     "actor_name",
     "ask",
+    "first_unused",
     "granted",
     "in_words",
     "is_driver",
@@ -145,15 +146,25 @@ def is_driver(name: str) -> bool:
 
 def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
     """Stage actors of the driver of this name that live, and their places, by number."""
-    prefix, places = actor_name(owner, 0)[:-1], _places(owner)
-    names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
-    found = {}
-    for number in sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix)):
+    places, found = _places(owner), {}
+    for number in _named(owner):
         with contextlib.suppress(ValueError):  # it has ended meanwhile
             actor = ray.get_actor(actor_name(owner, number), namespace=NAMESPACE)
             if number in places:
                 found[number] = actor, places[number]
     return found
+
+
+def first_unused(owner: str) -> int:
+    """The first number of which the driver of this name has no stage actor and no place, and none that is ending."""
+    return 1 + max((*_named(owner), *_places(owner)), default=-1) if owner else 0
+
+
+def _named(owner: str) -> list[int]:
+    """Numbers of its stage actors, of which some may be ending."""
+    prefix = actor_name(owner, 0)[:-1]
+    names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
+    return sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
 
 
 def release_orphans(owner: str) -> None:

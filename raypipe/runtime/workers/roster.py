@@ -24,6 +24,7 @@ from raypipe.runtime.workers.places import (
     Owner,
     actor_name,
     ask,
+    first_unused,
     granted,
     release,
     wait_for,
@@ -109,7 +110,8 @@ class Roster:
         self.waiting: dict[int, PlacementGroup] = {}
         self.starting = 0
         self.patience_s: float | None = None
-        self._started = 1 + max((member.number for member in living), default=-1)  # members so far
+        # The next number. Actors that an earlier driver started and that are ending still bear theirs.
+        self._started = max((first_unused(self._owner.name), *(1 + member.number for member in living)))
         self.grow(count)
 
     def grow(self, count: int, patience_s: float | None = None) -> None:

@@ -51,7 +51,7 @@ from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import joined
 from raypipe.runtime.workers.copying_actor import COPY_GROUPS
-from raypipe.runtime.workers.granted import DeviceOf, granted
+from raypipe.runtime.workers.granted import DeviceOf
 from raypipe.runtime.workers.identity import facts_of
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
@@ -84,9 +84,8 @@ class _StageActor(LinkedActor, ReplayingActor):
 
     @ray.method(concurrency_group="control")
     def listen(
-        self, transport: str = "tcp", ports: tuple[int, int] | None = None, share: float = 0.0,
-        device_of: DeviceOf = granted,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, transport: str, ports: tuple[int, int] | None, share: float, device_of: DeviceOf
+    ) -> dict[str, Any]:
         """Be there for the peers; who and where this actor is.
 
         Args:
@@ -103,6 +102,12 @@ class _StageActor(LinkedActor, ReplayingActor):
                 self._device = device_of(share)
                 self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports, self._device)
             return facts_of(self._endpoint.address, self._device)
+
+    @ray.method(concurrency_group="control")
+    def facts(self) -> dict[str, Any] | None:
+        """What ``listen`` has said; None of an actor that nobody has told yet how to listen."""
+        with self._listening:
+            return None if self._endpoint is None else facts_of(self._endpoint.address, self._device)
 
     @ray.method(concurrency_group="pulse")
     def pulse(self, term: int, lease_s: float) -> Pulse | None:

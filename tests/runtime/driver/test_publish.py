@@ -253,7 +253,7 @@ def test_a_stage_tells_that_it_does_not_hear_its_driver(published: tuple[Any, fl
 
 def _is_gone(actor: Any) -> bool:
     try:
-        ray.get(actor.listen.remote(), timeout=60)
+        ray.get(actor.facts.remote(), timeout=60)
     except ray.exceptions.RayActorError:
         return True
     return False

@@ -12,11 +12,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.api.handle import RunHandle
 from raypipe.api.result import Result
 from raypipe.errors import ConfigError, StageError
-from raypipe.runtime.workers.places import NAMESPACE, is_driver
+from raypipe.runtime.workers.places import NAMESPACE, actor_name, ask, first_unused, is_driver
+from raypipe.runtime.workers.worker import StageActor
 from tests import processes
 from tests.runtime.left_over import NOTHING, Held, ours
 from tests.runtime.run.test_planning import trainer
@@ -84,6 +87,27 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     found = events(tmp_path / "both", "recovery")
     assert found != []
     assert events(tmp_path / "both", "resume") == []
+
+
+def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Held, tmp_path: Path) -> None:
+    """Nobody had told it how its links travel; the next driver, which has lost a stage, starts another one."""
+    handle = surviving(tmp_path, "starting", "noisy", transport="collective", checkpoint_interval_steps=5).start(STEPS)
+    reached(handle, 10)
+    wait_until(lambda: handle.status().checkpoint != "")
+    (owner,) = filter(is_driver, ours().drivers - before.drivers)
+    number, stages = first_unused(owner), stages_of(handle)
+    (place,) = ask(owner, [number], {"CPU": 0.01}).values()
+    assert place.wait(WAIT_S)
+    there = PlacementGroupSchedulingStrategy(placement_group=place)
+    named = {"name": actor_name(owner, number), "namespace": NAMESPACE, "lifetime": "detached"}
+    starting = StageActor.options(num_cpus=0.01, scheduling_strategy=there, **named).remote(WAIT_S)
+    assert ray.get(starting.facts.remote(), timeout=WAIT_S) is None
+    os.kill(stages[1], signal.SIGKILL)
+    kill_driver(tmp_path / "starting")
+    wait_until(lambda: events(tmp_path / "starting", "recovery") != [], WAIT_S)
+    with pytest.raises(RayActorError):
+        ray.get(starting.facts.remote(), timeout=WAIT_S)
+    whole(tmp_path, "starting", handle.wait(timeout_s=WAIT_S), "noisy")
 
 
 def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held, tmp_path: Path) -> None:
