@@ -314,6 +314,8 @@ class Changing:
         self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
         self._save_dropped()
+        if back.position is not None:  # the checkpoint may have come to count a moment ago, and not be known here yet
+            parts.checkpoints.find()
         # One of a later step may have come to count meanwhile. That step, and what belongs behind it, is done again.
         progress.saved = progress.completed = min(parts.checkpoints.latest_step, progress.at.step)
 
