@@ -251,12 +251,13 @@ class Faults:
     def _actors(self) -> dict[int, str]:
         """Ids of the actors of the stages in use, by process."""
         actors = [actor for actor, _ in living(driver_name(self._handle.name)).values()]
-        said = {actor: actor.listen.remote() for actor in actors}
+        said = {actor: actor.facts.remote() for actor in actors}
         ray.wait(list(said.values()), num_returns=len(said), timeout=10.0)
         found = {}
         for actor, ref in said.items():
             with contextlib.suppress(RayError):
-                found[ray.get(ref, timeout=0)["process"]] = actor._actor_id.hex()
+                if (facts := ray.get(ref, timeout=0)) is not None:
+                    found[facts["process"]] = actor._actor_id.hex()
         used = {stage["process"] for stage in self._stages()}
         return {process: actor for process, actor in found.items() if process in used}
 
