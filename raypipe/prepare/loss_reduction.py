@@ -106,6 +106,8 @@ def find_reduction(
 
     if loss_fn is not None:
         outputs = outputs_unrun(captured, rows) if unfilled else trial.outputs(rows)
+        if outputs is not None and not unfilled:
+            trial.refuse_unrepeatable(loss_fn, outputs, list(rows.values())[-1])
         terms = _terms_of_loss_fn(loss_fn, outputs, rows)
         if terms is None and outputs is not None and not unfilled:
             trial.watch_rows(loss_fn, outputs, list(rows.values())[-1])

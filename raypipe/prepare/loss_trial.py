@@ -9,15 +9,18 @@ import contextvars
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
-from raypipe.engine.trial.loss_check import Grouping, group_losses
+from raypipe.engine.stage_buffers import same_bits
+from raypipe.engine.trial.loss_check import Grouping, group_losses, tolerance_of
 from raypipe.engine.trial.rehearsal import scalar
 from raypipe.engine.trial.watched_rows import refuse_rows_crossed_in
 from raypipe.errors import CaptureError
@@ -34,6 +37,7 @@ class LossTrial:
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
         self._model, self._loss_fn, self._seed = model, loss_fn, seed
         self._draws = False
+        self._loss_dtype = torch.float32
 
     def outputs(self, rows: Columns) -> Any:
         """Of the model, in its own structure; None where it cannot run like this."""
@@ -55,13 +59,48 @@ class LossTrial:
             CaptureError: the loss is no scalar.
         """
         try:
-            with _evaluating(self._model):
-                found = group_losses(rows, self._loss)
+            with _evaluating(self._model) as put_back:
+                whole, found = group_losses(rows, lambda some: self._loss(some, put_back))
         except CaptureError:
             raise
         except Exception:  # noqa: BLE001  (as above)
             return None
-        return None if self._draws else found  # other rows would draw other numbers
+        if self._draws:  # other rows would draw other numbers
+            return None
+        tolerance = tolerance_of(self._loss_dtype)
+        return whole, [replace(grouping, tolerance=tolerance) for grouping in found]
+
+    def refuse_unrepeatable(self, loss_fn: LossFn, outputs: Any, target: torch.Tensor) -> None:
+        """Refuse a loss that is not the same function of its arguments whenever it is called.
+
+        Raises:
+            CaptureError: it draws random numbers, or changes a buffer of its own.
+        """
+        buffers = dict(loss_fn.named_buffers()) if isinstance(loss_fn, torch.nn.Module) else {}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        given = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (outputs, target))
+        try:
+            with self._forgetting(), one_thread(), KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+                loss_fn(*given)
+        except Exception:  # noqa: BLE001  (whatever it is, training says it better)
+            return
+        finally:
+            changed = [name for name, buffer in buffers.items() if not same_bits(buffer, before[name])]
+            with torch.no_grad():
+                for name in changed:
+                    buffers[name].copy_(before[name])
+        if changed:
+            raise CaptureError(
+                f"loss_fn changes its buffer {changed[0]!r} in every call. No checkpoint holds what a loss keeps, and "
+                "evaluations would change it too. Keep it in a buffer of the model, and let forward return what the "
+                "loss needs of it."
+            )
+        if mode.index:
+            raise CaptureError(
+                "loss_fn draws random numbers, which nothing but a model's forward may: draws there are keyed by seed, "
+                "step and micro-batch, and so the same wherever stages run. Let forward draw them and return what the "
+                "loss needs."
+            )
 
     def _run(self, rows: Columns) -> Any:
         values = {name: column.clone() for name, column in rows.items()}
@@ -84,30 +123,44 @@ class LossTrial:
         finally:
             memory.restore()
 
-    def _loss(self, rows: Columns) -> float:
+    def _loss(self, rows: Columns, put_back: Callable[[], None]) -> float:
         with self._forgetting():
-            return contextvars.copy_context().run(self._first_loss, rows)
+            try:
+                return contextvars.copy_context().run(self._first_loss, rows)
+            finally:
+                put_back()
 
     def _first_loss(self, rows: Columns) -> float:
         output = self._run(rows)
         if self._loss_fn is None:
-            return float(own_loss(self._model, output))
-        return float(scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values())))))
+            loss = own_loss(self._model, output)
+        else:
+            loss = scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
+        self._loss_dtype = loss.dtype
+        return float(loss)
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients, on all threads, for a large model takes a while; all is put back."""
+def _evaluating(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Evaluation mode, without gradients, on all threads, for a large model takes a while; all is put back.
+
+    Yields:
+        what puts the buffers back between two calls.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+
     model.eval()
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss over one row
-            yield
+            yield put_back
     finally:
         for name, module in model.named_modules():
             module.training = modes[name]
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
+        put_back()

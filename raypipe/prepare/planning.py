@@ -101,7 +101,7 @@ def prepare(
     )
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
     modes, unregistered = note_on_modes(turned_on(found.model)), note_on_unregistered(found.model)
-    notes = [modes, unregistered, _on_forgotten(found.captured.forgotten)]
+    notes = [modes, unregistered, _on_forgotten(found.captured.forgotten), _on_extra_state(found.model)]
     notes += [_ON_DRAWS] if job.settings.optimizer_draws else []
     notes += profiled.notes if here and rates and profiled else ()  # whose seconds they are
     return reduce(Job.noting, filter(None, notes), job)
@@ -117,6 +117,18 @@ def _on_forgotten(buffers: Sequence[str]) -> str:
         "run that goes on begins with its first value, and does not train what an undisturbed one does. Register it "
         "with persistent=True."
     )
+
+
+def _on_extra_state(model: torch.nn.Module) -> str:
+    """What a plan says of state that modules keep in a form of their own; empty of none."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            return (
+                f"no checkpoint holds what get_extra_state() of the module {path!r} ({type(module).__name__}) returns: "
+                "checkpoints are tensors by name. Keep it in a buffer, or load them with "
+                "model.load_state_dict(..., strict=False) into a model that has it."
+            )
+    return ""
 
 
 @in_one_paragraph()

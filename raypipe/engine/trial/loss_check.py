@@ -20,7 +20,9 @@ import torch
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.errors import DataError, RaypipeError
 
-__all__ = ["MANY_ROWS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "rows_through", "weights_of"]
+__all__ = [
+    "MANY_ROWS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "rows_through", "tolerance_of", "weights_of",
+]  # fmt: skip
 
 NUM_ROWS = 4
 """That go through the model."""
@@ -42,11 +44,18 @@ class Grouping:
         sizes: of the micro-batches.
         parts: their columns.
         losses: of each, as the user's code computes it.
+        tolerance: of the largest loss, by which sums may differ; see ``tolerance_of``.
     """
 
     sizes: tuple[int, ...]
     parts: tuple[Columns, ...]
     losses: tuple[float, ...]
+    tolerance: float = TOLERANCE
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Of losses of this type: those of 16 bits are rounded more coarsely than float32 sums differ."""
+    return max(TOLERANCE, 2 * torch.finfo(dtype).eps) if dtype.is_floating_point else TOLERANCE
 
 
 def group_losses(rows: Columns, loss_of: Callable[[Columns], float]) -> tuple[float, list[Grouping]]:
@@ -96,7 +105,7 @@ def misfit(whole: float, grouping: Grouping, weights: Sequence[float] | None) ->
         return None if math.isnan(whole) else math.nan
     total = math.fsum(w * loss for w, loss in zip(weights, grouping.losses, strict=True) if w)
     scale = max(abs(whole), *map(abs, (x for x in grouping.losses if math.isfinite(x))), 1e-3)
-    return None if abs(total - whole) <= TOLERANCE * scale else total
+    return None if abs(total - whole) <= grouping.tolerance * scale else total
 
 
 def weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
