@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from raypipe.engine.capture.explain import draws_from
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
-from raypipe.engine.capture.regions import body_of, fold, in_levels, refuse_draws
+from raypipe.engine.capture.regions import body_of, fold, in_levels, line_of, refuse_draws
 from raypipe.engine.capture.traced import UNCAST, Traced
 from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.engine.region import Body, Choice
@@ -26,6 +26,9 @@ __all__ = ["copy_nodes", "flatten"]
 aten = torch.ops.aten
 
 _DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
+
+_AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+"""That torch.export leaves as they are where it makes no region of what is between them."""
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
@@ -124,6 +127,9 @@ def copy_nodes(
     for node in in_levels(source.nodes):
         if isinstance(node, list):
             found = fold(node, env, graph)
+            if uncast:
+                for new in found.values():  # an output of the operation that the levels of vmap have become
+                    new.all_input_nodes[0].meta[UNCAST] = uncast
             env.update({old: _detached(graph, new) if detached else new for old, new in found.items()})
             continue
         if node.op in ("placeholder", "output"):
@@ -136,6 +142,11 @@ def copy_nodes(
             raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
         if str(node.target).startswith(_DROPPED):
             continue
+        if node.target in _AUTOCAST_ENDS:
+            raise CaptureError(
+                f"The model calls torch.cond in a region of torch.autocast{line_of(node)}, of which torch.export loses "
+                "the region. Call it outside of the region, or cast its operands by hand (x.float()) in place of one."
+            )
         if detached:
             _refuse_outside_update(node, source, env, traced)
         mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -147,6 +158,9 @@ def copy_nodes(
             predicate, *bodies, operands = args
             choice = Choice(*(_body(body, traced, detached) for body in bodies))
             env[node] = copy = graph.create_node("call_function", choice, (predicate, *operands), {}, node.name)
+        elif node.target is operator.getitem and isinstance(args[0], list | tuple):
+            env[node] = args[0][args[1]]  # an output of a region, whose operations have their marks already
+            continue
         else:
             env[node] = copy = _copy_call(graph, traced, node, args, dict(kwargs))
         copy.meta = {k: node.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in node.meta}
@@ -225,8 +239,6 @@ def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool, 
 
 def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
     target: Any = node.target
-    if target is operator.getitem and isinstance(args[0], list | tuple):
-        return args[0][args[1]]  # an output of an inlined region
     if target is aten.detach_.default:
         target = aten.detach.default
     draws = num_draws(target, args, kwargs)

@@ -25,6 +25,7 @@ from raypipe.engine.capture.flatten import flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost, own_forward
 from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
+from raypipe.engine.capture.lstm_types import lstm_types_kept
 from raypipe.engine.capture.regions import lost_body
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.capture.traced import Traced
@@ -119,7 +120,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """What a trace would lose is refused or kept; of a model that returns its loss, that and what metrics read."""
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     surroundings = surroundings_kept(f"{type(model).__name__}.forward")
-    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), loss:
+    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), lstm_types_kept(model), loss:
         yield
 
 
