@@ -17,6 +17,7 @@ from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_
 from raypipe.engine.capture.guards import returned
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.trial.backward_state import refuse_changed_by_backward
 from raypipe.engine.trial.reads import no_reads_of
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, DataError, RaypipeError
@@ -206,7 +207,10 @@ def rehearse(
         if training:
             assert isinstance(total, torch.Tensor)
             trained = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if leaf.requires_grad]
+            before = [buffer.clone() for buffer in buffers]
             _backward(total, trained, captured)
+            held = (dict(zip(function.buffers, some, strict=True)) for some in (before, buffers))
+            refuse_changed_by_backward(*held)
 
 
 def _learning(captured: Capture) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from raypipe.engine.precision import computing, converted, model_converted
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import GraphFunction, StageFunction, StageProgram
+from raypipe.engine.trial.backward_state import refuse_changed_by_backward
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, RaypipeError
 from raypipe.ir.precision import Precision
@@ -147,7 +148,9 @@ def _called(
                 output = model(**dict(zip(columns, converted([*values, last_value], precision), strict=True)))
         loss = own_loss(model, output) if loss_fn is None else loss_fn(output, last_value)
     _check_scalar(loss)
+    before = _contents(model.named_buffers())
     loss.backward()
+    refuse_changed_by_backward(before, dict(model.named_buffers()))
     named = model.named_parameters()
     gradients = {name: p.grad if p.grad is None or last else p.grad.clone() for name, p in named}
     buffers = _contents(model.named_buffers())
