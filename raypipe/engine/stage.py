@@ -23,7 +23,10 @@ from raypipe.engine.region import compiled
 from raypipe.errors import StageError
 from raypipe.ir.precision import FP32, Precision
 
-__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
+__all__ = ["GraphFunction", "Loss", "Site", "StageFunction", "StageProgram"]
+
+Loss = Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor | tuple[torch.Tensor, ...]]
+"""(outputs of the last stage, targets) -> a scalar, or parts that add up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class StageProgram:
         shared_with: for each shared parameter held here too, the stages that hold it, this one included.
         num_sites: uses of each parameter in the whole model.
         order: position of each parameter in the user's named_parameters(), for norms in one order.
-        loss: (outputs of the last stage, targets) -> scalar, or parts that add up to it; None before the last stage.
+        loss: None before the last stage; see ``loss_by_mode``.
         targets: columns that the loss reads; empty before the last stage and where the model returns its loss.
         first_trainable: lowest stage with a trainable parameter.
         asked: by metrics of a model that returns its own loss, on the last stage.
@@ -109,7 +112,7 @@ class StageProgram:
     shared_with: dict[str, tuple[int, ...]]
     num_sites: dict[str, int]
     order: dict[str, int]
-    loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor | tuple[torch.Tensor, ...]] | None
+    loss: Loss | None
     targets: tuple[str, ...]
     first_trainable: int
     asked: Asked = Asked()  # noqa: RUF009  (immutable)
@@ -128,12 +131,18 @@ class StageProgram:
         self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor]
     ) -> tuple[Any, list[Any]]:
         """(output, what stands behind it) as metrics take them, from what the last stage returns in evaluation."""
-        as_returned = getattr(self.loss, "as_returned", None)
+        as_returned = getattr(self.loss_by_mode["eval"], "as_returned", None)
         if as_returned is not None:
             return as_returned(outputs), [columns[name] for name in self.targets]
         kept = outputs[len(outputs) - len(self.asked.outputs) :]
         batch = fields_of({name: columns[name] for name in self.asked.columns}, self.asked.column_names)
         return fields_of(dict(zip(self.asked.outputs, kept, strict=True)), self.asked.output_names), [batch]
+
+    @property
+    def loss_by_mode(self) -> dict[str, Loss | None]:
+        """As ``modes``, for a model may return another structure in evaluation; "eval" is always there."""
+        in_evaluation = getattr(self.loss, "in_evaluation", None)
+        return {"train": self.loss, "eval": self.loss if in_evaluation is None else in_evaluation()}
 
     def whole_loss(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the last stage's outputs, its parts added up."""

@@ -99,7 +99,7 @@ class StageWork:
         self.buffers = StageBuffers(self._modes, state.buffers)
         self._shares_buffers = exchanged and not settings.replicated_buffers
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
-        self._loss = placed_loss(self.program.loss, crossing)
+        self._loss = {mode: placed_loss(loss, crossing) for mode, loss in self.program.loss_by_mode.items()}
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
         self._tokens = TokenCount(run.token_column)
         evaluates = self._leads and self.last and "eval" in run.sources
@@ -257,7 +257,7 @@ class StageWork:
             if not self.last:
                 return outputs
             losses = outputs if training else self.program.without_asked(outputs)
-            parts = loss_parts(self._loss, self.program.targets, losses, given.columns, data.weights, microbatch)
+            parts = loss_parts(self._loss[mode], self.program.targets, losses, given.columns, data.weights, microbatch)
             if self._meter is not None and not training:
                 samples = segment.microbatch_samples[microbatch - segment.first_microbatch]
                 seen = self._crossing.to_host(outputs, Crosses.METRICS)
@@ -287,9 +287,9 @@ class StageWork:
 
         def again(some: Given) -> None:
             outputs = computed(some._replace(buffers={name: x.clone() for name, x in given.buffers.items()}))
-            if self._loss is not None:
+            if (loss := self._loss["train" if self._training else "eval"]) is not None:
                 losses = outputs if self._training else self.program.without_asked(outputs)
-                self._loss(losses, [some.columns[name] for name in self.program.targets])
+                loss(losses, [some.columns[name] for name in self.program.targets])
 
         row = failing_row(again, given, samples, error)
         if row is not None:

@@ -29,7 +29,7 @@ from raypipe.engine.capture.changed_buffers import changed_buffers
 from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.lines import lines_of
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_parts
-from raypipe.engine.capture.recipe import Loss, ModelRecipe, TracedRecipe
+from raypipe.engine.capture.recipe import ModelRecipe, TracedRecipe
 from raypipe.engine.capture.same_memory import refuse_constants, refuse_same_memory
 from raypipe.engine.capture.sequential import (
     SequentialModel,
@@ -43,7 +43,7 @@ from raypipe.engine.capture.view import model_graph
 from raypipe.engine.initial.stand_ins import stand_ins
 from raypipe.engine.meter import Asked
 from raypipe.engine.precision import computing, converted, model_in, refuse_other_types
-from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage import Loss, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.precision import FP32, Precision
@@ -55,14 +55,26 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
 
 
+class _Returned(NamedTuple):
+    """The structure of what a model returns; None for one tensor. Fixed are leaves that are none: position, value."""
+
+    spec: pytree.TreeSpec | None
+    fixed: tuple[tuple[int, Any], ...] = ()
+
+    @classmethod
+    def of(cls, mode: Analysis) -> _Returned:
+        """By a model that was traced in this mode."""
+        return cls(mode.traced.out_spec, mode.fixed)
+
+
 @dataclass(frozen=True, slots=True)
 class _UserLoss:
     """The user's loss on the structure that the model returns."""
 
     loss_fn: LossFn
-    out_spec: pytree.TreeSpec | None
+    returned: _Returned
     precision: Precision
-    fixed: tuple[tuple[int, Any], ...] = ()  # leaves that are no tensors: position, value
+    evaluated: _Returned | None = None  # in evaluation, where nothing is said otherwise the same
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         with computing(self.precision, outputs):
@@ -71,9 +83,13 @@ class _UserLoss:
     def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """The last stage's outputs in the structure that the model returns."""
         leaves: list[Any] = list(outputs)
-        for position, value in self.fixed:
+        for position, value in self.returned.fixed:
             leaves.insert(position, value)
-        return leaves[0] if self.out_spec is None else pytree.tree_unflatten(leaves, self.out_spec)
+        return leaves[0] if self.returned.spec is None else pytree.tree_unflatten(leaves, self.returned.spec)
+
+    def in_evaluation(self) -> _UserLoss:
+        """The same on what the model returns then."""
+        return replace(self, returned=self.evaluated or self.returned)
 
 
 def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
@@ -286,7 +302,7 @@ def _children_captured(model: nn.Sequential, taken: _Example, about: _About) -> 
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         raise untraceable(model, taken.args, taken.kwargs, taken.inputs, error) from None
     children = SequentialModel(tuple(train), tuple(evaluation) if about.evaluates else None, taken.inputs[0])
-    loss: Loss = _own_loss if about.loss_fn is None else _UserLoss(about.loss_fn, None, about.precision)
+    loss: Loss = _own_loss if about.loss_fn is None else _UserLoss(about.loss_fn, _Returned(None), about.precision)
     return _Found(sequential_graph(train, about.held, about.frozen), children, children, loss)
 
 
@@ -305,7 +321,8 @@ def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
     source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
     loss: Loss = _own_loss
     if loss_fn is not None:
-        loss = _UserLoss(loss_fn, source.train.traced.out_spec, about.precision, source.train.fixed)
+        evaluated = None if source.eval is None else _Returned.of(source.eval)
+        loss = _UserLoss(loss_fn, _Returned.of(source.train), about.precision, evaluated)
     graph = model_graph(source.train, taken.samples, about.held, about.frozen)
     stages = _recipe_of(source, taken.samples, about.held, type(model).__name__)
     return _Found(graph, stages, source, loss, terms)

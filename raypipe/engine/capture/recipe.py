@@ -10,7 +10,7 @@ nn.Sequential (sequential.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,15 +25,14 @@ from raypipe.engine.capture.cut import (
 )
 from raypipe.engine.capture.lines import Kind, Lines
 from raypipe.engine.meter import Asked
-from raypipe.engine.stage import StageFunction, StageProgram
+from raypipe.engine.stage import Loss, StageFunction, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.precision import FP32, Precision
 
-__all__ = ["Loss", "ModelRecipe", "StagesOf", "TracedRecipe"]
+__all__ = ["ModelRecipe", "StagesOf", "TracedRecipe"]
 
 Tensors = tuple[torch.Tensor, ...]
-Loss = Callable[[Tensors, Sequence[torch.Tensor]], torch.Tensor | Tensors]
 
 
 class StagesOf(Protocol):

@@ -27,7 +27,7 @@ def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mappin
     if changed is not None:
         raise CaptureError(
             f"The backward changes the buffer {changed!r} of the model. In a pipeline backwards come in another order, "
-            "so that it would hold other numbers than in plain PyTorch. If torch.utils.checkpoint is around its module, "
-            "whose forward then runs twice, take that out and set recompute='always', with which it changes once; else "
-            "let the forward change it."
+            "so that it would hold other numbers than in plain PyTorch. If torch.utils.checkpoint is around its "
+            "module, whose forward then runs twice, take that out and set recompute='always', with which it changes "
+            "once; else let the forward change it."
         )

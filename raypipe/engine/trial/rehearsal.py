@@ -194,12 +194,13 @@ def rehearse(
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
             raise _of_model(model, captured, rows, error) from None
-        assert program.loss is not None
+        loss = program.loss_by_mode["train" if training else "eval"]
+        assert loss is not None
         outputs = outputs if training else program.without_asked(outputs)
         targets = _copied(rows, program.targets)
         try:
             with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, given=(*outputs, *targets)):
-                found = program.loss(outputs, targets)
+                found = loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
             raise _of_loss(model, captured, rows, error) from None
         parts = found if isinstance(found, tuple) and captured.loss_fn is None else (found,)
