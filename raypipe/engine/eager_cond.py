@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from torch.utils._python_dispatch import (
 from raypipe.engine.torch_parts import enter_around_operators
 from raypipe.errors import CaptureError
 
-__all__ = ["run_conds_outside_of"]
+__all__ = ["evaluating", "run_conds_outside_of"]
 
 _outside_of: type[TorchDispatchMode] | None = None
 _backward = CondAutogradOp.backward
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
 _one_at_a_time = threading.RLock()
+_without_gradients = ContextVar("_without_gradients", default=False)
 
 
 def run_conds_outside_of(mode: type[TorchDispatchMode]) -> None:
@@ -44,9 +46,20 @@ def run_conds_outside_of(mode: type[TorchDispatchMode]) -> None:
 
 
 @contextmanager
+def evaluating() -> Iterator[None]:
+    """Nothing has gradients inside, as in an evaluation, so that no no_grad of a forward can be lost."""
+    token = _without_gradients.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _without_gradients.reset(token)
+
+
+@contextmanager
 def _outside() -> Iterator[None]:
     assert _outside_of is not None
-    if torch.compiler.is_exporting() and not torch.is_grad_enabled():
+    if torch.compiler.is_exporting() and not (torch.is_grad_enabled() or _without_gradients.get()):
         raise CaptureError(
             f"forward calls torch.cond under torch.no_grad{_users_line()}; torch.export would lose the no_grad. Give "
             "torch.cond detached operands outside of the region instead."

@@ -1,4 +1,4 @@
-"""Models that return another structure in evaluation, as GoogLeNet, which leaves out its auxiliary outputs."""
+"""Models that return something else in evaluation, as GoogLeNet, which leaves out its auxiliary outputs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Switches(nn.Module):
             )
         if self.kind == "flag":
             return logits + self.aux(middle), self.training
+        if self.kind == "gradients":
+            return logits + self.aux(middle) if torch.is_grad_enabled() else logits
         return (logits, self.aux(middle)) if self.training else logits
 
 
@@ -54,13 +56,17 @@ def fewer(output: Any, target: torch.Tensor) -> torch.Tensor:
     return sum(functional.cross_entropy(part, target) for part in parts)  # type: ignore[return-value]
 
 
+def gradients(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, target)
+
+
 def tensors_of(output: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(output)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
-@pytest.mark.parametrize("loss_fn", [keys, flag, fewer])
+@pytest.mark.parametrize("loss_fn", [keys, flag, fewer, gradients])
 def test_evaluations_and_predictions_are_those_of_the_model(loss_fn: Any, precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Switches(loss_fn.__name__)

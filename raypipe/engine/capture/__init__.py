@@ -40,6 +40,7 @@ from raypipe.engine.capture.sequential import (
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
+from raypipe.engine.eager_cond import evaluating
 from raypipe.engine.initial.stand_ins import stand_ins
 from raypipe.engine.meter import Asked
 from raypipe.engine.precision import computing, converted, model_in, refuse_other_types
@@ -316,13 +317,16 @@ def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
     # An example without memory is a caller's who wants all of it on the meta device.
     with nullcontext() if any(tensor.is_meta for tensor in given) else stand_ins(model):
         training = run(training=True)
-        evaluating = run(training=False, one_length=training.one_length, kept=about.asked) if about.evaluates else None
-        terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
-    source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
+        evaluated = None
+        if about.evaluates:
+            with evaluating():  # a forward may ask whether there are gradients
+                evaluated = run(training=False, one_length=training.one_length, kept=about.asked)
+        terms = _weighable_terms(model, training, evaluated) if loss_fn is None else None
+    source = TracedModel(analyse(training), None if evaluated is None else analyse(evaluated))
     loss: Loss = _own_loss
     if loss_fn is not None:
-        evaluated = None if source.eval is None else _Returned.of(source.eval)
-        loss = _UserLoss(loss_fn, _Returned.of(source.train), about.precision, evaluated)
+        in_evaluation = None if source.eval is None else _Returned.of(source.eval)
+        loss = _UserLoss(loss_fn, _Returned.of(source.train), about.precision, in_evaluation)
     graph = model_graph(source.train, taken.samples, about.held, about.frozen)
     stages = _recipe_of(source, taken.samples, about.held, type(model).__name__)
     return _Found(graph, stages, source, loss, terms)
