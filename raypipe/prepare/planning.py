@@ -17,7 +17,7 @@ from raypipe.engine.state import Settings
 from raypipe.engine.train_mode import note_on_modes, turned_on
 from raypipe.engine.trial.loss_check import MANY_ROWS
 from raypipe.engine.trial.optimizer_trial import try_optimizers
-from raypipe.engine.trial.rehearsal import rehearse_single
+from raypipe.engine.trial.rehearsal import rehearse_single, takes_one_row
 from raypipe.engine.trial.verify import verify
 from raypipe.engine.unregistered import note_on_unregistered
 from raypipe.errors import ConfigError, DataError
@@ -163,9 +163,12 @@ def _basis(
         refuse_other_graph(found.captured, profiled)
     factor, optimizer_class = optimizer_facts(given.optimizer, found.captured)
     modules = found.model.named_modules(remove_duplicate=False)
+    request = found.request
+    if wants_curve(pipeline) and not takes_one_row(found.model, found.captured, found.example):
+        request = dataclasses.replace(request, least_microbatch=2)
     return PlanBasis(
         found.captured.recipe,
-        found.request,
+        request,
         profiled,
         cluster,
         factor,

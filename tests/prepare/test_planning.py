@@ -236,9 +236,27 @@ def test_word_counts_are_of_whole_mini_batches_as_long_as_those_stay_whole() -> 
     assert str(said).endswith("or num_microbatches=1 and retune_microbatches=False.")
 
 
-def test_no_number_of_micro_batches_leaves_a_batch_norm_a_single_sample() -> None:
+class Traced(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("made", [nn.Sequential, Traced])
+def test_a_batch_norm_does_not_train_on_a_single_sample(made: type[nn.Module]) -> None:
+    """Of which a graph knows nothing: its running variance would be nan."""
+    model = made(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    said = refusal(model, train_data=TensorDataset(X[:29], Y[:29]))
+    assert "in micro-batches of 2, has a micro-batch of one sample, and the model does not train on that." in str(said)
+
+
+@pytest.mark.parametrize("made", [nn.Sequential, Traced])
+def test_no_number_of_micro_batches_leaves_a_batch_norm_a_single_sample(made: type[nn.Module]) -> None:
     """Neither chosen by the planner nor turned to by the controller: 2 + 1 would be left of the last 3 samples."""
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model = made(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     config = PipelineConfig(
         num_stages=2, minibatch_size=24, num_microbatches=4, retune_microbatches=True, schedule="kfkb",
         profile_budget_s=0.01,

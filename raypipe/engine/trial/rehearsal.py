@@ -32,6 +32,7 @@ __all__ = [
     "rehearse_evaluation",
     "rehearse_single",
     "scalar",
+    "takes_one_row",
 ]
 
 NUM_ROWS = 2
@@ -158,13 +159,26 @@ def rehearse_single(
     if microbatch_size > 1 and 1 not in (minibatch_size % microbatch_size, rest % microbatch_size):
         return
     try:
-        rehearse(model, captured, {name: x[:1] if x.dim() else x for name, x in columns.items()})
+        rehearse(model, captured, _one_row(columns))
     except RaypipeError as error:
         raise DataError(
             f"An epoch of {num_samples} samples, with minibatch_size={minibatch_size} in micro-batches of "
             f"{microbatch_size}, has a micro-batch of one sample, and the model does not train on that. {error} Or "
             "change minibatch_size, num_microbatches or the number of samples, so that there is none."
         ) from None
+
+
+def takes_one_row(model: torch.nn.Module, captured: Capture, columns: Mapping[Any, torch.Tensor]) -> bool:
+    """Whether the model trains on a micro-batch of one sample."""
+    try:
+        rehearse(model, captured, _one_row(columns))
+    except RaypipeError:
+        return False
+    return True
+
+
+def _one_row(columns: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    return {name: x[:1] if x.dim() else x for name, x in columns.items()}
 
 
 def rehearse(
@@ -194,6 +208,8 @@ def rehearse(
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
             raise _of_model(model, captured, rows, error) from None
+        if training:
+            _refuse_spoiled(captured, function.buffers, buffers, rows)
         loss = program.loss_by_mode["train" if training else "eval"]
         assert loss is not None
         outputs = outputs if training else program.without_asked(outputs)
@@ -212,6 +228,20 @@ def rehearse(
             _backward(total, trained, captured)
             held = (dict(zip(function.buffers, some, strict=True)) for some in (before, buffers))
             refuse_changed_by_backward(*held)
+
+
+def _refuse_spoiled(
+    captured: Capture, names: Sequence[str], after: Sequence[torch.Tensor], rows: Mapping[Any, torch.Tensor]
+) -> None:
+    """Refuse a forward after which a buffer holds no numbers any more; a graph has lost what a batch norm checks."""
+    for name, buffer in zip(names, after, strict=True):
+        before = captured.buffers[name]
+        if buffer.is_floating_point() and not buffer.isfinite().all() and bool(before.isfinite().all()):
+            count = min((len(x) for x in rows.values() if x.dim()), default=1)
+            raise DataError(
+                f"A forward on {count} sample{'s' * (count > 1)} makes the buffer {name!r} nan or infinite, as the "
+                "variance of a batch norm that has a single value per channel, which plain PyTorch refuses."
+            )
 
 
 def _learning(captured: Capture) -> dict[str, torch.Tensor]:

@@ -96,7 +96,8 @@ def known_request(basis: PlanBasis) -> Request:
     return dataclasses.replace(
         basis.request,
         optimizer_factor=basis.optimizer_factor,
-        least_microbatch=min(sizes) if len(sizes) > 1 else 1,  # the fewest samples that the model ran with
+        # The fewest samples that the model ran with.
+        least_microbatch=max(basis.request.least_microbatch, min(sizes) if len(sizes) > 1 else 1),
         changing=_changing(basis.recipe)
         if basis.request.replicas is None and not basis.request.replicated_buffers
         else (),
