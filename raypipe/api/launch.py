@@ -259,11 +259,19 @@ def _refuse_too_short(job: Job, steps: int, length: str) -> None:
     """A scheduler with an end before that of the run."""
     held = ([name for name in program.parameters if name in program.trainable] for program in job.programs)
     names = next(filter(None, held), [])
-    each = 1 if job.flow is None else job.plan.minibatch_size // job.plan.microbatch_size // job.flow.interval
+    parameters = {name: job.tensors[name] for name in names}
     refuse_too_short(
-        {name: job.tensors[name] for name in names}, job.make_optimizer, job.make_scheduler, each * steps, length,
-        step_each=job.flow is None,
-    )  # fmt: skip
+        parameters, job.make_optimizer, job.make_scheduler, _updates(job, steps), length, step_each=job.flow is None
+    )
+
+
+def _updates(job: Job, steps: int) -> int:
+    """Of so many steps from the first one on: one each, or those of an asynchronous schedule."""
+    if job.flow is None:
+        return steps
+    samples, minibatch = job.sources["train"].num_samples, job.plan.minibatch_size
+    short = steps // -(-samples // minibatch) if samples % minibatch else 0  # the last one of an epoch has one update
+    return (steps - short) * (minibatch // job.plan.microbatch_size // job.flow.interval) + short
 
 
 def copy_interval(job: Job) -> int:

@@ -39,8 +39,8 @@ from raypipe.prepare.drawn_outputs import rehearse_loss
 from raypipe.prepare.metrics import asked_by, try_metrics
 
 __all__ = [
-    "Opened", "asked_recompute", "build_model", "check_columns", "example_of", "needs_profile", "open_arguments",
-    "wants_curve",
+    "Opened", "asked_recompute", "build_model", "by_name", "check_columns", "example_of", "needs_profile",
+    "open_arguments", "wants_curve",
 ]  # fmt: skip
 
 KEPT_COPIES = 4
@@ -105,16 +105,16 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     metrics = given.metrics if evaluates else None
     precision, asked = PRECISIONS[pipeline.precision], Asked()
     if metrics and loss_fn is None:
-        asked = asked_by(metrics, built, _by_name(columns, example), precision)
+        asked = asked_by(metrics, built, by_name(columns, example), precision)
     captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked, precision=precision)
-    rehearse(built, captured, _by_name(columns, example))
+    rehearse(built, captured, by_name(columns, example))
     if unfilled:
-        rehearse_loss(captured, _by_name(columns, example))
+        rehearse_loss(captured, by_name(columns, example))
     evaluated: tuple[str, ...] = ()
     if evaluates:
         check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
-        rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
+        rows = by_name(columns, sources["eval"].read(0, 0, count, columns))
         rehearse_evaluation(built, captured, rows)
         if unfilled:
             rehearse_loss(captured, rows, data="eval_data")
@@ -122,16 +122,16 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
             bytes_each = max(1, sum(x[:1].nbytes for x in rows.values() if x.dim()))
             most = max(count, min(MOST_SAMPLES, MOST_BYTES // bytes_each, sources["eval"].num_samples))
             evaluated = try_metrics(
-                metrics, captured, rows, lambda: _by_name(columns, sources["eval"].read(0, 0, most, columns))
+                metrics, captured, rows, lambda: by_name(columns, sources["eval"].read(0, 0, most, columns))
             )
     larger: Mapping[Any, torch.Tensor] = {}
     if curve:
-        bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())
+        bytes_each = sum(x[:1].nbytes for x in by_name(columns, example).values() if x.dim())
         most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
-    by_name = _by_name(columns, example)
-    return Opened(built, sources, request, loss_fn is not None, captured, by_name, larger, memory, unfilled, evaluated)
+    rows = by_name(columns, example)
+    return Opened(built, sources, request, loss_fn is not None, captured, rows, larger, memory, unfilled, evaluated)
 
 
 def _eval_source(data: Any, seed: int, collate: Collate | None) -> Source:
@@ -189,7 +189,7 @@ def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, to
     Raises:
         DataError: there is no target for the loss_fn.
     """
-    return _by_name(*_read(source, with_loss_fn, samples))
+    return by_name(*_read(source, with_loss_fn, samples))
 
 
 def wants_curve(pipeline: PipelineConfig) -> bool:
@@ -208,7 +208,8 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
 
 
-def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
+def by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
+    """What a source has read, by column."""
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
 
 

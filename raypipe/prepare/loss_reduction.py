@@ -89,6 +89,8 @@ def find_reduction(
     if loss_fn is None and isinstance(captured.model, TracedModel):
         traced = captured.model.train.traced
         refuse_crossed_rows(traced, traced.columns.keys(), type(model).__name__)
+    if terms is not None and terms.bent and asked != "mean" and pipeline.several_microbatches:
+        raise _bent(terms.bent, pipeline)
     if terms is not None and terms.parts:
         return _weighed_by_part(captured, rows, pipeline)
     if asked == "valid_tokens" and terms is not None:
@@ -111,6 +113,10 @@ def find_reduction(
         terms = _terms_of_loss_fn(loss_fn, outputs, rows)
         if terms is None and outputs is not None and not unfilled:
             trial.watch_rows(loss_fn, outputs, list(rows.values())[-1])
+    if loss_fn is not None and terms is not None and terms.bent and asked == "auto":
+        if not several:
+            return FoundReduction(_candidates(terms, rows)[0], _ONE_ONLY)
+        raise _bent(terms.bent, pipeline)
     if asked == "mean" and several:
         _refuse_sum(tries())
     if asked != "auto":
@@ -127,6 +133,15 @@ def find_reduction(
         if several:
             raise
         return FoundReduction(likely[0], _ONE_ONLY)
+
+
+def _bent(name: str, pipeline: PipelineConfig) -> ConfigError:
+    return ConfigError(
+        f"loss_reduction='auto': the loss takes {name} of an average over the samples. Of the averages of "
+        "micro-batches it is another loss as soon as one of them lies on the other side of the bend, though until then "
+        f"they add up. Set {pipeline.one_microbatch} to keep it exact, or loss_reduction='mean' where every "
+        "micro-batch shall have a bend of its own."
+    )
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:

@@ -6,7 +6,7 @@ what a metric reads, which is found out by noting it. A metric that fails, or re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from raypipe.engine.trial.rehearsal import NUM_ROWS
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.precision import Precision
 
-__all__ = ["asked_by", "try_metrics"]
+__all__ = ["asked_by", "try_metrics", "try_on_smallest"]
 
 _OF_A_METRIC = "Let the model return what the metric needs of its parameters."
 
@@ -106,6 +106,38 @@ def try_metrics(
             raise
     tried(functions, few)  # which are called once for each micro-batch, however small
     return tried(metrics, more())
+
+
+def try_on_smallest(
+    metrics: Mapping[str, Any],
+    captured: Capture,
+    rows_of: Callable[[int], Mapping[Any, torch.Tensor]],
+    num_samples: int,
+    sizes: Sequence[int],
+) -> None:
+    """Call every function among the metrics on as many rows as the smallest micro-batch of an evaluation has.
+
+    Args:
+        rows_of: reads so many rows of eval_data.
+        num_samples: of eval_data.
+        sizes: of the micro-batches of an evaluation.
+
+    Raises:
+        ConfigError: one takes more rows; names the numbers.
+    """
+    functions = {name: metric for name, metric in metrics.items() if not is_stateful(metric)}
+    size = min(sizes)
+    if not functions or size >= min(NUM_ROWS, num_samples):  # tried before
+        return
+    rows = rows_of(size)
+    try:
+        try_metrics(functions, captured, rows, lambda: rows)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} An evaluation of {num_samples} samples has a micro-batch of {size}, and a metric is called once "
+            "for each. Give one with update() and compute(), which sees all of them before it computes, or change the "
+            "number of samples, minibatch_size or num_microbatches."
+        ) from None
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:

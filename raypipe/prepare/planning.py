@@ -23,12 +23,14 @@ from raypipe.engine.unregistered import note_on_unregistered
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
+from raypipe.planner.segments import evaluation_segments
 from raypipe.prepare.arguments import Arguments, in_one_paragraph
 from raypipe.prepare.compiling import noting_compiled
 from raypipe.prepare.identity import model_labels
-from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_arguments, wants_curve
+from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
 from raypipe.prepare.loss_reduction import check_per_replica, find_reduction
+from raypipe.prepare.metrics import try_on_smallest
 from raypipe.prepare.profile import (
     optimizer_facts,
     profile_of,
@@ -89,6 +91,8 @@ def prepare(
         planned = plan_for(basis, None if profiled is None else decided(basis))
     sizes = (found.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
     rehearse_single(found.model, found.captured, found.example, *sizes)
+    if given.metrics and "eval" in found.sources:
+        _try_metrics(given.metrics, found, planned)
     settings = Settings(
         pipeline.seed,
         reduction,
@@ -105,6 +109,17 @@ def prepare(
     notes += [_ON_DRAWS] if job.settings.optimizer_draws else []
     notes += profiled.notes if here and rates and profiled else ()  # whose seconds they are
     return reduce(Job.noting, filter(None, notes), job)
+
+
+def _try_metrics(metrics: Mapping[str, Any], found: Opened, planned: Planned) -> None:
+    """On the smallest micro-batch that an evaluation has with this plan."""
+    source, plan = found.sources["eval"], planned.plan
+    count = source.num_samples
+    cut = evaluation_segments(count, plan.minibatch_size, plan.microbatch_size)
+    sizes = [size for segment in cut for size in segment.microbatch_samples]
+    columns = tuple(found.example)
+    rows_of = lambda size: by_name(columns, source.read(0, 0, size, columns))  # noqa: E731
+    try_on_smallest(metrics, found.captured, rows_of, count, sizes)
 
 
 def _on_forgotten(buffers: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.errors import CaptureError
+from raypipe.errors import CaptureError, ConfigError
 
 pytestmark = pytest.mark.engine
 
@@ -85,6 +85,37 @@ def test_a_buffer_that_every_forward_of_the_model_changes_disturbs_no_trial() ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_in_16_bits_is_not_taken_for_one_that_compares_rows(dtype: torch.dtype) -> None:
     assert prepared(net().to(dtype), inputs=X.to(dtype)).settings.loss_reduction.words == "labels other than -100"
+
+
+def flooded(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (functional.cross_entropy(output, target) - 0.1).abs() + 0.1
+
+
+def clamped(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 2 * functional.cross_entropy(output, target).clamp(min=0.1) + output.pow(2).mean()
+
+
+class WithLoss(nn.Module):
+    """Returns its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return flooded(self.net(x), target)
+
+
+@pytest.mark.parametrize(("model", "loss_fn"), [(net, flooded), (net, clamped), (WithLoss, None)])
+def test_a_loss_that_bends_an_average_is_refused_before_it_gets_there(model: Any, loss_fn: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes (abs|clamp) of an average over the samples.*num_microbatches=1"):
+        prepared(model(), loss_fn)
+    prepared(model(), loss_fn, num_microbatches=1)
+    assert prepared(model(), loss_fn, loss_reduction="mean").settings.loss_reduction == "mean"
+
+
+def test_what_is_bent_sample_by_sample_is_an_average() -> None:
+    prepared(net(), lambda output, target: (output - 0.1).abs().mean() + functional.cross_entropy(output, target))
 
 
 class KeepsMore(nn.Linear):

@@ -113,6 +113,19 @@ def test_metrics_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     assert METRICS["largest"].value == -math.inf, "the user's own object is not touched"
 
 
+def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if len(output) < 2:
+        raise ValueError("needs at least two samples")
+    return output.var(0).mean()
+
+
+def test_a_metric_that_takes_no_single_row_is_refused_by_the_plan(tmp_path: Path) -> None:
+    """21 rows of eval_data leave one in the last micro-batch of 2."""
+    with pytest.raises(ConfigError, match=r"at least two samples.*An evaluation of 21 samples has a micro-batch of 1"):
+        evaluated(tmp_path, metrics={"spread": spread})
+    assert not list(tmp_path.iterdir())
+
+
 def test_objects_of_torchmetrics_see_every_micro_batch(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     own = torchmetrics.Accuracy(task="multiclass", num_classes=3)

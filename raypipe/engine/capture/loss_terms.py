@@ -36,6 +36,10 @@ _SAME_VALUE = (
     "aten::to", "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::squeeze", "aten::view",
     "aten::reshape", "aten::neg", "aten::detach",
 )  # fmt: skip
+_BENT = (
+    "aten::abs", "aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::relu", "aten::leaky_relu",
+    "aten::hardtanh", "aten::maximum", "aten::minimum", "aten::max", "aten::min", "aten::threshold",
+)  # fmt: skip
 _MEAN, _SUM = 1, 2
 """torch's numbers of reductions; 0 is none."""
 
@@ -49,16 +53,19 @@ class LossTerms:
         sums: every term adds up instead.
         parts: summands of the loss, each of which averages over one thing only, with the number of its count; empty
             where one weight is right for all or the loss cannot be parted like this.
+        bent: name of an operation that bends the average of a term, as flooding does with abs; "" of none. Until
+            training reaches the bend, losses of micro-batches add up all the same, so that no trial shows it.
     """
 
     counts: LossCounts | None
     sums: bool
     parts: tuple[tuple[fx.Node, int], ...] = ()
+    bent: str = ""
 
     def summed(self) -> LossTerms:
         """The same of a model that returns the sum."""
         assert self.counts is not None
-        return LossTerms(replace(self.counts, parts=()), self.sums)
+        return replace(self, counts=replace(self.counts, parts=()), parts=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     loss: Any = output.args[0]
     reach = _Reach(traced, data)
     terms = list(_addends(loss[0], reach))
+    bent = next((_name(term).removeprefix("aten::").rstrip("_") for term in terms if _bends(term, reach)), "")
     # A loss on labels that is part of the sum in some other way (stacked, in a maximum) counts labels all the same.
     below = _needed([loss[0]])
     others = [node for node in traced.graph.nodes if node in below and _name(node) in _LABELS]
@@ -96,7 +104,7 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     found = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
     counts = [kind for kind in found if isinstance(kind, _Count)]
     if not counts:
-        return LossTerms(None, set(found) == {_ADDED_UP})
+        return LossTerms(None, set(found) == {_ADDED_UP}, bent=bent)
     several = len(counts) + (_SAMPLES in found) > 1 and _ADDED_UP not in found
     parts = tuple(_parts(loss[0], counts, reach)) if several else ()
     samples_too = _SAMPLES in found or any(count == len(counts) for _, count in parts)
@@ -104,7 +112,10 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     program = _program(traced, counts, tensors)
     bounds = tuple(count.bounds for count in counts)
     return LossTerms(
-        LossCounts(program, samples_too, words, tuple(count for _, count in parts), bounds), sums=False, parts=parts
+        LossCounts(program, samples_too, words, tuple(count for _, count in parts), bounds),
+        sums=False,
+        parts=parts,
+        bent=bent,
     )
 
 
@@ -190,6 +201,12 @@ def _scales(node: fx.Node, reach: _Reach) -> bool:
     if second in reach.fixed:
         return True
     return "mul" in _name(node) and (not isinstance(first, fx.Node) or first in reach.fixed)
+
+
+def _bends(term: fx.Node, reach: _Reach) -> bool:
+    """Whether a term is straight in an average but for a bend somewhere."""
+    inputs = [node for node in term.all_input_nodes if node not in reach.fixed and node not in reach.of_data]
+    return _name(term).rstrip("_") in _BENT and any(_is_number(node) for node in inputs)
 
 
 def _kind(node: fx.Node, reach: _Reach) -> _Count | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,8 +144,21 @@ def test_a_run_knows_its_length_before_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     assert len(made.fit(num_steps=5, local=True, progress=False).records) == 5
     asynchronous = trainer(tmp_path / "2bw", one_cycle, schedule="pipedream", update_interval=2)
-    with pytest.raises(ConfigError, match=r"takes 6 of them\. Let it last as long, total_steps=6\.$"):
-        asynchronous.fit(num_steps=3, local=True, progress=False)
+    with pytest.raises(ConfigError, match=r"takes 7 of them\. Let it last as long, total_steps=7\.$"):
+        asynchronous.fit(num_steps=4, local=True, progress=False)
+
+
+@pytest.mark.parametrize(("steps", "updates"), [(2, 4), (3, 5), (5, 9), (6, 10)])
+def test_an_incomplete_mini_batch_of_an_asynchronous_run_has_one_update(
+    steps: int, updates: int, tmp_path: Path
+) -> None:
+    """20 samples in mini-batches of 8, of 4 micro-batches each: two updates, two, and one of what is left."""
+    given = {"schedule": "pipedream", "update_interval": 2}
+    short = trainer(tmp_path / "short", partial(one_cycle, steps=updates - 1), **given)
+    with pytest.raises(ConfigError, match=rf"it takes {updates} of them"):
+        short.fit(num_steps=steps, local=True, progress=False)
+    enough = trainer(tmp_path / "enough", partial(one_cycle, steps=updates), **given)
+    assert len(enough.fit(num_steps=steps, local=True, progress=False).records) == steps
 
 
 class Surprise(schedulers.LRScheduler):
