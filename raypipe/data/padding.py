@@ -72,6 +72,10 @@ class Pad:
         missing = [name for name in names if any(name not in item for item in items)]
         if missing or not names:
             raise DataError(f"An item has no column {missing[0] if missing else 'of numbers'!r} to pad.")
+        if self.labels is not None and self.labels not in names:
+            raise DataError(f"Pad(labels={self.labels!r}): the columns that are padded are {', '.join(names)}.")
+        if bad := next((name for name in names if not all(_is_numbers(item[name]) for item in items)), None):
+            raise DataError(f"The column {bad!r} of an item is no list of numbers, or its lists are of unequal length.")
         lists = {name: [np.asarray(item[name]) for item in items] for name in names}
         ragged = [name for name, values in lists.items() if values[0].ndim]
         longest = max((len(value) for name in ragged for value in lists[name]), default=0)
@@ -110,12 +114,18 @@ class Pad:
     def _padded(self, name: str, values: list[Any], length: int) -> torch.Tensor:
         kind = np.result_type(*([value for value in values if value.size] or [np.empty(0, dtype=np.int64)]))
         kind = np.dtype(np.int64) if kind.kind in "iu" else kind
-        whole = np.full((len(values), length, *values[0].shape[1:]), self.fill.get(name, 0), dtype=kind)
+        shapes = {value.shape[1:] for value in values if value.size} or {values[0].shape[1:]}
+        if len(shapes) > 1:
+            raise DataError(f"What is in the column {name!r} has other shapes in other items: {sorted(shapes)}.")
+        whole = np.full((len(values), length, *shapes.pop()), self.fill.get(name, 0), dtype=kind)
         for row, value in zip(whole, values, strict=True):
-            cut = value[:length]
+            cut = value[:length] if value.size else row[:0]
             row[length - len(cut) if self.left else 0 :][: len(cut)] = cut
         return torch.from_numpy(whole)
 
 
 def _is_numbers(value: Any) -> bool:
-    return np.asarray(value).dtype.kind in "biuf" if not isinstance(value, str) else False
+    try:
+        return not isinstance(value, str) and np.asarray(value).dtype.kind in "biuf"
+    except ValueError:  # lists of unequal length
+        return False

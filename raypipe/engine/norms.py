@@ -36,6 +36,8 @@ def block_norms(elements: torch.Tensor) -> torch.Tensor:
         parts.append(torch.linalg.vector_norm(elements[:whole].view(-1, BLOCK), dim=1))
     if whole < elements.numel():
         parts.append(torch.linalg.vector_norm(elements[whole:]).view(1))
+    if not parts:  # a parameter without elements
+        return elements.new_zeros(1)
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 

@@ -180,7 +180,7 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str
             raise ConfigError(f"--set {override!r}: {'.'.join(path[:depth])} is {below!r} and has no keys to set.")
         inner = below
     inner[path[-1]] = parse_value(text)
-    if path[0] in _LENGTHS and len(path) == 1:
+    if path[0] in _LENGTHS and len(path) == 1 and inner[path[-1]] is not None:
         for other in _LENGTHS:
             if other != path[0]:
                 values.pop(other, None)

@@ -57,6 +57,24 @@ def test_labels_of_padding_that_a_tokenizer_put_in_are_left_out() -> None:
         Pad(4, labels="input_ids")([{**item, "labels": [1, 2, 3]}])
 
 
+@pytest.mark.parametrize(
+    ("items", "given", "words"),
+    [
+        (RAGGED, {"labels": "words"}, r"Pad\(labels='words'\): the columns that are padded are input_ids, n"),
+        (RAGGED, {"columns": ["input_ids", "text"]}, "The column 'text' of an item is no list of numbers"),
+        ([{"x": [1]}, {"x": [[1, 2], [3]]}], {}, "The column 'x' of an item is no list of numbers"),
+        ([{"x": [[1]]}, {"x": [[1, 2]]}], {}, "'x' has other shapes in other items"),
+    ],
+)
+def test_what_pad_cannot_put_together_is_named(items: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Pad(8, **given)(items)
+
+
+def test_an_empty_item_has_the_shape_of_the_others() -> None:
+    assert Pad(2)([{"x": []}, {"x": [[1, 2, 3]]}])["x"].tolist() == [[[0] * 3] * 2, [[1, 2, 3], [0] * 3]]
+
+
 @pytest.mark.parametrize("lengths", [0, (), (4, -1), "128"])
 def test_lengths_that_are_none(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="Pad"):

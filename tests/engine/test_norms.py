@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.engine.norms import norm_of, norms_told
+from raypipe.engine.norms import block_norms, norm_of, norms_told
 from raypipe.errors import StageError
 from raypipe.runtime.run.blueprint import predicted_step
 from tests.given_times import with_times
@@ -26,6 +26,10 @@ def test_what_stages_tell_makes_the_norm_that_torch_makes(dtype: torch.dtype) ->
         places = torch.randperm(count, generator=drawn)
         parts = [norms_told(held, norms[held]) for held in places.tensor_split(3)]
         assert norm_of(parts) == float(torch.nn.utils.get_total_norm(gradients))
+
+
+def test_a_parameter_without_elements_has_no_norm() -> None:
+    assert block_norms(torch.zeros(0)).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(("limit", "words"), [(None, "so it refused the update"), (0.5, "so no stage took")])

@@ -119,6 +119,7 @@ def test_overrides_win_and_are_checked_like_the_file(tmp_path: Path) -> None:
     assert run.values["model"] == {"target": "m:Model", "args": {"width": 64}}
     assert run.values["optimizer"]["args"]["lr"] == 1e-3
     assert read_runfile(path, ["num_epochs=2"]).length == {"num_epochs": 2}
+    assert read_runfile(path, ["num_epochs=2", "num_steps=null"]).length == {"num_epochs": 2}
     assert "loss_fn" not in read_runfile(path, ["loss_fn=null"]).values
     assert "--set: pipeline.shedule: unknown; did you mean schedule?" in refusal(tmp_path, WHOLE, "pipeline.shedule=x")
     assert "--set: pipeline.num_stages: num_stages=0" in refusal(tmp_path, WHOLE, "pipeline.num_stages=0")
