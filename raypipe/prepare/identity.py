@@ -7,7 +7,7 @@
     model       names, shapes, element types, and its operations
 
 Numbers are looked at and nothing is trained: the optimizer takes no step. What a function does inside shows as far as
-it changes these values; a loss_fn goes by its name.
+it changes these values; a loss_fn goes by its name, and by what it holds if it is a module.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         "minibatch_size": plan.minibatch_size,
         "num_microbatches": plan.num_microbatches,
         "loss_fn": name_of(loss_fn),
+        **(_held(loss_fn, "loss_fn") if isinstance(loss_fn, torch.nn.Module) else {}),
         "init_from": dict(weights) if weights else None,
         **({"weights_on": "workers"} if any(isinstance(x, KeyedInit) for x in job.unfilled) else {}),
         **job.model_labels,
@@ -113,9 +114,32 @@ def model_labels(model: torch.nn.Module, captured: Capture) -> dict[str, Any]:
     if isinstance(program.train, GraphFunction):
         text = program.train.source
     else:
-        text = "\n".join(f"{child.name} {child.module!r}" for child in getattr(program.train, "children", ()))
+        children = getattr(program.train, "children", ())
+        text = "\n".join(f"{child.name} {child.module!r} {_options(child.module)}" for child in children)
     found["operations of the model"] = {"sha256": hashlib.sha256(text.encode()).hexdigest()}
     return found
+
+
+def _options(module: torch.nn.Module) -> dict[str, Any]:
+    """What the modules in one are set to by plain values, of which a repr tells what its author chose."""
+    return {
+        f"{path}.{name}".lstrip("."): _value(value)
+        for path, part in module.named_modules()
+        for name, value in sorted(vars(part).items())
+        if not name.startswith("_") and name != "training" and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
+    """Options and tensors of a loss."""
+    tensors = {name: _content(tensor) for name, tensor in module.state_dict().items()}
+    return {f"{title}, {name}": value for name, value in {**_options(module), **tensors}.items()}
 
 
 def source_labels(title: str, source: Source) -> dict[str, Any]:

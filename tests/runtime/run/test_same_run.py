@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from raypipe import PipelineConfig, PipelineTrainer, Result, load_state_dict
+from raypipe.engine.capture import capture
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
-from raypipe.prepare.identity import optimizer_labels
+from raypipe.prepare.identity import model_labels, optimizer_labels
 from raypipe.runtime.run.same_run import Settings, differences, read_settings, write_settings
 from tests.exactness import same_bits
 
@@ -322,3 +323,50 @@ def test_another_torch_may_trace_other_operations(again: Callable[..., Result], 
     older = Settings(found.settings.fixed, found.settings.free, {"raypipe": "0", "torch": "2.0"})
     write_settings(place, older, (), SAVED)
     assert len(again(STEPS, model=net(gelu=True)).records) == STEPS
+
+
+class Scaled(nn.Linear):
+    """Computes with a number that its repr does not show."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def children(factor: float) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), Scaled(6, 3))
+    model[2].factor = factor
+    return model
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (
+            {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)},
+            {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.2)},
+            "loss_fn, label_smoothing: was 0.1, is 0.2",
+        ),
+        (
+            {"loss_fn": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))},
+            {"loss_fn": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 4.0]))},
+            "loss_fn, weight: another content",
+        ),
+    ],
+)
+def test_what_a_loss_holds_is_a_difference(before: Any, after: Any, line: str, tmp_path: Path) -> None:
+    fit(tmp_path, SAVED, **before)
+    with pytest.raises(ConfigError) as refused:
+        fit(tmp_path, STEPS, **after)
+    assert f"\n  {line}\n" in str(refused.value)
+    assert len(fit(tmp_path, STEPS, **before).records) == STEPS
+
+
+def test_what_children_are_set_to_is_part_of_the_operations() -> None:
+    example = (torch.randn(2, 5), torch.tensor([0, 1]))
+    models = [children(factor) for factor in (1.0, 1.0, 2.0)]
+    made = (capture(model, example, (0, 1), nn.functional.cross_entropy) for model in models)
+    found = [model_labels(*both)["operations of the model"] for both in zip(models, made, strict=True)]
+    assert found[0] == found[1] != found[2]
