@@ -21,7 +21,27 @@ from raypipe.engine.trial.optimizer_trial import PLATEAU
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 
-__all__ = ["Arguments", "Unfilled", "check_arguments", "check_travel", "in_one_paragraph"]
+__all__ = ["Arguments", "Unfilled", "check_arguments", "check_surroundings", "check_travel", "in_one_paragraph"]
+
+
+def check_surroundings() -> None:
+    """Refuse to look at a model in what the caller has switched on or off around the call.
+
+    Raises:
+        ConfigError: names the context.
+    """
+    there = {
+        "torch.inference_mode()": torch.is_inference_mode_enabled(),
+        "torch.no_grad()": not torch.is_grad_enabled(),
+        "torch.autocast(...)": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+    }
+    found = next((name for name, on in there.items() if on), "")
+    if found:
+        cure = ", and set PipelineConfig(precision=...)" if "autocast" in found else ""
+        raise ConfigError(
+            f"The trainer was called within {found}, in which a model does not train as stages do. Call it "
+            f"outside{cure}."
+        )
 
 
 class Unfilled(NamedTuple):

@@ -24,7 +24,7 @@ from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
 from raypipe.planner.segments import evaluation_segments
-from raypipe.prepare.arguments import Arguments, in_one_paragraph
+from raypipe.prepare.arguments import Arguments, check_surroundings, in_one_paragraph
 from raypipe.prepare.compiling import noting_compiled
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
@@ -74,6 +74,7 @@ def prepare(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
+    check_surroundings()
     found = _opened(given, pipeline, None if cluster else num_workers)
     with telling("finding what the loss averages over"):
         rows = _rows(found, pipeline)
@@ -153,6 +154,7 @@ def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None,
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
+    check_surroundings()
     found = open_arguments(given._replace(eval_data=None), pipeline, num_workers)
     return _measured(found, pipeline, rates, by_size=True)
 

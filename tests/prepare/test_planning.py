@@ -236,6 +236,19 @@ def test_word_counts_are_of_whole_mini_batches_as_long_as_those_stay_whole() -> 
     assert str(said).endswith("or num_microbatches=1 and retune_microbatches=False.")
 
 
+@pytest.mark.parametrize(
+    ("around", "named"),
+    [
+        (torch.no_grad, "within torch.no_grad()"),
+        (torch.inference_mode, "within torch.inference_mode()"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), "outside, and set PipelineConfig(precision=...)."),
+    ],
+)
+def test_the_context_of_a_caller_is_named(around: Any, named: str) -> None:
+    with around():
+        assert named in str(refusal())
+
+
 class Traced(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
