@@ -236,6 +236,31 @@ def test_word_counts_are_of_whole_mini_batches_as_long_as_those_stay_whole() -> 
     assert str(said).endswith("or num_microbatches=1 and retune_microbatches=False.")
 
 
+class FromBytes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x.float() / 255))
+
+
+def test_who_makes_the_wrong_type_is_named() -> None:
+    data = TensorDataset(torch.ones(32, 6, dtype=torch.uint8), Y)
+    said = str(refusal(FromBytes(), train_data=data, pipeline={"precision": "bf16"}))
+    assert "'one', Linear(in_features=6, out_features=8, bias=True), cannot take what forward has made of" in said
+    assert said.endswith("as in x.to(self.one.weight.dtype), or take precision='bf16-autocast'.")
+
+
+def test_a_gradient_hook_without_gradients_is_named() -> None:
+    def clamp(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    model = nets.sequential()
+    model[1].register_forward_hook(clamp)
+    assert str(refusal(model)).endswith("Register it only if the tensor has requires_grad.")
+
+
 @pytest.mark.parametrize(
     ("around", "named"),
     [

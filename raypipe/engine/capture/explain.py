@@ -213,6 +213,11 @@ def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Excepti
             "gradients, as in an evaluation: put what is differentiated under torch.enable_grad(), in a block of an "
             "nn.Sequential, which is not traced."
         )
+    if "doesn't require gradient" in said:
+        return CaptureError(
+            f"{type(model).__name__} registers a gradient hook on what it computes{where}: {said} Models are also "
+            "called without gradients, as in an evaluation. Register it only if the tensor has requires_grad."
+        )
     if _OF_DEVICES.search(str(error)):
         asks = type(model).__name__
         if module is not model:
@@ -231,6 +236,12 @@ def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Excepti
     if odd is not None:
         cure = f"Convert the data, as in x.to({next(iter(types))})."
     column = next((data[id(x)] for x in tensors if id(x) in data), None)
+    if eye.last is None and odd is not None and column is None:
+        weight = f"{eye.names.get(id(module), '?')}.{next(name for name, _ in module.named_parameters(recurse=False))}"
+        return CaptureError(
+            f"{who} cannot take what forward has made of the data, {_shown(odd)}{where}: {said} Let forward convert it "
+            f"to the type of the weights, as in x.to(self.{weight}.dtype), or take precision='bf16-autocast'."
+        )
     if eye.last is None:
         what = f"column {column!r} of the data" if column is not None else "what it gets of the data"
         return DataError(f"{who} cannot take {what}, {_shown(tensors[0])}{where}: {said} The data is meant. {cure}")
