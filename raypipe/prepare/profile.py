@@ -119,6 +119,7 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
         return ADAM_FACTOR, ""
     (copy,) = (p for group in made.param_groups for p in group["params"])
     kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    kept = [x for x in kept if x.layout is torch.strided]  # the trial of the optimizer has words for others
     # A step counter is one number, whatever the size of the parameter.
     factor = sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
     return factor, type(made).__name__

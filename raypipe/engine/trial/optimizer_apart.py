@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ __all__ = ["compare_apart", "compare_sliced"]
 _SCALES = (1.0, 100.0, 0.01)
 """Of the gradients of each step, so that limits are reached and are not."""
 _TOLERANCE = 1e-5
-"""Of the largest number of a tensor."""
+"""Of the largest movement of a tensor."""
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _OF_STATE = ("state", "param_groups", "defaults")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -58,7 +59,7 @@ def compare_apart(
         copies: replicas or stages hold the same parameter, each with an optimizer of its own.
 
     Returns:
-        Whether steps of the optimizer draw numbers; such are not compared.
+        Whether steps of the optimizer draw numbers; such are compared with what was loaded only.
 
     Raises:
         ConfigError: names the parameter, what differs, and what to write.
@@ -66,8 +67,7 @@ def compare_apart(
     with warnings.catch_warnings(), own_generators():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        values = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in stand_ins.items()}
-        drawn = [{name: scale * torch.randn_like(x) for name, x in values.items()} for scale in _SCALES]
+        values, drawn = _drawn(stand_ins)
         before = generator_states()
         try:
             whole = _Stepped(values, make_optimizer, make_scheduler)
@@ -82,26 +82,38 @@ def compare_apart(
                 "draw others, and so would a run that goes on. Let the rate follow from the number of steps, or from "
                 "random.Random(step)."
             )
-        if not (after := generator_states()).same_as(before):
+        if draws := not (after := generator_states()).same_as(before):
             _refuse_draws(kind, programs, copies=copies, keyed=after._replace(torch=before.torch).same_as(before))
-            return True
+        elif whole.scheduler is not None and not any(map(whole.moved, values)):  # its rates are 0 for longer than this
+            compare_apart(programs, stand_ins, make_optimizer, None, copies=copies)
         for program in programs:
             held = {n: values[n] for n in program.parameters if n in program.trainable and n in values}
             if not held:
                 continue
             apart = _Stepped(held, make_optimizer, make_scheduler)
+            apart.seeded = draws  # the whole has drawn in another order
             for gradients in drawn[:-1]:
                 apart.step(gradients)
             loaded = apart.loaded(make_optimizer, make_scheduler)
             counts = apart.counts()
             apart.step(drawn[-1])
             counted = {path: now for path, now in apart.counts().items() if counts.get(path, now) != now}
-            _compare_with_whole(kind, program.index, apart, whole)
+            if not draws:
+                _compare_with_whole(kind, program.index, apart, whole)
             if loaded is not None:
                 loaded.step(drawn[-1])
                 _compare_loaded(kind, apart, loaded)
                 _compare_counts(kind, counted, loaded.counts())
-    return False
+    return draws
+
+
+def _drawn(stand_ins: Tensors) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Values of the stand-ins, and gradients for each step.
+
+    Those of 32 bits are drawn in 64: a step at the beginning of a warm-up moves a number by less than 32 bits tell.
+    """
+    values = {n: torch.randn(x.shape, dtype=_WIDER.get(x.dtype, x.dtype)) for n, x in stand_ins.items()}
+    return values, [{name: scale * torch.randn_like(x) for name, x in values.items()} for scale in _SCALES]
 
 
 def compare_sliced(
@@ -121,8 +133,7 @@ def compare_sliced(
     with warnings.catch_warnings(), own_generators():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        values = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in stand_ins.items()}
-        drawn = [{name: scale * torch.randn_like(x) for name, x in values.items()} for scale in _SCALES]
+        values, drawn = _drawn(stand_ins)
         for program in programs:
             held = {n: values[n] for n in program.parameters if n in program.trainable and n in values}
             if not held:
@@ -155,8 +166,7 @@ def compare_sliced(
                 if not stepped.optimizer.state.keys() <= given:
                     raise _not_by_element(kind, f"it keeps state {of_stage} for other tensors than those of its groups")
                 for name, first, stop in own:
-                    mine, wholes = (x.parameters[name].detach().view(-1)[first:stop] for x in (stepped, whole))
-                    if not _close(mine, wholes):
+                    if not _moved_alike(stepped, whole, name, slice(first, stop)):
                         raise _not_by_element(kind, f"it moves a part of {name!r} {of_stage} otherwise than all of it")
 
 
@@ -177,6 +187,7 @@ class _Stepped:
     """An optimizer and its scheduler over copies of some values."""
 
     def __init__(self, values: Tensors, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+        self.start = values
         self.parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer = make_optimizer(list(self.parameters.items()))
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
@@ -184,6 +195,12 @@ class _Stepped:
         self.scheduler_draws = False
 
     slices: Slices | None = None
+    seeded = False
+    """Its steps draw the same numbers whoever else has drawn."""
+
+    def moved(self, name: str) -> bool:
+        """Whether a parameter is not where it began."""
+        return not torch.equal(self.parameters[name].detach(), self.start[name])
 
     def step(self, gradients: Tensors) -> None:
         for name, parameter in self.parameters.items():
@@ -191,6 +208,8 @@ class _Stepped:
         if self.slices is not None:
             self._hide_others(gradients, self.slices)
             self.slices.take_gradients()
+        if self.seeded:
+            torch.manual_seed(self.steps)
         self.optimizer.step()
         self._schedule()
 
@@ -217,11 +236,18 @@ class _Stepped:
                 found |= read_memory_of(hook, name.strip("_")).values
         return {path: value for path, value in found.items() if isinstance(value, int | float)}
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """That are attributes of the optimizer, or lie in containers that are."""
+        held = {name: value for name, value in getattr(self.optimizer, "__dict__", {}).items() if name not in _OF_STATE}
+        found = {name: list(_tensors_in(value)) for name, value in held.items()}
+        return {name: tensors for name, tensors in found.items() if tensors}
+
     def loaded(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> _Stepped | None:
         """Another one that goes on from here as a run does; None where the optimizer has no such methods."""
         if not hasattr(self.optimizer, "load_state_dict"):
             return None
         made = _Stepped({n: p.detach() for n, p in self.parameters.items()}, make_optimizer, make_scheduler)
+        made.start, made.seeded = self.start, self.seeded
         for _ in range(self.steps):
             made._schedule()
         try:
@@ -271,7 +297,7 @@ def _compare_with_whole(kind: str, stage: int, apart: _Stepped, whole: _Stepped)
                     "with its own parameters only, so let names and shapes decide, not their position or number: "
                     "optimizer=lambda p: torch.optim.SGD([{'params': [x], 'lr': rate_of(name)} for name, x in p])."
                 )
-        if not _close(apart.parameters[name], whole.parameters[name]):
+        if not _moved_alike(apart, whole, name):
             raise ConfigError(
                 f"optimizer: the step of {kind} moves {name!r} on stage {stage} otherwise than where it steps all "
                 "parameters of the model: it takes their number, or a number of all of them such as a norm. Stages "
@@ -281,8 +307,17 @@ def _compare_with_whole(kind: str, stage: int, apart: _Stepped, whole: _Stepped)
 
 
 def _compare_loaded(kind: str, apart: _Stepped, loaded: _Stepped) -> None:
-    for name, parameter in apart.parameters.items():
-        if not _close(parameter, loaded.parameters[name]):
+    differs = next((name for name in apart.parameters if not _moved_alike(loaded, apart, name)), None)
+    held, again = apart.tensors(), loaded.tensors()
+    for attribute in held.keys() & again.keys():
+        if differs is None and not _all_same(held[attribute], again[attribute]):
+            raise ConfigError(
+                f"optimizer: {kind} keeps tensors in self.{attribute}, which are others after its state_dict() was "
+                "loaded into a new one, so a run that goes on from a checkpoint or recovers may train differently. "
+                "Keep them in self.state[parameter]."
+            )
+    for name in apart.parameters:
+        if name == differs:
             raise ConfigError(
                 f"optimizer: {kind} steps {name!r} otherwise after its state_dict() was loaded into a new one, so a "
                 "run that goes on from a checkpoint or recovers would train differently. Keep all that the step needs "
@@ -308,12 +343,30 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not other.numel():
+def _moved_alike(one: _Stepped, other: _Stepped, name: str, part: slice = slice(None)) -> bool:
+    """Whether both moved a parameter, or a part of its elements, by the same: a small rate makes small differences."""
+    start = other.start[name].reshape(-1)[part]
+    if not start.numel():
         return True
-    one, other = one.detach(), other.detach()
-    bound = _TOLERANCE * float(other.abs().nan_to_num().max())
-    return torch.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True)
+    found, wanted = (x.parameters[name].detach().reshape(-1)[part] - start for x in (one, other))
+    rounding = torch.finfo(start.dtype).eps * float(start.abs().max())
+    bound = _TOLERANCE * float(wanted.abs().nan_to_num().max()) + 4 * rounding
+    return torch.allclose(found, wanted, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach()
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
+
+
+def _all_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _short(value: Any) -> str:

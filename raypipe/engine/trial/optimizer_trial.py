@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from raypipe.engine.checkpoint.snapshot import optimizer_parts
+from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.item_randomness import own_generators
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.trial.optimizer_apart import compare_apart, compare_sliced
 from raypipe.engine.trial.reads import no_reads_of
 from raypipe.engine.user_lines import quoted, short
-from raypipe.errors import CaptureError, ConfigError
+from raypipe.errors import CaptureError, CheckpointError, ConfigError
 
 __all__ = ["PLATEAU", "try_optimizers"]
 
@@ -88,6 +90,8 @@ def try_optimizers(
         draws = compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
         if sharded:
             compare_sliced(programs, stand_ins, make_optimizer, make_scheduler)
+            whole = {name: _copy(trained[name], None).detach() for name in _of_each_shape(trained)}
+            compare_sliced(programs, whole, make_optimizer, make_scheduler)  # some treat large matrices otherwise
     elif sharded:
         raise ConfigError(
             "shard_optimizer=True: the optimizer goes by sizes of parameters, and the model is too large to try "
@@ -95,6 +99,16 @@ def try_optimizers(
             "shard_optimizer out."
         )
     return draws
+
+
+def _of_each_shape(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    """One parameter of every shape, the smallest first, as far as they may be copied whole."""
+    found, total = {}, 0
+    for name, parameter in sorted(parameters.items(), key=lambda item: item[1].numel()):
+        if parameter.shape not in found and total + parameter.numel() <= _FEW:
+            found[parameter.shape] = name
+            total += parameter.numel()
+    return list(found.values())
 
 
 def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter:
@@ -129,6 +143,17 @@ def _try(
                     f"{name}: the step of {type(made).__name__} fails on stage {stage}{quoted(error)}: {short(error)} "
                     "It must step from the gradients of the stage's own parameters, and from nothing else."
                 ) from None
+        _check_kept(optimizer, named)
+
+
+def _check_kept(optimizer: Any, named: Named) -> None:
+    """Refuse what a checkpoint could not hold of an optimizer that has stepped."""
+    try:
+        found = optimizer_parts(optimizer, {id(p): name for name, p in named}, {name for name, _ in named})
+        for name, tensor in found.tensors.items():
+            check_storable(name, tensor)
+    except CheckpointError as error:
+        raise ConfigError(f"optimizer: {error}") from None
 
 
 def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
@@ -151,6 +176,12 @@ def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
             f"optimizer returns {type(made).__name__} instead of an optimizer. Let it return one: optimizer={_EXAMPLE}."
         )
     kind = type(made).__name__
+    if all(callable(getattr(made, name, None)) for name in ("train", "eval")):
+        raise ConfigError(
+            f"optimizer makes {kind}, which has other weights for evaluation than for training, and train() and eval() "
+            "to change between the two. Evaluations, checkpoints and exports of a run would have those of training. "
+            f"Take one whose parameters are what is evaluated: optimizer={_EXAMPLE}."
+        )
     given = {id(parameter) for _, parameter in named}
     if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
         raise ConfigError(

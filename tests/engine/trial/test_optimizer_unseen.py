@@ -1,0 +1,195 @@
+"""What a trial of an optimizer could miss: small rates, state that acts late, large matrices, what no file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.errors import ConfigError
+from tests.engine.trial.test_optimizer_apart import Noisy, clipping, noisy, tried
+
+pytestmark = pytest.mark.engine
+
+Named = list[tuple[str, nn.Parameter]]
+WARM_UPS: list[Callable[[Any], Any]] = [
+    lambda o: schedulers.LambdaLR(o, lambda step: min(1.0, step / 1000)),
+    lambda o: schedulers.LinearLR(o, 1e-6, total_iters=500),
+    lambda o: schedulers.LambdaLR(o, lambda step: float(step > 500)),
+]
+
+
+@pytest.mark.parametrize("warm_up", WARM_UPS)
+def test_a_norm_of_a_stage_shows_at_the_beginning_of_a_warm_up_too(warm_up: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="such as a norm"):
+        tried(clipping, warm_up)
+
+
+@pytest.mark.parametrize("warm_up", WARM_UPS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9, foreach=True),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.Adam, amsgrad=True),
+        lambda named: torch.optim.AdamW(named, lr=torch.tensor(1e-3)),
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    ],
+)
+def test_optimizers_of_torch_warm_up(optimizer: Callable[..., Any], warm_up: Callable[[Any], Any]) -> None:
+    assert not tried(optimizer, warm_up)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps for each parameter what a function makes."""
+
+    def __init__(self, named: Named, make: Callable[[torch.Tensor], Any], **options: Any) -> None:
+        super().__init__(named, lr=0.1)
+        self.make = make
+        for group in self.param_groups:
+            group.update(options)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter].setdefault("kept", self.make(parameter))
+        return super().step(closure)
+
+
+class Both:
+    """Two optimizers behind one face, as of Muon with Adam."""
+
+    def __init__(self, named: Named) -> None:
+        self.matrices = torch.optim.SGD([p for _, p in named if p.dim() > 1], lr=0.1)
+        self.others = torch.optim.Adam([p for _, p in named if p.dim() < 2], lr=0.1)
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return self.matrices.param_groups + self.others.param_groups
+
+    def step(self) -> None:
+        self.matrices.step()
+        self.others.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"matrices": self.matrices.state_dict(), "others": self.others.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.matrices.load_state_dict(state["matrices"])
+        self.others.load_state_dict(state["others"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (Both, "optimizer: Both.state_dict.. has or lacks 'matrices'"),
+        (partial(Keeping, make=lambda p: [torch.eye(d) for d in p.shape]), "keeps a list under 'kept'"),
+        (partial(Keeping, make=lambda p: {"inner": p.detach()}), "is a dict, which a checkpoint cannot hold"),
+        (partial(Keeping, make=lambda p: p.detach().to_sparse()), "a checkpoint holds dense tensors"),
+        (partial(Keeping, make=torch.zeros_like, function=torch.relu), "option 'function' of Keeping is"),
+    ],
+)
+def test_what_no_checkpoint_holds_is_refused_by_the_plan(optimizer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tried(optimizer)
+    trainer = PipelineTrainer(
+        nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), loss_fn=functional.cross_entropy, optimizer=optimizer,
+        train_data=TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=words):
+        trainer.plan()
+
+
+class Free(torch.optim.SGD):
+    """As of schedule-free training."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_other_weights_for_evaluation_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Free, which has other weights for evaluation.*AdamW"):
+        tried(partial(Free, lr=0.1))
+
+
+class Looking(torch.optim.SGD):
+    """Goes back at every hundredth step to weights that it keeps where no checkpoint looks; counts where one does."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(named, lr=0.1)
+        self.slow: dict[nn.Parameter, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                slow = self.slow.setdefault(parameter, parameter.detach().clone())
+                if group["steps"] % 100 == 0:
+                    parameter.data.copy_(slow)
+        return super().step(closure)
+
+
+class Remembering(Noisy):
+    """Draws, and keeps a momentum where no checkpoint looks."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(named, lr=0.1)
+        self.speed: dict[nn.Parameter, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            assert parameter.grad is not None
+            speed = self.speed.setdefault(parameter, torch.zeros_like(parameter))
+            parameter.grad = speed.mul_(0.9).add_(parameter.grad).clone()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [(Looking, r"keeps tensors in self\.slow"), (Remembering, "otherwise after its state_dict"), (noisy, "")],
+)
+def test_tensors_outside_of_the_state_are_found_in_what_draws_too(optimizer: Any, words: str) -> None:
+    if not words:
+        assert tried(optimizer)
+        return
+    with pytest.raises(ConfigError, match=words):
+        tried(optimizer)
+
+
+class Whole(torch.optim.SGD):
+    """Divides large matrices by their norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            assert parameter.grad is not None
+            if parameter.dim() == 2 and min(parameter.shape) > 8:
+                parameter.grad = parameter.grad / parameter.grad.norm()
+        return super().step(closure)
+
+
+def test_slices_are_tried_at_full_size_as_well() -> None:
+    trainer = PipelineTrainer(
+        nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)), loss_fn=functional.cross_entropy,
+        optimizer=partial(Whole, lr=0.1),
+        train_data=TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)),
+        pipeline=PipelineConfig(
+            num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters", num_replicas=2,
+            shard_optimizer=True,
+        ),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="shard_optimizer=True is not possible with Whole"):
+        trainer.plan()
