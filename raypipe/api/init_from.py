@@ -133,10 +133,16 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # In words of our own: torch's advise to run what is in the file, in bold.
+        whole = "Unsupported global" in str(error)
+        what = (
+            "It holds other objects than tensors, such as a whole module"
+            if whole
+            else "It is damaged, or none of torch's"
+        )
         raise ConfigError(
             f"{title}={source!r} cannot be read with torch.load(..., weights_only=True), which runs no code that is "
-            f"in a file: {first.rstrip('.')}. {save}"
+            f"in a file. {what}. {save}"
         ) from None
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigError(f"{title}={source!r} holds a {type(found).__name__}, which is no state_dict. {save}")
