@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -178,6 +180,31 @@ def _load_optimizer(
                 held[key] = value
             elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                 held[key] = value.to(now.device)
+    if fresh.names or fresh.every:
+        _refuse_incomplete(title, optimizer, fresh)
+
+
+def _refuse_incomplete(title: str, optimizer: torch.optim.Optimizer, fresh: FreshOptions) -> None:
+    """Refuse new options that need state which the saved run has not kept, as amsgrad does, by a step of a copy."""
+    held = [(x, group) for group in optimizer.param_groups for x in group["params"] if optimizer.state.get(x)]
+    if not held:
+        return
+    smallest, group = min(held, key=lambda pair: pair[0].numel())
+    copied = torch.nn.Parameter(smallest.detach().clone())
+    copied.grad = torch.zeros_like(copied)
+    tried = copy.copy(optimizer)
+    tried.param_groups = [{**group, "params": [copied]}]
+    tried.state = defaultdict(dict, {copied: copy.deepcopy(optimizer.state[smallest])})
+    try:
+        tried.step()
+    except KeyError as error:
+        raise CheckpointError(
+            f"{title} needs {error} with its new options ({', '.join(sorted(fresh.names)) or 'all of them'}), and the "
+            "saved run has not kept that. Leave the option as it was, or begin a run with another name from these "
+            "weights: init_from=..."
+        ) from None
+    except Exception:  # noqa: BLE001  (what else a lonely parameter lacks, the step says in its own place)
+        return
 
 
 def _saved_state(trained: Mapping[str, torch.nn.Parameter], source: StateSource) -> Kept:

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from raypipe import PipelineConfig, PipelineTrainer, Result, load_state_dict
 from raypipe.engine.capture import capture
 from raypipe.engine.storage import Place
-from raypipe.errors import ConfigError
+from raypipe.errors import CheckpointError, ConfigError
 from raypipe.prepare.identity import model_labels, optimizer_labels
 from raypipe.runtime.run.same_run import Settings, differences, read_settings, write_settings
 from tests.exactness import same_bits
@@ -362,6 +362,20 @@ def test_what_a_loss_holds_is_a_difference(before: Any, after: Any, line: str, t
         fit(tmp_path, STEPS, **after)
     assert f"\n  {line}\n" in str(refused.value)
     assert len(fit(tmp_path, STEPS, **before).records) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("made", "option", "lacks"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+    ],
+)
+def test_an_option_that_needs_what_was_not_kept(made: Any, option: dict[str, bool], lacks: str, tmp_path: Path) -> None:
+    fit(tmp_path, SAVED, optimizer=partial(made, lr=0.01))
+    with pytest.raises(CheckpointError, match=rf"{made.__name__} needs '{lacks}' with its new options .*init_from="):
+        fit(tmp_path, STEPS, optimizer=partial(made, lr=0.01, **option), resume=True)
+    assert len(fit(tmp_path, STEPS, optimizer=partial(made, lr=0.02), resume=True).records) == STEPS
 
 
 def test_what_children_are_set_to_is_part_of_the_operations() -> None:
