@@ -21,27 +21,23 @@ from raypipe.engine.trial.optimizer_trial import PLATEAU
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 
-__all__ = ["Arguments", "Unfilled", "check_arguments", "check_surroundings", "check_travel", "in_one_paragraph"]
+__all__ = ["Arguments", "Unfilled", "check_arguments", "check_travel", "in_one_paragraph", "undisturbed"]
 
 
-def check_surroundings() -> None:
-    """Refuse to look at a model in what the caller has switched on or off around the call.
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """With gradients, whatever the caller has switched off around the call.
 
     Raises:
-        ConfigError: names the context.
+        ConfigError: autocast is on around it, of which nobody can tell whether it is meant for the stages.
     """
-    there = {
-        "torch.inference_mode()": torch.is_inference_mode_enabled(),
-        "torch.no_grad()": not torch.is_grad_enabled(),
-        "torch.autocast(...)": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-    }
-    found = next((name for name, on in there.items() if on), "")
-    if found:
-        cure = ", and set PipelineConfig(precision=...)" if "autocast" in found else ""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigError(
-            f"The trainer was called within {found}, in which a model does not train as stages do. Call it "
-            f"outside{cure}."
+            "The trainer was called within torch.autocast(...), which stages know nothing of. Call it outside, and set "
+            "PipelineConfig(precision=...)."
         )
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 class Unfilled(NamedTuple):

@@ -24,7 +24,7 @@ from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
 from raypipe.planner.segments import evaluation_segments
-from raypipe.prepare.arguments import Arguments, check_surroundings, in_one_paragraph
+from raypipe.prepare.arguments import Arguments, in_one_paragraph, undisturbed
 from raypipe.prepare.compiling import noting_compiled
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
@@ -53,6 +53,7 @@ _ON_DRAWS = (
 
 
 @in_one_paragraph()
+@undisturbed()
 def prepare(
     given: Arguments,
     pipeline: PipelineConfig,
@@ -74,7 +75,6 @@ def prepare(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    check_surroundings()
     found = _opened(given, pipeline, None if cluster else num_workers)
     with telling("finding what the loss averages over"):
         rows = _rows(found, pipeline)
@@ -148,13 +148,13 @@ def _on_extra_state(model: torch.nn.Module) -> str:
 
 
 @in_one_paragraph()
+@undisturbed()
 def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None, rates: Rates | None = None) -> Profile:
     """Seconds and bytes of every operation of the model, on this machine or, where rates are given, on such a GPU.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    check_surroundings()
     found = open_arguments(given._replace(eval_data=None), pipeline, num_workers)
     return _measured(found, pipeline, rates, by_size=True)
 
@@ -238,6 +238,7 @@ def _job(
     )
 
 
+@undisturbed()
 def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:
     """Two micro-batches through the user's own module and through the stages, unless verify="off"."""
     found.memory.restore()

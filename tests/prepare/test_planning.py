@@ -261,17 +261,58 @@ def test_a_gradient_hook_without_gradients_is_named() -> None:
     assert str(refusal(model)).endswith("Register it only if the tensor has requires_grad.")
 
 
-@pytest.mark.parametrize(
-    ("around", "named"),
-    [
-        (torch.no_grad, "within torch.no_grad()"),
-        (torch.inference_mode, "within torch.inference_mode()"),
-        (lambda: torch.autocast("cpu", torch.bfloat16), "outside, and set PipelineConfig(precision=...)."),
-    ],
-)
-def test_the_context_of_a_caller_is_named(around: Any, named: str) -> None:
+def test_autocast_around_a_call_is_named() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert str(refusal()).endswith("Call it outside, and set PipelineConfig(precision=...).")
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_disturbs_nothing(around: Any, tmp_path: Path) -> None:
+    trainer = PipelineTrainer(
+        nets.sequential(), loss_fn=functional.cross_entropy, optimizer=sgd, train_data=DATA,
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
+        run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
+    )  # fmt: skip
     with around():
-        assert named in str(refusal())
+        result = trainer.fit(num_steps=2, local=True, progress=False)
+        assert len(trainer.predict(TensorDataset(X), result.checkpoint, local=True)) == len(X)
+
+
+class Replacing(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(6, 3), reads
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        self.mean = out.mean(0).detach() + (self.mean if self.reads else 0)
+        return out
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_buffer_that_is_replaced_is_named(reads: bool) -> None:
+    said = str(refusal(Traced(Replacing(reads=reads), nn.Linear(3, 3))))
+    assert said.endswith("'layers.0.mean', which a trace forgets. Change what the buffer holds: self.mean.copy_(...).")
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.one(x)
+        return (self.two(h), self.three(h)) if self.training else self.two(h)
+
+
+def test_a_loss_of_training_alone_is_named_with_what_evaluation_gives() -> None:
+    def of_both(output: Any, target: torch.Tensor) -> torch.Tensor:
+        first, second = output
+        return functional.cross_entropy(first, target) + functional.cross_entropy(second, target)
+
+    said = str(refusal(Auxiliary(), loss_fn=of_both, eval_data=DATA))
+    assert said.startswith("eval_data: loss_fn cannot take an output of shape (2, 3) and type float32")
 
 
 class Traced(nn.Module):

@@ -102,18 +102,23 @@ def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
 
 
 def misfit_of_model(
-    model: nn.Module, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor], columns: Sequence[Any]
+    model: nn.Module,
+    args: Sequence[torch.Tensor],
+    kwargs: Mapping[str, torch.Tensor],
+    columns: Sequence[Any],
+    *,
+    training: bool = True,
 ) -> tuple[Any, RaypipeError | None]:
     """The output of the model as plain PyTorch, or why there is none: names module, input, and what is meant."""
     data = {id(value): name for name, value in zip(columns, (*args, *kwargs.values()), strict=True)}
     try:
-        with _left_alone(model):
+        with _left_alone(model, training):
             return model(*args, **kwargs), None
     except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
         first = error
     eye = _Eye(model)  # only now: under hooks torch.cond is none
     try:
-        with _left_alone(model), eye.watching():
+        with _left_alone(model, training), eye.watching():
             model(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  (as above)
         return None, _misfit(model, eye, data, error)
@@ -254,11 +259,11 @@ def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Excepti
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Training mode without gradients; modes, buffers and the generator are put back."""
+def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
+    """In one mode, without gradients; modes, buffers and the generator are put back."""
     modes = [(module, module.training) for module in model.modules()]
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.train()
+    model.train(training)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from raypipe.engine.capture.assigned_buffers import assigned_buffers
 from raypipe.engine.capture.guards import own_forward, same_parameters_train
 from raypipe.engine.remembered import Memory, first_change, read_memory
 from raypipe.errors import CaptureError
@@ -60,10 +61,11 @@ def watched_forward(model: nn.Module, *, twice: bool = False) -> Iterator[list[s
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before = read()
+        before, check_assigned = read(), assigned_buffers(model)
         try:
             with same_parameters_train(model):
                 output = original(*args, **kwargs)
+            check_assigned()
             after = read()
             changed.extend(path for path, _, _ in before.changes(after))
             if twice:

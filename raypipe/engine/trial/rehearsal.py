@@ -207,7 +207,7 @@ def rehearse(
         try:
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
-            raise _of_model(model, captured, rows, error) from None
+            raise _of_model(model, captured, rows, error, training=training) from None
         if training:
             _refuse_spoiled(captured, function.buffers, buffers, rows)
         loss = program.loss_by_mode["train" if training else "eval"]
@@ -218,7 +218,7 @@ def rehearse(
             with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, given=(*outputs, *targets)):
                 found = loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
-            raise _of_loss(model, captured, rows, error) from None
+            raise _of_loss(model, captured, rows, error, training=training) from None
         parts = found if isinstance(found, tuple) and captured.loss_fn is None else (found,)
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
@@ -276,24 +276,24 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
 
 
 def _of_model(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception
+    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
 ) -> RaypipeError:
     args, kwargs, names = _arguments(captured, rows)
     with model_in(model, captured.recipe.precision):
-        _, found = misfit_of_model(model, args, kwargs, names)
+        _, found = misfit_of_model(model, args, kwargs, names, training=training)
     if isinstance(error, RaypipeError) and found is None:
         return error
     return found or not_as_captured("graph", error, type(model).__name__)
 
 
 def _of_loss(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception
+    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
 ) -> RaypipeError:
     if isinstance(error, RaypipeError):
         return error
     args, kwargs, names = _arguments(captured, rows)
     with model_in(model, captured.recipe.precision):
-        output, found = misfit_of_model(model, args, kwargs, names)
+        output, found = misfit_of_model(model, args, kwargs, names, training=training)
         if found is not None or captured.loss_fn is None:
             return found or not_as_captured("loss", error, type(model).__name__)
         column = list(rows)[-1]
