@@ -40,10 +40,12 @@ def no_absent_autocast() -> Iterator[None]:
     off = weakref.WeakSet[Any]()  # made in here, with enabled=False
 
     @functools.wraps(made)  # TorchDynamo binds arguments to its signature
-    def init(self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any) -> None:
+    def init(
+        self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+    ) -> None:
         if enabled and device_type == "cuda":
             raise _refusal(line_outside_torch(sys._getframe(1)))
-        made(self, device_type, dtype, enabled, *rest)
+        made(self, device_type, dtype, enabled, *rest, **more)
         off.add(self)
 
     def entering(self: torch.autocast) -> Any:
@@ -51,7 +53,7 @@ def no_absent_autocast() -> Iterator[None]:
             _refuse_unless_off(sys._getframe(1))
         return enter(self)
 
-    torch.autocast.__init__ = init  # type: ignore[assignment, method-assign]
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
     torch.autocast.__enter__ = entering  # type: ignore[method-assign]
     try:
         yield
