@@ -51,7 +51,7 @@ def made(
     given = {"num_stages": 2, "minibatch_size": SIZE, "num_microbatches": PARTS, "partitioner": ["last"]} | pipeline
     return PipelineTrainer(
         model(), loss_fn=functional.cross_entropy, optimizer=sgd,
-        train_data=vectors(40), pipeline=PipelineConfig(verify="off", **given),
+        train_data=vectors(4 * SIZE), pipeline=PipelineConfig(verify="off", **given),
         run_config=SimpleNamespace(name=name, storage_path=str(folder)), scaling_config=scaling_config,
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_generated_kernels_have_the_bits_of_the_whole_model_compiled(
     model = Narrow()
     compiled = torch.compile(model, dynamic=False)
     optimizer = sgd(list(model.named_parameters()))
-    source = open_data(vectors(40), seed=0)
+    source = open_data(vectors(4 * SIZE), seed=0)
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
