@@ -60,14 +60,13 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
-        ctx.block = block
-        time.sleep(max(0.0, block.times[block.next_forward()][0] - block.own_s[0]))
+        ctx.block, ctx.plan = block, block.next_forward()
+        time.sleep(max(0.0, block.times[ctx.plan][0] - block.own_s[0]))
         return block.output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
-        block = ctx.block
-        plan = block.next_backward()
+        block, plan = ctx.block, ctx.plan  # of the same step, for steps do not overlap
         time.sleep(max(0.0, block.times[plan][1] - block.own_s[1]))
         return block.of_x if ctx.needs_input_grad[0] else None, torch.full((1,), 1.0 + plan), None
 
@@ -95,12 +94,10 @@ class Block(nn.Module):
         self.times = tuple(times)
         self.num_microbatches = num_microbatches
         self.forwards: torch.Tensor
-        self.backwards: torch.Tensor
         self.weight = nn.Parameter(torch.zeros(1))
         self.output, self.of_x = torch.zeros(1, 1 if last else WIDTH), torch.zeros(1, WIDTH)
-        # Buffers, because a stage is a copy: what else a module remembers between its calls is refused.
+        # A buffer, because a stage is a copy: what else a module remembers between its calls is refused.
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("backwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
@@ -108,15 +105,7 @@ class Block(nn.Module):
     def next_forward(self) -> int:
         """The plan of the forward that begins now. Steps do not overlap: each ends with a flush."""
         self.forwards += 1
-        return self._plan(int(self.forwards) - 1)
-
-    def next_backward(self) -> int:
-        """The plan of the backward that begins now."""
-        self.backwards += 1
-        return self._plan(int(self.backwards) - 1)
-
-    def _plan(self, microbatch: int) -> int:
-        return plan_of_step(microbatch // self.num_microbatches, len(self.times))
+        return plan_of_step((int(self.forwards) - 1) // self.num_microbatches, len(self.times))
 
 
 @functools.cache
