@@ -24,13 +24,14 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Sleeper) -> torch.Tensor:
+        share, ctx.share = block.next_shares()
         ctx.block = block
-        time.sleep(jittered(block.forward_s, block.next_share()))
+        time.sleep(jittered(block.forward_s, share))
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        time.sleep(jittered(ctx.block.backward_s, ctx.block.next_share()))
+        time.sleep(jittered(ctx.block.backward_s, ctx.share))
         return gradient, gradient.sum().reshape(1), None
 
 
@@ -49,10 +50,11 @@ class Sleeper(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
 
-    def next_share(self) -> float:
-        """From 0 to 1, another at every call."""
+    def next_shares(self) -> tuple[float, float]:
+        """From 0 to 1, for a forward and its backward; others at every call."""
         self.calls += 1
-        return random.Random(f"{self.seed} {int(self.calls)}").random()
+        drawn = random.Random(f"{self.seed} {int(self.calls)}")
+        return drawn.random(), drawn.random()
 
 
 def first_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
