@@ -308,20 +308,19 @@ def _compare_with_whole(kind: str, stage: int, apart: _Stepped, whole: _Stepped)
 
 def _compare_loaded(kind: str, apart: _Stepped, loaded: _Stepped) -> None:
     differs = next((name for name in apart.parameters if not _moved_alike(loaded, apart, name)), None)
-    held, again = apart.tensors(), loaded.tensors()
-    for attribute in held.keys() & again.keys():
-        if differs is None and not _all_same(held[attribute], again[attribute]):
+    if differs is not None:
+        raise ConfigError(
+            f"optimizer: {kind} steps {differs!r} otherwise after its state_dict() was loaded into a new one, so a "
+            "run that goes on from a checkpoint or recovers would train differently. Keep all that the step needs "
+            "in self.state[parameter] or in the options of param_groups."
+        )
+    again = loaded.tensors()
+    for attribute, held in apart.tensors().items():
+        if not _all_same(held, again.get(attribute, [])):
             raise ConfigError(
                 f"optimizer: {kind} keeps tensors in self.{attribute}, which are others after its state_dict() was "
                 "loaded into a new one, so a run that goes on from a checkpoint or recovers may train differently. "
                 "Keep them in self.state[parameter]."
-            )
-    for name in apart.parameters:
-        if name == differs:
-            raise ConfigError(
-                f"optimizer: {kind} steps {name!r} otherwise after its state_dict() was loaded into a new one, so a "
-                "run that goes on from a checkpoint or recovers would train differently. Keep all that the step needs "
-                "in self.state[parameter] or in the options of param_groups."
             )
 
 
