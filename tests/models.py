@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from tests import nets
+from tests.waiting import wait_until
 
-__all__ = ["CASES", "FAST", "TIED", "Case", "Paced", "Records", "case", "tokens", "vectors"]
+__all__ = ["CASES", "FAST", "TIED", "Case", "Gated", "Paced", "Records", "case", "tokens", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,20 @@ class Paced(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self._seconds)
+        return self._samples[index]
+
+
+class Gated(Dataset):
+    """Samples that can't be read while a file exists, for a run that waits until a test has prepared something."""
+
+    def __init__(self, samples: Any, file: Path) -> None:
+        self._samples, self._file = samples, file
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        wait_until(lambda: not self._file.exists(), 300.0)
         return self._samples[index]
 
 

@@ -21,6 +21,7 @@ from raypipe.errors import ConfigError, StageError
 from raypipe.runtime.workers.places import NAMESPACE, actor_name, ask, first_unused, is_driver
 from raypipe.runtime.workers.worker import StageActor
 from tests import processes
+from tests.models import Gated
 from tests.runtime.left_over import NOTHING, Held, ours
 from tests.runtime.run.test_planning import trainer
 from tests.runtime.workers.test_recovery import SAMPLE_S, as_undisturbed, events, reached, surviving
@@ -91,8 +92,12 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
 
 def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Held, tmp_path: Path) -> None:
     """Nobody had told it how its links travel; the next driver, which has lost a stage, starts another one."""
-    handle = surviving(tmp_path, "starting", "noisy", transport="collective", checkpoint_interval_steps=5).start(STEPS)
+    made = surviving(tmp_path, "starting", "noisy", transport="collective", checkpoint_interval_steps=5)
+    gate = tmp_path / "gate"  # a worker may take longer to start than the run would
+    made._arguments = made._arguments._replace(train_data=Gated(made._arguments.train_data, gate))
+    handle = made.start(STEPS)
     reached(handle, 10)
+    gate.touch()
     wait_until(lambda: handle.status().checkpoint != "")
     (owner,) = filter(is_driver, ours().drivers - before.drivers)
     number, stages = first_unused(owner), stages_of(handle)
@@ -104,6 +109,7 @@ def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Hel
     assert ray.get(starting.facts.remote(), timeout=WAIT_S) is None
     os.kill(stages[1], signal.SIGKILL)
     kill_driver(tmp_path / "starting")
+    gate.unlink()
     wait_until(lambda: events(tmp_path / "starting", "recovery") != [], WAIT_S)
     with pytest.raises(RayActorError):
         ray.get(starting.facts.remote(), timeout=WAIT_S)
