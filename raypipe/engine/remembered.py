@@ -13,7 +13,6 @@ whatever changes only at a later call.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import random
 import types
@@ -26,6 +25,7 @@ import torch
 from torch import nn
 
 from raypipe.engine.copies import made_by_hooks
+from raypipe.engine.put_back import forget, refill, refill_tensor, reset
 
 __all__ = ["Memory", "first_change", "read_memory", "read_memory_of"]
 
@@ -52,10 +52,12 @@ class Memory:
 
     Attributes:
         values: path, as a person would write it -> something that compares.
+        tensors: path -> a copy.
         undo: puts every container that was read back to what it held.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def changes(self, later: Memory) -> Iterator[tuple[str, Any, Any]]:
@@ -184,11 +186,11 @@ class _Walk:
             if isinstance(value, dict):
                 self._undo_dict(value)
             self.memory.values[f"the number of items in {path}"] = len(value)
-            for key, item in _first_items(value.items()):
-                self.value(item, f"{path}[{key!r}]", depth + 1)
+            for position, (key, item) in _first_items(enumerate(value.items())):
+                self.value(item, f"{path}[{repr(key) if _reads(key) else f'item {position}'}]", depth + 1)
         elif isinstance(value, list | collections.deque | set):
             kept = value.copy()
-            self.memory.undo.append(functools.partial(_refill, value, kept))
+            self.memory.undo.append(functools.partial(refill, value, kept))
             self._items(value, path, depth)
         elif isinstance(value, tuple | frozenset):
             self._items(value, path, depth)
@@ -202,7 +204,7 @@ class _Walk:
             self._function(value, path, depth)
         elif hasattr(type(value), "cache_info"):  # of the type, for some objects have an answer to every name
             size = value.cache_info().currsize
-            self._put(f"the cache of {path}", size, functools.partial(_forget, value, size))
+            self._put(f"the cache of {path}", size, functools.partial(forget, value, size))
             self.value(getattr(value, "__wrapped__", None), path, depth + 1)
         elif isinstance(value, type):
             self._class(value, depth)
@@ -257,7 +259,7 @@ class _Walk:
                 if isinstance(value, property):
                     value = value.fget
                 if isinstance(value, _PLAIN):
-                    self.memory.undo.append(functools.partial(_reset, base, name, value))
+                    self.memory.undo.append(functools.partial(reset, base, name, value))
                 if not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
                     self.value(value, f"the class attribute {base.__qualname__}.{name}", depth + 1)
 
@@ -271,7 +273,7 @@ class _Walk:
             if hasattr(value, name):
                 item = getattr(value, name)
                 if isinstance(item, _PLAIN):
-                    self.memory.undo.append(functools.partial(_reset, value, name, item))
+                    self.memory.undo.append(functools.partial(reset, value, name, item))
                 self.value(item, f"{path}.{name}", depth + 1)
         self._class(type(value), depth)
 
@@ -284,7 +286,8 @@ class _Walk:
         else:
             kept = value.detach().clone()
             content = kept.contiguous().flatten().view(torch.uint8).numpy().tobytes() if kept.numel() else b""
-            self._put(path, _Tensor(*what, content, _begin(kept)), lambda: _refill_tensor(value, kept))
+            self.memory.tensors[path] = kept
+            self._put(path, _Tensor(*what, content, _begin(kept)), lambda: refill_tensor(value, kept))
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> None:
         if value.dtype.hasobject or not self._affords(value.nbytes):
@@ -315,7 +318,7 @@ class _Walk:
             self.memory.undo.append(undo)
 
     def _undo_dict(self, held: dict[Any, Any]) -> None:
-        self.memory.undo.append(functools.partial(_refill, held, dict(held)))
+        self.memory.undo.append(functools.partial(refill, held, dict(held)))
 
     def _enter(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -331,6 +334,11 @@ def _same(here: Any, there: Any) -> bool:
     if type(here) is not type(there):
         return False
     return bool(here == there or (here != here and there != there))  # nan is itself
+
+
+def _reads(key: Any) -> bool:
+    """Whether its repr tells it, and tells it the same of a copy."""
+    return all(map(_reads, key)) if isinstance(key, tuple) else isinstance(key, (*_PLAIN, *_IN_WORDS))
 
 
 def _words(value: Any) -> str:
@@ -373,28 +381,3 @@ def _first_items(items: Any) -> Iterator[Any]:
         if position == _MOST_ITEMS:
             return
         yield item
-
-
-def _refill(container: Any, kept: Any) -> None:
-    container.clear()
-    if isinstance(container, list | collections.deque):
-        container.extend(kept)
-    else:
-        container.update(kept)
-
-
-def _refill_tensor(tensor: torch.Tensor, kept: torch.Tensor) -> None:
-    if tensor.shape == kept.shape and not torch.equal(tensor, kept):
-        with torch.no_grad():
-            tensor.copy_(kept)
-
-
-def _forget(cache: Any, size: int) -> None:
-    if cache.cache_info().currsize != size:
-        cache.cache_clear()
-
-
-def _reset(holder: Any, name: str, value: Any) -> None:
-    if getattr(holder, name, None) is not value:
-        with contextlib.suppress(AttributeError):  # frozen
-            setattr(holder, name, value)

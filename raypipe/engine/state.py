@@ -13,7 +13,7 @@ from raypipe.engine.replicas.slices import Slices, checked
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import StageError
 
-__all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "owned_tensors"]
+__all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "new_optimizer", "owned_tensors"]
 
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -50,6 +50,17 @@ class Settings:
     replicated_buffers: bool = False
 
 
+def new_optimizer(make: MakeOptimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """An optimizer that shares no option with others: schedulers change a rate that is a tensor in place.
+
+    The function may hold that tensor, and be called again for another stage of this process or after a recovery.
+    """
+    made = make(trained)
+    for group in getattr(made, "param_groups", ()):
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, torch.Tensor)})
+    return made
+
+
 class StageState:
     """Everything a stage owns: parameters, buffers, optimizer. It survives re-planning.
 
@@ -82,7 +93,7 @@ class StageState:
         for _, parameter in trained:
             parameter.grad = None
         self.updates = 0
-        self.optimizer = make_optimizer(trained) if trained else None
+        self.optimizer = new_optimizer(make_optimizer, trained) if trained else None
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
         self.slices = None
 

@@ -27,7 +27,7 @@ from raypipe.engine.data.source import Source
 from raypipe.engine.initial.keyed import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
-from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, new_optimizer
 from raypipe.ir.plan import Plan
 from raypipe.ir.weights import VersionRule
 from raypipe.runtime.run.same_run import CUTS, LANES, Settings
@@ -168,7 +168,7 @@ def optimizer_labels(
     Nothing where it cannot be made for all of them at once: the stages make one each, and say what is wrong.
     """
     try:
-        optimizer = make_optimizer(trained) if trained else None
+        optimizer = new_optimizer(make_optimizer, trained) if trained else None
     except Exception:  # noqa: BLE001  (a function of the user's)
         optimizer = None
     if optimizer is None:

@@ -14,11 +14,14 @@ for what happens at every hundredth step: it is told by its being another one af
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +30,8 @@ from raypipe.engine.remembered import read_memory_of
 from raypipe.engine.replicas.chunks import flat
 from raypipe.engine.replicas.slices import Part, Slices
 from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, new_optimizer
+from raypipe.engine.trial.same_draws import SameDraws
 from raypipe.engine.user_lines import short
 from raypipe.errors import ConfigError
 
@@ -38,8 +42,8 @@ _SCALES = (1.0, 100.0, 0.01)
 _TOLERANCE = 1e-5
 """Of the largest movement of a tensor."""
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_OF_STATE = ("state", "param_groups", "defaults")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NARROW = (torch.bfloat16, torch.float16)
+_OF_STATE = re.compile(r"\bself\.(state|param_groups|defaults)\b")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -59,7 +63,7 @@ def compare_apart(
         copies: replicas or stages hold the same parameter, each with an optimizer of its own.
 
     Returns:
-        Whether steps of the optimizer draw numbers; such are compared with what was loaded only.
+        Whether steps of the optimizer draw numbers.
 
     Raises:
         ConfigError: names the parameter, what differs, and what to write.
@@ -70,9 +74,7 @@ def compare_apart(
         values, drawn = _drawn(stand_ins)
         before = generator_states()
         try:
-            whole = _Stepped(values, make_optimizer, make_scheduler)
-            for gradients in drawn:
-                whole.step(gradients)
+            whole = _Stepped(values, make_optimizer, make_scheduler).after(drawn)
         except Exception:  # noqa: BLE001  (a function for parts of a model need not take all of it)
             return False
         kind = type(whole.optimizer).__name__
@@ -84,26 +86,34 @@ def compare_apart(
             )
         if draws := not (after := generator_states()).same_as(before):
             _refuse_draws(kind, programs, copies=copies, keyed=after._replace(torch=before.torch).same_as(before))
-        elif whole.scheduler is not None and not any(map(whole.moved, values)):  # its rates are 0 for longer than this
+            whole = _Stepped(values, make_optimizer, make_scheduler, SameDraws()).after(drawn)
+        if whole.scheduler is not None and not all(map(whole.moved, values)):  # some rate is 0 for longer than this
             compare_apart(programs, stand_ins, make_optimizer, None, copies=copies)
+        if any(value.dtype in _NARROW for value in values.values()):  # which hide small movements
+            wider = {name: x.float() if x.dtype in _NARROW else x for name, x in stand_ins.items()}
+            compare_apart(programs, wider, make_optimizer, make_scheduler, copies=copies)
+        count = 0
         for program in programs:
             held = {n: values[n] for n in program.parameters if n in program.trainable and n in values}
             if not held:
                 continue
-            apart = _Stepped(held, make_optimizer, make_scheduler)
-            apart.seeded = draws  # the whole has drawn in another order
-            for gradients in drawn[:-1]:
-                apart.step(gradients)
+            apart = _Stepped(held, make_optimizer, make_scheduler, SameDraws() if draws else None).after(drawn[:-1])
             loaded = apart.loaded(make_optimizer, make_scheduler)
-            counts = apart.counts()
+            before_it = apart.beside_state()
             apart.step(drawn[-1])
-            counted = {path: now for path, now in apart.counts().items() if counts.get(path, now) != now}
-            if not draws:
-                _compare_with_whole(kind, program.index, apart, whole)
+            count += apart.draws.count if apart.draws else 0
+            _compare_with_whole(kind, program.index, apart, whole)
             if loaded is not None:
+                beside = apart.beside_state()  # the other one may count on in the same variable
                 loaded.step(drawn[-1])
                 _compare_loaded(kind, apart, loaded)
-                _compare_counts(kind, counted, loaded.counts())
+                _compare_beside(kind, before_it, beside, loaded.beside_state())
+        if whole.draws and count != whole.draws.count:
+            raise ConfigError(
+                f"optimizer: the steps of {kind} draw {whole.draws.count} numbers for all parameters of the model, and "
+                f"{count} where every stage steps its own, so it draws for all of them together. Stages step apart: "
+                "let it draw for each parameter alone, as torch.randn_like(parameter)."
+            )
     return draws
 
 
@@ -183,20 +193,39 @@ def _not_by_element(kind: str, why: str) -> ConfigError:
     )
 
 
+class _Beside(NamedTuple):
+    """What an optimizer keeps where no checkpoint looks.
+
+    Attributes:
+        numbers: by path.
+        tensors: by the attribute or variable that holds them.
+    """
+
+    numbers: dict[str, int | float]
+    tensors: dict[str, list[torch.Tensor]]
+
+
 class _Stepped:
     """An optimizer and its scheduler over copies of some values."""
 
-    def __init__(self, values: Tensors, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
-        self.start = values
+    def __init__(
+        self, values: Tensors, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None,
+        draws: SameDraws | None = None,
+    ) -> None:  # fmt: skip
+        self.start, self.draws = values, draws
         self.parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
-        self.optimizer = make_optimizer(list(self.parameters.items()))
+        self.optimizer = new_optimizer(make_optimizer, list(self.parameters.items()))
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.steps = 0
         self.scheduler_draws = False
 
     slices: Slices | None = None
-    seeded = False
-    """Its steps draw the same numbers whoever else has drawn."""
+
+    def after(self, drawn: Sequence[Tensors]) -> _Stepped:
+        """Itself, after steps with these gradients."""
+        for gradients in drawn:
+            self.step(gradients)
+        return self
 
     def moved(self, name: str) -> bool:
         """Whether a parameter is not where it began."""
@@ -208,9 +237,10 @@ class _Stepped:
         if self.slices is not None:
             self._hide_others(gradients, self.slices)
             self.slices.take_gradients()
-        if self.seeded:
-            torch.manual_seed(self.steps)
-        self.optimizer.step()
+        if self.draws is not None:
+            self.draws.seed = self.steps
+        with self.draws or contextlib.nullcontext():
+            self.optimizer.step()
         self._schedule()
 
     def _hide_others(self, gradients: Tensors, slices: Slices) -> None:
@@ -227,27 +257,22 @@ class _Stepped:
             self.scheduler.step()
             self.scheduler_draws = self.scheduler_draws or not generator_states().same_as(before)
 
-    def counts(self) -> dict[str, int | float]:
-        """Numbers that are attributes of the optimizer, and those that its hooks reach, by path."""
-        held = {name: value for name, value in getattr(self.optimizer, "__dict__", {}).items() if name not in _OF_STATE}
-        found = {f"self.{name}": value for name, value in held.items() if isinstance(value, int | float)}
-        for name in _HOOKS:
-            for hook in held.get(name, {}).values():
-                found |= read_memory_of(hook, name.strip("_")).values
-        return {path: value for path, value in found.items() if isinstance(value, int | float)}
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """That are attributes of the optimizer, or lie in containers that are."""
-        held = {name: value for name, value in getattr(self.optimizer, "__dict__", {}).items() if name not in _OF_STATE}
-        found = {name: list(_tensors_in(value)) for name, value in held.items()}
-        return {name: tensors for name, tensors in found.items() if tensors}
+    def beside_state(self) -> _Beside:
+        """What the optimizer, its class and its hooks reach."""
+        memory, tensors = read_memory_of(self.optimizer, "self"), defaultdict(list)
+        for path, tensor in memory.tensors.items():
+            if not _OF_STATE.search(path):
+                tensors[path.split("[")[0]].append(tensor)
+        numbers = {p: x for p, x in memory.values.items() if isinstance(x, int | float) and not _OF_STATE.search(p)}
+        return _Beside(numbers, tensors)
 
     def loaded(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> _Stepped | None:
         """Another one that goes on from here as a run does; None where the optimizer has no such methods."""
         if not hasattr(self.optimizer, "load_state_dict"):
             return None
-        made = _Stepped({n: p.detach() for n, p in self.parameters.items()}, make_optimizer, make_scheduler)
-        made.start, made.seeded = self.start, self.seeded
+        draws = None if self.draws is None else SameDraws()
+        made = _Stepped({n: p.detach() for n, p in self.parameters.items()}, make_optimizer, make_scheduler, draws)
+        made.start = self.start
         for _ in range(self.steps):
             made._schedule()
         try:
@@ -314,25 +339,25 @@ def _compare_loaded(kind: str, apart: _Stepped, loaded: _Stepped) -> None:
             "run that goes on from a checkpoint or recovers would train differently. Keep all that the step needs "
             "in self.state[parameter] or in the options of param_groups."
         )
-    again = loaded.tensors()
-    for attribute, held in apart.tensors().items():
-        if not _all_same(held, again.get(attribute, [])):
+
+
+def _compare_beside(kind: str, earlier: _Beside, apart: _Beside, loaded: _Beside) -> None:
+    """What lies beside the state: before the last step and after it, and where a state_dict was loaded before it."""
+    for attribute, held in apart.tensors.items():
+        if not _all_same(held, loaded.tensors.get(attribute, [])):
             raise ConfigError(
-                f"optimizer: {kind} keeps tensors in self.{attribute}, which are others after its state_dict() was "
+                f"optimizer: {kind} keeps tensors in {attribute}, which are others after its state_dict() was "
                 "loaded into a new one, so a run that goes on from a checkpoint or recovers may train differently. "
                 "Keep them in self.state[parameter]."
             )
-
-
-def _compare_counts(kind: str, counted: Mapping[str, int | float], loaded: Mapping[str, int | float]) -> None:
-    """What every step counts on, and what it is where a state_dict was loaded on the way."""
-    for path, value in counted.items():
-        if path in loaded and not math.isclose(value, loaded[path]):
+    for path, value in apart.numbers.items():
+        counted = earlier.numbers.get(path, value) != value
+        if counted and path in loaded.numbers and not math.isclose(value, loaded.numbers[path]):
             raise ConfigError(
                 f"optimizer: {kind} counts on in {path}, which is {value:g} after {len(_SCALES)} steps, and "
-                f"{loaded[path]:g} where its state_dict() was loaded into a new one before the last of them, so a run "
-                "that goes on from a checkpoint or recovers may train differently. Keep it in an option of groups, as "
-                "group['steps'], or in self.state[parameter]."
+                f"{loaded.numbers[path]:g} where its state_dict() was loaded into a new one before the last of them, "
+                "so a run that goes on from a checkpoint or recovers may train differently. Keep it in an option of "
+                "groups, as group['steps'], or in self.state[parameter]."
             )
 
 
@@ -351,14 +376,6 @@ def _moved_alike(one: _Stepped, other: _Stepped, name: str, part: slice = slice(
     rounding = torch.finfo(start.dtype).eps * float(start.abs().max())
     bound = _TOLERANCE * float(wanted.abs().nan_to_num().max()) + 4 * rounding
     return torch.allclose(found, wanted, rtol=0.0, atol=bound, equal_nan=True)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value.detach()
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
 
 
 def _all_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

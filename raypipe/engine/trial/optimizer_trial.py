@@ -18,7 +18,7 @@ from raypipe.engine.checkpoint.snapshot import optimizer_parts
 from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.item_randomness import own_generators
 from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, new_optimizer
 from raypipe.engine.trial.optimizer_apart import compare_apart, compare_sliced
 from raypipe.engine.trial.reads import no_reads_of
 from raypipe.engine.user_lines import quoted, short
@@ -158,7 +158,7 @@ def _check_kept(optimizer: Any, named: Named) -> None:
 
 def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
     try:
-        made: Any = make(named)
+        made: Any = new_optimizer(make, named)
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         names = ", ".join(name for name, _ in named[:2]) + (", ..." if len(named) > 2 else "")
         if "with/without names" in str(error):  # torch's words on a named group beside an empty one

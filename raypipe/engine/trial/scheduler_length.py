@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.item_randomness import own_generators
+from raypipe.engine.state import new_optimizer
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError
 
@@ -46,8 +47,8 @@ def refuse_too_short(
     with warnings.catch_warnings(), own_generators():
         warnings.simplefilter("ignore")
         try:
-            made = make_scheduler(make_optimizer(_stand_ins(parameters)))
-            again = make_scheduler(make_optimizer(_stand_ins(parameters)))
+            made = make_scheduler(new_optimizer(make_optimizer, _stand_ins(parameters)))
+            again = make_scheduler(new_optimizer(make_optimizer, _stand_ins(parameters)))
         except Exception:  # noqa: BLE001  (it goes by sizes; engine/trial/optimizer_trial.py has tried it)
             return
         try:

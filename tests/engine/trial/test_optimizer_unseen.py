@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.trial.optimizer_trial import try_optimizers
 from raypipe.errors import ConfigError
 from tests.engine.trial.test_optimizer_apart import Noisy, clipping, noisy, tried
+from tests.exactness import captured, programs
 
 pytestmark = pytest.mark.engine
 
@@ -31,6 +34,54 @@ WARM_UPS: list[Callable[[Any], Any]] = [
 def test_a_norm_of_a_stage_shows_at_the_beginning_of_a_warm_up_too(warm_up: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match="such as a norm"):
         tried(clipping, warm_up)
+
+
+class Dividing(torch.optim.SGD):
+    """By the norm of all gradients that it has, as Lamb does."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for parameter in held:
+            parameter.grad = parameter.grad / norm
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("warm_up", [*WARM_UPS, None])
+@pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
+def test_a_norm_of_a_stage_shows_at_a_small_rate_too(type_: torch.dtype, warm_up: Callable[[Any], Any] | None) -> None:
+    """Numbers of 16 bits would not move at all."""
+    parameters = {n: nn.Parameter(p.detach().to(type_)) for n, p in captured("mlp")[1].parameters.items()}
+    with pytest.raises(ConfigError, match="such as a norm"):
+        try_optimizers(programs("mlp", 2), parameters, partial(Dividing, lr=1e-5), warm_up)
+
+
+def by_kind(named: Named) -> torch.optim.Optimizer:
+    """Weights by a norm of all of them, biases by their own numbers."""
+
+    class Norms(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            weights = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+            nn.utils.clip_grad_norm_(weights, 1.0)
+            return super().step(closure)
+
+    weights, biases = ([(n, p) for n, p in named if n.endswith(end)] for end in ("weight", "bias"))
+    return Norms([{"params": weights}, {"params": biases}], lr=0.1)
+
+
+def test_a_group_whose_rate_is_still_0_is_tried_without_the_scheduler() -> None:
+    """The other one moves, so that there is something to compare at once."""
+    assert not tried(partial(torch.optim.SGD, lr=0.1), lambda o: schedulers.LambdaLR(o, lambda step: 1.0))
+    later = [lambda step: float(step > 500), lambda step: 1.0]
+    with pytest.raises(ConfigError, match="such as a norm"):
+        tried(by_kind, lambda o: schedulers.LambdaLR(o, later))
+
+
+@pytest.mark.parametrize("warm_up", WARM_UPS)
+def test_a_rate_that_is_one_tensor_is_changed_by_one_scheduler_only(warm_up: Callable[[Any], Any]) -> None:
+    rate = torch.tensor(1e-3)
+    assert not tried(partial(torch.optim.AdamW, lr=rate), warm_up)
+    assert rate == torch.tensor(1e-3)
 
 
 @pytest.mark.parametrize("warm_up", WARM_UPS)
@@ -158,9 +209,83 @@ class Remembering(Noisy):
         return super().step(closure)
 
 
+class Wrapping(torch.optim.SGD):
+    """As Looking, but for where it keeps them."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(named, lr=0.1)
+        self.kept = SimpleNamespace(slow={})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                slow = self.kept.slow.setdefault(id(parameter), parameter.detach().clone())
+                if group["steps"] % 100 == 0:
+                    parameter.data.copy_(slow)
+        return super().step(closure)
+
+
+def hooked(named: Named) -> torch.optim.Optimizer:
+    """The same by a hook."""
+    made, slow = torch.optim.SGD(named, lr=0.1), {}
+
+    def look(*_: Any) -> None:
+        for name, parameter in named:
+            slow.setdefault(name, parameter.detach().clone())
+
+    made.register_step_pre_hook(look)
+    return made
+
+
+DONE = [0]
+
+
+class Global(torch.optim.SGD):
+    """Counts for all of the process."""
+
+    def step(self, closure: Any = None) -> Any:
+        DONE[0] += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data.mul_(0.5 if DONE[0] % 100 == 0 else 1.0)
+        return super().step(closure)
+
+
+class Cooling(Noisy):
+    """The same number for all."""
+
+    def step(self, closure: Any = None) -> Any:
+        scale = torch.rand(())
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.grad = parameter.grad * scale
+        return super().step(closure)
+
+
+def noisy_by_position(named: Named) -> torch.optim.Optimizer:
+    return Noisy([{"params": [p], "lr": 0.1 * 0.5**at} for at, (_, p) in enumerate(named)], lr=0.1)
+
+
+class NoisyNorm(Noisy):
+    """Draws, and divides by the norm of what it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
-    [(Looking, r"keeps tensors in self\.slow"), (Remembering, "otherwise after its state_dict"), (noisy, "")],
+    [
+        (Looking, r"keeps tensors in self\.slow"),
+        (Wrapping, r"keeps tensors in self\.kept\.slow"),
+        (hooked, r"keeps tensors in hooked\.<locals>\.look:slow"),
+        (partial(Global, lr=0.1), r"counts on in .*test_optimizer_unseen\.DONE\[0\]"),
+        (Remembering, "otherwise after its state_dict"),
+        (partial(Cooling, lr=0.1), r"draws? for all of them together"),
+        (noisy_by_position, r"lr=0\.1 on stage 1, and lr=0\.00625 where"),
+        (partial(NoisyNorm, lr=0.1), "such as a norm"),
+        (noisy, ""),
+    ],
 )
 def test_tensors_outside_of_the_state_are_found_in_what_draws_too(optimizer: Any, words: str) -> None:
     if not words:
