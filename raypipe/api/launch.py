@@ -23,6 +23,7 @@ from raypipe.engine.meter import check_metrics
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
 from raypipe.engine.token_count import token_column
+from raypipe.engine.torch_settings import torch_settings
 from raypipe.engine.trial.scheduler_length import refuse_too_short
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
@@ -93,6 +94,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         transport=pipeline.transport,
         link_checksum=pipeline.link_checksum,
         replays=pipeline.replay == "auto",
+        torch_settings=torch_settings(),
         link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
         driver_grace_s=float(pipeline.driver_grace_s),
         worker_price_per_hour=pipeline.worker_price_per_hour,

@@ -16,6 +16,7 @@ from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.engine.storage import Place
+from raypipe.engine.torch_settings import TorchSettings
 from raypipe.ir.schedule import Homes
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
@@ -44,6 +45,7 @@ class RunSetup:
         token_column: that holds token ids; None where none does.
         compile_stages: see PipelineConfig.
         replays: workers keep what they send since the last copies of the state.
+        torch_settings: that workers take; none where they are threads of the process that has them.
     """
 
     make_optimizer: MakeOptimizer
@@ -64,6 +66,7 @@ class RunSetup:
     token_column: Any = None
     compile_stages: str = "off"
     replays: bool = False
+    torch_settings: TorchSettings = field(default_factory=TorchSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from raypipe.engine.initial.keyed import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, new_optimizer
+from raypipe.engine.torch_settings import torch_settings
 from raypipe.ir.plan import Plan
 from raypipe.ir.weights import VersionRule
 from raypipe.runtime.run.same_run import CUTS, LANES, Settings
@@ -70,6 +71,7 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         "schedule": "synchronous" if plan.weights.interval is None else pipeline.schedule,
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
+    free |= torch_settings().unusual()
     if pipeline.compile_stages != "off":
         free["compile_stages"] = pipeline.compile_stages
     if (lanes := plan.schedule.wiring.lanes) > 1:  # replicas change no bit, but lanes do

@@ -144,6 +144,8 @@ class LossTrial:
 def _evaluating(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Evaluation mode, without gradients, on all threads, for a large model takes a while; all is put back.
 
+    Without torch's fast path of encoders: what that gives at masked places depends on the masks of all rows.
+
     Yields:
         what puts the buffers back between two calls.
     """
@@ -155,12 +157,15 @@ def _evaluating(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])
 
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss over one row
             yield put_back
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for name, module in model.named_modules():
             module.training = modes[name]
         put_back()

@@ -130,3 +130,24 @@ def test_what_modules_keep_besides_their_tensors_is_noted() -> None:
     notes = prepared(nn.Sequential(nn.Linear(6, 16), KeepsMore(16, 3))).plan.notes
     (note,) = (note for note in notes if "extra_state" in note)
     assert note.startswith("no checkpoint holds what get_extra_state() of the module '1' (KeepsMore) returns")
+
+
+class Encoder(nn.Module):
+    """Its masks are not padding in every row, which torch's fast path of evaluations asks of all rows together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.words, self.encoder, self.head = nn.Embedding(9, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.words(ids), src_key_padding_mask=ids == 0)).mean(1)
+
+
+def test_an_encoder_with_masks_is_not_taken_for_one_that_compares_rows() -> None:
+    ids = 1 + torch.arange(96).view(16, 6) % 8
+    for row in range(16):
+        ids[row, slice(3 + row % 3, None) if row % 3 else 1 + row % 5] = 0  # at the end, as padding, or within
+    assert prepared(Encoder(), inputs=ids).settings.loss_reduction.words == "labels other than -100"
+    assert torch.backends.mha.get_fastpath_enabled()

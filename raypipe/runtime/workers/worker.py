@@ -121,6 +121,7 @@ class _StageActor(LinkedActor, ReplayingActor):
         self._fence.check(term)
         if self._setup is None or self._setup.run_id != run.run_id:  # it may be told so again while it trains
             self._forget_copies()
+            run.torch_settings.take()
         self._setup = run
         self._vitals.belongs("" if run.place is None else run.place.path.rpartition("/")[2])
 

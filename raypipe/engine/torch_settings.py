@@ -1,0 +1,116 @@
+"""Settings of torch that belong to a process and change its numbers: workers take those of the process that plans.
+
+    torch.set_float32_matmul_precision("high")   said by the user's script, and unknown to every worker
+    trainer.fit(...)                             carries it to them
+
+Not carried are the default device, which placement decides, the number of threads, which is one, and whether numbers
+below the smallest normal one are flushed to 0, which is said for each thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.errors import StageError
+
+__all__ = ["TorchSettings", "torch_settings"]
+
+_BY_FUNCTIONS: tuple[tuple[str, str], ...] = (
+    ("get_default_dtype", "set_default_dtype"),
+    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
+    ("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
+    ("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
+    ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
+    ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
+    ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
+)
+_BY_ATTRIBUTES = (
+    "backends.mkldnn.enabled",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.allow_tf32",
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    # Torch 2.9 has these beside those above, some of which fail once one of these was set. They come last, and
+    # nothing is set that is so already: then the older ones go on working where the user took them.
+    "backends.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+)
+_USUAL = {"get_default_dtype": torch.float32, "get_float32_matmul_precision": "highest"}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What one process has set.
+
+    Attributes:
+        values: (name below ``torch``, value) of those that this version of torch has and can tell.
+    """
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+    def take(self) -> None:
+        """Have this process compute as that one does.
+
+        Raises:
+            StageError: names the setting that this process cannot take.
+        """
+        for name, value in self.values:
+            if _read(name) == value:
+                continue
+            try:
+                _write(name, value)
+            except Exception as error:
+                raise StageError(
+                    f"This worker cannot set torch.{name} to {value!r}, as it is where the run was started: "
+                    f"{type(error).__name__}: {error}. Leave that setting as torch has it, or let both have one torch."
+                ) from error
+
+    def unusual(self) -> dict[str, str]:
+        """Those that decide bits on any device and are not as torch has them, by name."""
+        return {f"torch.{name}()": str(value) for name, value in self.values if _USUAL.get(name, value) != value}
+
+
+def torch_settings() -> TorchSettings:
+    """Of this process, now."""
+    names = (*(read for read, _ in _BY_FUNCTIONS), *_BY_ATTRIBUTES)
+    found = ((name, _read(name)) for name in names)
+    return TorchSettings(tuple((name, value) for name, value in found if value is not None))
+
+
+def _read(name: str) -> Any:
+    """None where this torch lacks it, or where the other way of saying the same was used."""
+    try:
+        value = _below_torch(name)
+        return value() if name in dict(_BY_FUNCTIONS) else value
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _write(name: str, value: Any) -> None:
+    if (write := dict(_BY_FUNCTIONS).get(name)) is not None:
+        function: Callable[[Any], None] = _below_torch(write)
+        function(value)
+        return
+    holder, _, attribute = name.rpartition(".")
+    setattr(_below_torch(holder), attribute, value)
+
+
+def _below_torch(name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), torch)
