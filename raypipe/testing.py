@@ -116,7 +116,7 @@ def reference(
             if microbatches_by_step:
                 microbatch_size = math.ceil(minibatch_size / microbatches_by_step[step])
             segment, at = next_segment(source.num_samples, minibatch_size, microbatch_size, at)
-            stepper.zero_grad(set_to_none=True)
+            trained.zero_grad(set_to_none=True)  # also what the optimizer leaves out
             losses.append(float(_accumulate(trained, source, segment, loss_fn, reduction, config.seed, device)))
             norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))
             gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})

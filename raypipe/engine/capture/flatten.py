@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec
 
+from raypipe.engine.capture.buffer_writes import write_buffers_early
 from raypipe.engine.capture.explain import draws_from
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.regions import body_of, fold, in_levels, line_of, refuse_draws
@@ -47,6 +48,7 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
     copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
     outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
     graph.output(tuple(fx.map_arg(list(outputs), lambda n: _used(graph, env[n], traced))))
+    write_buffers_early(graph, traced.buffers)
     work_out_of_place(traced)
     graph.lint()
     return traced

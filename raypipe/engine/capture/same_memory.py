@@ -63,7 +63,7 @@ def _overlapping(named: Tensors) -> Iterator[tuple[str, str]]:
     by_storage: dict[int, list[str]] = {}
     for name, tensor in named.items():
         if _has_memory(tensor):
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+            by_storage.setdefault(_storage(tensor), []).append(name)
     for names in by_storage.values():
         for one, other in combinations(names, 2):
             if _share(named[one], named[other]):
@@ -71,12 +71,21 @@ def _overlapping(named: Tensors) -> Iterator[tuple[str, str]]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    """Or would have it, of a model that is built without."""
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Its address; of one on the meta device, which has no memory, what tells it from others."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata if tensor.is_meta else storage.data_ptr())
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether some place in memory belongs to both; columns of one matrix lie between each other and share none."""
     if not (_has_memory(one) and _has_memory(other)):
+        return False
+    if (one.is_meta or other.is_meta) and not (one.is_meta and other.is_meta and _storage(one) == _storage(other)):
         return False
     (begin, end), (start, stop) = _span(one), _span(other)
     if end <= start or stop <= begin:
@@ -91,6 +100,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First address, and the one behind the last."""
+    size = tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
+    begin = _storage(tensor) + int(tensor.storage_offset()) * size
+    return begin, begin + (last + 1) * size

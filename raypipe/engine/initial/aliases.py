@@ -42,10 +42,25 @@ class Aliases:
         self._sources: dict[int, list[_Source]] = {}
 
     def add(self, real: torch.Tensor, ref: Any, at: int) -> None:
-        """A parameter with the memory ``ref`` begins with the values of this tensor."""
+        """A parameter with the memory ``ref`` begins with the values of this tensor.
+
+        Raises:
+            ConfigError: another parameter has some of its memory.
+        """
         storage = real.untyped_storage()
+        if any(_overlap(real, source.real) for source in self._sources.get(storage._cdata, ())):
+            raise ConfigError(
+                f"weights_on='workers': two parameters are made of one tensor, the second of shape {list(real.shape)}, "
+                "and have the same memory in plain PyTorch. Stages hold each for itself, so they would drift apart. "
+                "Make them one parameter, or give one of them its own memory with clone()."
+            )
         view = (real.shape, real.stride(), int(real.storage_offset()))
         self._sources.setdefault(storage._cdata, []).append(_Source(StorageWeakRef(storage), view, ref, at))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter was made of this tensor, or of another one over the same memory."""
+        sources = self._sources.get(tensor.untyped_storage()._cdata, ())
+        return any(_overlap(tensor, source.real) for source in sources)
 
     def check(self, used: Iterable[torch.Tensor], entries: Sequence[Any]) -> None:
         """Refuse the use of a tensor that the parameter made of it has left behind.
@@ -72,3 +87,16 @@ class Aliases:
             for source in self._sources.get(storage._cdata, ()):
                 shape, strides, offset = source.real
                 yield source.ref, torch.empty(0, dtype=source.ref.dtype).set_(storage, offset, shape, strides)
+
+
+def _overlap(tensor: torch.Tensor, other: tuple[torch.Size, tuple[int, ...], int]) -> bool:
+    """Whether the places in one storage from the first to the last of each have some in common."""
+    start, stop = _ends(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    begin, end = _ends(*other)
+    return start < end and begin < stop
+
+
+def _ends(shape: torch.Size, strides: tuple[int, ...], offset: int) -> tuple[int, int]:
+    """In elements; none of an empty tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return offset, offset + last + 1 if shape.numel() else offset

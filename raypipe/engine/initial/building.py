@@ -127,10 +127,19 @@ def _exchange(module: nn.Module, name: str, given: nn.Parameter, bare: torch.Ten
 def _make_others(model: nn.Module, tape: InitTape, seed: int) -> None:
     """Buffers, and tensors that modules keep beside them, get their values; those that share memory still do."""
     held: dict[int, torch.Tensor] = {}
+    learning = {p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.requires_grad}
 
     def made(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return tape.made(value, seed, held) if not isinstance(value, nn.Parameter) and tape.knows(value) else value
+            if isinstance(value, nn.Parameter):
+                return value
+            if tape.gave_away(value):
+                raise _follows(value, "a parameter that was made of it")
+            if not tape.knows(value):
+                return value
+            if (name := learning.get(value.untyped_storage()._cdata)) is not None:
+                raise _follows(value, repr(name))
+            return tape.made(value, seed, held)
         if type(value) in (dict, OrderedDict, list):  # of which others may hold the same object
             for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if (found := made(item)) is not item:
@@ -144,6 +153,15 @@ def _make_others(model: nn.Module, tape: InitTape, seed: int) -> None:
         for name, value in list(vars(module).items()):
             if (found := made(value)) is not value:
                 object.__setattr__(module, name, found)
+
+
+def _follows(tensor: torch.Tensor, parameter: str) -> ConfigError:
+    return ConfigError(
+        f"weights_on='workers': a tensor of shape {list(tensor.shape)} beside the parameters has the memory of "
+        f"{parameter}. Stages would keep it as it begins, while it follows the parameter in plain PyTorch. Use the "
+        "parameter itself in forward, with detach() there if it shall not learn by it, or clone() what shall stay as "
+        "it is."
+    )
 
 
 def _check_buffers(model: nn.Module) -> None:

@@ -145,6 +145,10 @@ class InitTape(TorchDispatchMode):
                 held[ref.memory] = played(whole, self.entries, self.sizes, seed)
             return view_of(held[ref.memory], ref)
 
+    def gave_away(self, tensor: torch.Tensor) -> bool:
+        """Whether it has values, and a parameter was made of it that would share its memory in plain PyTorch."""
+        return not tensor.is_meta and self._aliases.has(tensor)
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether it is on the meta device, and what was done to it is recorded."""
         with _alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,14 +104,45 @@ def test_what_is_written_to_the_tensor_of_a_parameter_is_written_to_the_paramete
             super().__init__()
             values = torch.zeros(10)
             self.all = nn.Parameter(values)
-            self.few = nn.Parameter(values[2:4])
+            others = torch.zeros(10)
+            self.few, self.rest = nn.Parameter(others[2:4]), nn.Parameter(others[4:])
             values.fill_(3.0)
-            values[3] = 4.0
+            others.fill_(3.0)
+            others[3] = 4.0
 
     _, found = filled(Late)
     real = Late()
     assert torch.equal(found["all"], real.all)
     assert torch.equal(found["few"], real.few)
+    assert torch.equal(found["rest"], real.rest)
+
+
+class Twice(nn.Module):
+    """One memory, told by how it is used a second time."""
+
+    def __init__(self, use: Callable[[Any, nn.Parameter, torch.Tensor], None]) -> None:
+        super().__init__()
+        values = torch.zeros(4, 4)
+        self.given = nn.Parameter(values)
+        self.linear = nn.Linear(4, 4)
+        use(self, self.linear.weight, values)
+
+
+TWICE: dict[str, Callable[[Any, nn.Parameter, torch.Tensor], None]] = {
+    "buffer": lambda net, weight, _: net.register_buffer("again", weight.detach()),
+    "part": lambda net, weight, _: net.register_buffer("again", weight.detach()[1:]),
+    "attribute": lambda net, weight, _: setattr(net, "again", weight.data),
+    "in a list": lambda net, weight, _: setattr(net, "again", [weight.detach()]),
+    "buffer of the values": lambda net, _, values: net.register_buffer("again", values),
+    "parameter of the values": lambda net, _, values: setattr(net, "again", nn.Parameter(values[:2])),
+}
+
+
+@pytest.mark.parametrize("use", TWICE.values(), ids=TWICE)
+def test_two_tensors_over_one_memory_are_refused(use: Any) -> None:
+    with pytest.raises(ConfigError, match=r"weights_on='workers': .* memory .*clone\(\)"):
+        built_without_weights(lambda: Twice(use), 0)
+    built_without_weights(lambda: Twice(lambda net, *_: setattr(net, "again", torch.zeros(4, 4))), 0)
 
 
 @pytest.mark.parametrize("use", [torch.Tensor.clone, torch.Tensor.zero_], ids=["read", "written"])
