@@ -29,6 +29,7 @@ _BY_FUNCTIONS: tuple[tuple[str, str], ...] = (
     ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
     ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
     ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
+    ("_C._get_sdp_priority_order", "_C._set_sdp_priority_order"),
 )
 _BY_ATTRIBUTES = (
     "backends.mkldnn.enabled",
@@ -81,6 +82,10 @@ class TorchSettings:
                     f"This worker cannot set torch.{name} to {value!r}, as it is where the run was started: "
                     f"{type(error).__name__}: {error}. Leave that setting as torch has it, or let both have one torch."
                 ) from error
+
+    def changed(self) -> list[str]:
+        """Names of those that are otherwise in this process now."""
+        return [name for name, value in self.values if _read(name) != value]
 
     def unusual(self) -> dict[str, str]:
         """Those that decide bits on any device and are not as torch has them, by name."""

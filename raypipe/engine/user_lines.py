@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["as_sentence", "line_outside_torch", "quoted", "short"]
+__all__ = ["as_sentence", "line_outside_torch", "quoted", "short", "users_line"]
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
@@ -25,10 +25,20 @@ def quoted(error: BaseException) -> str:
 
 
 def line_outside_torch(frame: FrameType | None) -> str:
-    """`` at FILE:LINE``: the innermost line not of torch that this frame is called from; nothing without one."""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0]):
+    """`` at FILE:LINE``: the innermost line not of torch or Python that calls this frame; nothing without one."""
+    while frame is not None and _not_the_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def users_line(frame: FrameType | None) -> str:
+    """The same, and nothing where that line is raypipe's: no code of the user's has led here."""
+    found = line_outside_torch(frame)
+    return "" if found.startswith(f" at {_LIBRARIES[1]}") else found
+
+
+def _not_the_users(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES[0]) or _of_python(filename)
 
 
 def _of_python(filename: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,19 @@ def test_an_optimizer_may_assign_its_parameters(tmp_path: Path) -> None:
         num_steps=4,
     )  # fmt: skip
     assert [record.loss for record in fit(model, tmp_path, optimizer=make).records] == list(plain.losses)
+
+
+def test_what_the_optimizer_leaves_out_has_one_gradient_a_step_in_the_reference_too(tmp_path: Path) -> None:
+    """It is part of the norm that is clipped."""
+    model, make = linears(), lambda named: torch.optim.SGD([p for _, p in named if p.dim() > 1], lr=0.1)
+    settings = dataclasses.replace(SETTINGS, max_grad_norm=0.3)
+    plain = reference(
+        model, optimizer=make, train_data=TensorDataset(X, Y), loss_fn=functional.cross_entropy, pipeline=settings,
+        num_steps=4,
+    )  # fmt: skip
+    found = fit(model, tmp_path, optimizer=make, pipeline=settings)
+    assert [record.grad_norm for record in found.records] == list(plain.grad_norms)
+    assert [record.loss for record in found.records] == list(plain.losses)
 
 
 class WithExtras(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.capture.absent_autocast import no_absent_autocast
+from raypipe.engine.capture.switched_settings import no_switched_settings
 from raypipe.engine.meter import part_of
 from raypipe.engine.user_lines import line_outside_torch
 from raypipe.errors import CaptureError
@@ -107,7 +108,8 @@ def nothing_lost() -> Iterator[None]:
 
     It records the forward of a custom autograd function but not its backward, no gradient hook, and not the mode of
     what is computed under inference_mode: the traced model would train, with wrong gradients. Nor does it record an
-    autocast of a device that this machine lacks. torch's own log and standard error are silent meanwhile.
+    autocast of a device that this machine lacks, nor a setting that is switched for a part. torch's own log and
+    standard error are silent meanwhile.
     """
     functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
     enter = torch.inference_mode.__enter__
@@ -141,7 +143,7 @@ def nothing_lost() -> Iterator[None]:
     logging.disable(logging.ERROR)
     try:
         # torch logs and prints pages about what the CaptureError says in a paragraph.
-        with redirect_stderr(StringIO()), no_absent_autocast():
+        with redirect_stderr(StringIO()), no_absent_autocast(), no_switched_settings():
             yield
     finally:
         logging.disable(muted)
