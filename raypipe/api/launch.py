@@ -28,7 +28,7 @@ from raypipe.engine.trial.scheduler_length import refuse_too_short
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.planner.segments import num_steps_of
-from raypipe.prepare.arguments import Arguments
+from raypipe.prepare.arguments import Arguments, check_operations, check_travel
 from raypipe.prepare.job import Job
 from raypipe.prepare.resume import kept_lanes, kept_microbatches, kept_plan
 from raypipe.runtime.run.blueprint import Assembled
@@ -113,6 +113,20 @@ def generation_setup(job: Job) -> GenerationSetup:
         recompute=plan.recompute,
         lanes=plan.schedule.wiring.lanes,
     )
+
+
+def check_sent(arguments: Arguments, pipeline: PipelineConfig, callbacks: Any, job: Job | None = None) -> None:
+    """Refuse what cannot travel: of all but the model, of which stages are sent what was captured.
+
+    Args:
+        job: what was planned, with the operations that it calls; None before.
+
+    Raises:
+        ConfigError: names it.
+    """
+    check_operations(job.programs if job else ())
+    given = {**arguments._asdict(), "loss_reduction": pipeline.loss_reduction, "callbacks": callbacks}
+    check_travel({name: value for name, value in given.items() if name not in ("model", "unfilled")})
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:

@@ -152,6 +152,7 @@ class PipelineTrainer:
         self._check_travel()
         own = cluster is None and profiled is None
         job = self._prepared() if own else self._prepare(self._pipeline, cluster=cluster, profiled=profiled)
+        self._check_travel(job)
         return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
@@ -279,16 +280,13 @@ class PipelineTrainer:
         launch.refuse_replicas(job.plan)
         if local:
             return threads(self._resources())
-        self._check_travel()
+        self._check_travel(job)
         check_travel({"data": data})
         setup = partial(launch.run_setup, place=self._storage(), pipeline=self._pipeline)
         return actors(job.num_workers, self._resources(), setup)
 
-    def _check_travel(self) -> None:
-        """Of all but the model, of which stages are sent what was captured."""
-        given = self._arguments._asdict() | {"loss_reduction": self._pipeline.loss_reduction}
-        given["callbacks"] = self._callbacks
-        check_travel({name: value for name, value in given.items() if name not in ("model", "unfilled")})
+    def _check_travel(self, job: Job | None = None) -> None:
+        launch.check_sent(self._arguments, self._pipeline, self._callbacks, job)
 
     def _prepared(self) -> Job:
         if self._job is None:
@@ -337,7 +335,7 @@ class PipelineTrainer:
     ) -> RunHandle:
         from raypipe.runtime.driver.client import connected, start_run
 
-        self._check_travel()
+        self._check_travel(job)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 connected(

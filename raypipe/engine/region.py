@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.foreign_operations import foreign_operations
+
 __all__ = ["TORCH_NAMES", "Body", "Choice", "Region", "compiled", "names_of"]
 
 TORCH_NAMES = {"inf": math.inf, "nan": math.nan, "NoneType": type(None), "torch": torch, "device": torch.device}
@@ -33,9 +35,10 @@ and fails with "AST constructor recursion depth mismatch" where two do it at onc
 
 
 def names_of(code: Any) -> dict[str, Any]:
-    """The other names that code of fx (``Graph.python_code``) refers to."""
-    return {name: thing for name, thing in code.globals.items() if not isinstance(thing, ModuleType)
-            and name not in TORCH_NAMES}  # fmt: skip
+    """The other names that code of fx (``Graph.python_code``) refers to, and what registers its operations."""
+    used = {name: thing for name, thing in code.globals.items() if name not in TORCH_NAMES}
+    things = {name: thing for name, thing in used.items() if not isinstance(thing, ModuleType)}
+    return {**things, **foreign_operations(code.src)}
 
 
 def compiled(

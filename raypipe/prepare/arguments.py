@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,13 +15,23 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.data.collate import Collate
+from raypipe.engine.foreign_operations import Registered
 from raypipe.engine.shipping import unshippable
+from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.trial.optimizer_trial import PLATEAU
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 
-__all__ = ["Arguments", "Unfilled", "check_arguments", "check_travel", "in_one_paragraph", "undisturbed"]
+__all__ = [
+    "Arguments",
+    "Unfilled",
+    "check_arguments",
+    "check_operations",
+    "check_travel",
+    "in_one_paragraph",
+    "undisturbed",
+]
 
 
 @contextmanager
@@ -159,6 +169,23 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
                 f"{what} Stages are processes of their own: define {name} at module level, and let it make such things "
                 "where it is called."
             )
+
+
+def check_operations(programs: Iterable[StageProgram]) -> None:
+    """Refuse operations that no worker could know, for nobody but the script registers them.
+
+    Raises:
+        ConfigError: names one.
+    """
+    for program in programs:
+        for function in program.modes.values():
+            for known in getattr(function, "names", {}).values():
+                if isinstance(known, Registered) and known.by_script:
+                    raise ConfigError(
+                        f"The model calls {known.operation}, an operation that this script registers with torch. "
+                        "Workers do not run the script: register it in a module of its own that they can import, and "
+                        "import that here."
+                    )
 
 
 def _travels_all_the_same(value: Any) -> bool:

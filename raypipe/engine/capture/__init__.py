@@ -41,6 +41,7 @@ from raypipe.engine.capture.trace import trace
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
 from raypipe.engine.eager_cond import evaluating
+from raypipe.engine.foreign_operations import with_structure
 from raypipe.engine.initial.stand_ins import stand_ins
 from raypipe.engine.meter import Asked
 from raypipe.engine.precision import computing, converted, model_in, refuse_other_types
@@ -86,7 +87,7 @@ class _UserLoss:
         leaves: list[Any] = list(outputs)
         for position, value in self.returned.fixed:
             leaves.insert(position, value)
-        return leaves[0] if self.returned.spec is None else pytree.tree_unflatten(leaves, self.returned.spec)
+        return leaves[0] if self.returned.spec is None else with_structure(leaves, self.returned.spec)
 
     def in_evaluation(self) -> _UserLoss:
         """The same on what the model returns then."""

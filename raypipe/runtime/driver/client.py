@@ -347,8 +347,10 @@ def _begun(
     try:
         return driver.run.remote(blueprint, _handed_over(driver, initial, detached), dict(resources))
     except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
+        lines = [line for line in str(error).splitlines() if any(map(str.isalpha, line))]
+        said = next((line.strip(" !") for line in lines if "FAIL serialization" in line), lines[-1])
         raise ConfigError(
-            f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
+            f"Something of the run cannot be sent to Ray's actors: {said} Define model, "
             "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
         ) from None
 
