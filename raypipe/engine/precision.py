@@ -97,14 +97,15 @@ def model_converted(model: torch.nn.Module, precision: Precision) -> Iterator[No
 
 
 def refuse_other_types(model: torch.nn.Module, precision: Precision) -> None:
-    """Any precision but fp32 is defined for a model that was built in fp32.
+    """Any precision but fp32 is defined for a model that was built in fp32; under autocast, for what trains of it.
 
     Raises:
         CaptureError: names the first parameter or buffer of another floating-point type.
     """
     if precision == FP32:
         return
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    trains = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, tensor in trains if precision.autocast else (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and tensor.dtype is not torch.float32:
             raise CaptureError(
                 f"precision={precision.name!r} keeps parameters in fp32, but {name!r} is of {tensor.dtype}. Build the "

@@ -242,15 +242,18 @@ def _job(
 def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:
     """Two micro-batches through the user's own module and through the stages, unless verify="off"."""
     found.memory.restore()
-    if pipeline.verify == "off" or found.unfilled:  # there is nothing to compute with; the plan has said so
+    if found.unfilled:  # there is nothing to compute with; the plan has said so
         return
     captured, source = found.captured, found.sources["train"]
     tensors = {**captured.parameters, **captured.buffers}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ConfigError(
-            "verify='first_step' runs the model once, but it has parameters on the meta device, which hold no numbers. "
-            "Build it with numbers, or set verify='off' to train what was captured unseen."
+            "The model has parameters on the meta device, which hold no numbers. Build it with numbers, give the file "
+            "or folder that has them as init_from, or set weights_on='workers', which makes them as its constructor "
+            "does."
         )
+    if pipeline.verify == "off":
+        return
     columns = tuple(found.example)
     rows = source.read(0, 0, min(2 * size, source.num_samples), columns)
     named = rows if isinstance(rows, Mapping) else dict(zip(columns, rows, strict=True))

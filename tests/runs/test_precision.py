@@ -294,6 +294,18 @@ def test_refusals(tmp_path: Path) -> None:
         trainer(frozen, tmp_path, precision="fp16", partitioner=["5"]).plan()
 
 
+def test_autocast_trains_fp32_beside_frozen_parameters_of_16_bits_and_other_buffers(tmp_path: Path) -> None:
+    """As adapters beside a base that does not learn."""
+    model = children()
+    model[0].bfloat16().requires_grad_(requires_grad=False)
+    model[-1].register_buffer("of_64_bits", torch.linspace(0, 1, 4, dtype=torch.float64))
+    plain = plainly(model, "bf16-autocast")
+    assert faults(model, tmp_path, plain, precision="bf16-autocast", num_stages=3) == []
+    model[0].requires_grad_()
+    with pytest.raises(CaptureError, match=r"'0.weight' is of torch.bfloat16.*model.float\(\)"):
+        trainer(model, tmp_path, precision="bf16-autocast").plan()
+
+
 class Late(nn.Module):
     """Counts forwards once the optimizer has moved its parameter."""
 

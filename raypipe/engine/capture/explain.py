@@ -25,6 +25,7 @@ from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
 
 __all__ = ["draws_from", "misfit_of_loss", "misfit_of_model", "not_as_captured", "untraceable"]
 
+_NARROW = (torch.bfloat16, torch.float16)
 _OF_DEVICES = re.compile(
     r"with CUDA enabled|NVIDIA|CUDA driver|same device|two different devices|is not available.*CUDA"
 )
@@ -59,6 +60,11 @@ def untraceable(
     if (generator := _generator_in(error)) is not None:
         return draws_from(model, generator)
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
+    if any("torch/distributions" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(
+            f"{name} makes a distribution of torch.distributions{where}, which looks at the values of its arguments. "
+            f"Switch that off: torch.distributions.Normal(mean, scale, validate_args=False). Or {blocks}."
+        )
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
             f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
@@ -156,10 +162,16 @@ def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torc
                 f"loss_fn cannot take what the model returns, {returned(output)}{where}: {said} Let it take the part "
                 f"that it compares, as in loss_fn=lambda output, target: cross_entropy({part}, target)."
             )
-        wrong_type = "dtype" in said or "scalar type" in said
-        cure = "Convert the target in the data" if wrong_type else "Make the target and the output fit"
+        cure = "Convert the target in the data" if _is_of_types(said) else "Make the target and the output fit"
+        if _is_of_types(said) and isinstance(output, torch.Tensor) and output.dtype in _NARROW:
+            cure = "Let it take output.float(), or set precision='bf16-autocast'"
         return DataError(f"loss_fn cannot take {got}{where}: {said} {cure}, or reshape them in a function of your own.")
     return CaptureError("loss_fn fails on what the stages give it, although it runs in plain PyTorch.")
+
+
+def _is_of_types(said: str) -> bool:
+    """Whether an operation complains of an element type."""
+    return any(word in said for word in ("dtype", "scalar type", "BFloat16", "Half"))
 
 
 def _part_of(output: Any) -> str | None:
@@ -230,9 +242,17 @@ def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Excepti
         return CaptureError(f"{asks} asks for a device{where}: {said} {_ON_DEVICES}")
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     if module is model or not tensors:
+        cure = "Mend it there. A micro-batch is a part of the mini-batch: the model must take any number of samples."
+        within = ""
+        if _is_of_types(said) and torch.is_autocast_enabled("cpu"):
+            within = f" under torch.autocast in {str(torch.get_autocast_dtype('cpu')).removeprefix('torch.')}"
+            off = "with torch.autocast(x.device.type, enabled=False)"
+            cure = f"Convert what comes in 16 bits there, or switch it off: {off}."
+        elif _is_of_types(said) and any(x.dtype in _NARROW for x in (*tensors, *model.parameters())):
+            cure = "Compute there in fp32, as in x.float(), or set precision='bf16-autocast'."
         return CaptureError(
-            f"{type(model).__name__} fails in plain PyTorch too, on a micro-batch of {_batch(tensors)}{where}: {said} "
-            "Mend it there. A micro-batch is a part of the mini-batch: the model must take any number of samples."
+            f"{type(model).__name__} fails in plain PyTorch too{within}, on a micro-batch of {_batch(tensors)}{where}: "
+            f"{said} {cure}"
         )
     who = f"The module {eye.names.get(id(module), '?')!r}, {_described(module)},"
     types = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
