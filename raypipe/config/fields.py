@@ -106,11 +106,11 @@ class PipelineFields:
             scale halved. At a scale of 1 ``on_nonfinite`` decides.
         compile_stages: the backend of torch.compile for the forward of each stage and its backward, in training:
             "inductor" generates kernels, which needs a C++ compiler on workers, or Triton on GPUs; "aot_eager" runs
-            torch's own, to the bits of plain PyTorch but for sums that follow the layout of a gradient (a convolution's
-            bias, docs/design/0063); "off" compiles nothing. Backwards of compiled stages are one piece: schedules that
-            split them are refused, and schedule="auto" is "slack". A stage that draws random numbers (dropout) is not
-            compiled, and the plan says so; nor is an nn.Sequential. The first step, and the first of every other size
-            of micro-batch, takes seconds more.
+            torch's own, to the bits of plain PyTorch but for some sums of gradients (a convolution's bias, several
+            gradients of one activation; docs/design/0063); "off" compiles nothing. Backwards of compiled stages are one
+            piece: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws random
+            numbers (dropout) is not compiled, and the plan says so; nor is an nn.Sequential. The first step, and the
+            first of every other size of micro-batch, takes seconds more.
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.
@@ -145,11 +145,12 @@ class PipelineFields:
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains what was captured, unseen.
         weights_on: where the weights that a new run begins with are made. "client": this process builds the model and
-            holds it. "workers": the model, a function, is built here without memory for its parameters, and each
-            worker fills those of its own stages: from ``init_from``, which then names safetensors files that all
-            workers can read, or else as the model's constructor would, with draws that follow from ``seed`` and
-            not from the number of stages. The plan is made from shapes, and ``verify`` compares nothing. "auto"
-            takes "workers" where ``init_from`` has more bytes than half of this machine's memory.
+            holds it. "workers": the model, a function, is built here without memory for its parameters, and each worker
+            fills those of its own stages: from ``init_from``, which then names safetensors files that all workers can
+            read, or else as the model's constructor would, with draws that follow from ``seed`` and not from the number
+            of stages; seeds and generators of the constructor's own do not count. The plan is made from shapes, and
+            ``verify`` compares nothing. "auto" takes "workers" where ``init_from`` has more bytes than half of this
+            machine's memory.
 
     Raises:
         ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a
