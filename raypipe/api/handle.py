@@ -138,15 +138,20 @@ class RunHandle:
         """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
 
         Raises:
-            CheckpointError: the run ended before, or it could not be written in time.
+            CheckpointError: the run ended before, or it could not be written, or not in time.
         """
-        before = self._fetch(0.0).status
+        news = self._fetch(0.0)
+        before = news.status
+        if news.ended:
+            raise CheckpointError(f"Run {self.name!r} is over. Its newest checkpoint is {before.checkpoint or 'none'}.")
         self._connection.checkpoint()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             news = self._fetch(POLL_S)
             if news.status.checkpoint != before.checkpoint:
                 return news.status.checkpoint
+            if news.status.checkpoint_error not in ("", before.checkpoint_error):
+                raise CheckpointError(news.status.checkpoint_error)
             if news.ended:
                 break
         raise CheckpointError(

@@ -241,7 +241,9 @@ class Executor:
                         of_stage.append(report)
         except RaypipeError:
             raise
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # in a thread of this stage, nobody but the user's code raises what is no Exception
             raise self._failure(error) from error
         finally:
             self._exchange.abandon()
@@ -260,7 +262,7 @@ class Executor:
         for work in self.works.values():
             work.begin_segment(segment, training=training)
 
-    def _failure(self, error: Exception) -> StageError:
+    def _failure(self, error: BaseException) -> StageError:
         """That the user's code raised, or had no memory left."""
         name, where = f"Stage {self.placement.stages[0]}", ""
         if self._action is not None:

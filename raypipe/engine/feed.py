@@ -76,7 +76,7 @@ class Feed:
         self._weighs = weighs
         self._reduction = reduction
         self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
-        self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
+        self._ahead: dict[tuple[str, int, int], _Minibatch | BaseException] = {}
         self._reading = threading.Lock()
         self.reading = False
         """Whether ``microbatch`` waits for data at this moment."""
@@ -92,7 +92,7 @@ class Feed:
             key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
             try:
                 self._ahead[key] = self._read(key, segment)
-            except Exception as error:  # noqa: BLE001  (raised again where the data is used)
+            except BaseException as error:  # noqa: BLE001  (raised again where the data is used)
                 self._ahead[key] = error
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
@@ -105,7 +105,7 @@ class Feed:
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
             found = self._ahead.pop(key, None)
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found
             if found is None:
                 self.reading = True

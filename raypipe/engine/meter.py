@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raypipe.engine.user_lines import quoted, short
+from raypipe.engine.user_lines import LEAVING, quoted, short
 from raypipe.errors import ConfigError, StageError
 
 __all__ = ["Asked", "Meter", "check_metrics", "is_stateful", "names_of", "part_of", "parts_by_key"]
@@ -147,7 +147,9 @@ class Meter:
                     metric.update(output, *target)
                     continue
                 found = metric(output, *target)
-            except Exception as error:
+            except LEAVING:
+                raise
+            except BaseException as error:
                 raise StageError(f"The metric {name!r} failed{quoted(error)}: {short(error)}") from error
             totals = self._totals[name]
             for part, value in _parts(name, found).items():
@@ -170,7 +172,9 @@ class Meter:
             return
         try:
             found = metric.compute()
-        except Exception as error:
+        except LEAVING:
+            raise
+        except BaseException as error:
             raise StageError(f"The metric {name!r} failed in compute(){quoted(error)}: {short(error)}") from error
         if isinstance(found, torch.Tensor | np.ndarray) and found.ndim == 1 and len(found) > 1:
             found = dict(enumerate(found.tolist()))  # of each class, say

@@ -9,10 +9,13 @@ from types import FrameType
 
 import torch
 
-__all__ = ["as_sentence", "line_outside_torch", "quoted", "short", "users_line"]
+__all__ = ["LEAVING", "as_sentence", "line_outside_torch", "quoted", "short", "users_line"]
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
+LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What ends a process or a thread, and is no failure of the code in it. All else that a user's code raises is, also
+what Rust raises through pyo3 (tokenizers, polars), which is no Exception."""
 MOST = 160
 """Characters of somebody else's complaint that are quoted."""
 

@@ -17,6 +17,7 @@ from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint,
 from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, files_folder, make_manifest
 from raypipe.engine.checkpoint.prune import prune
 from raypipe.engine.checkpoint.restore import FreshOptions, load_stage
+from raypipe.engine.checkpoint.score import score
 from raypipe.engine.checkpoint.snapshot import (
     StageSnapshot,
     checkpoint_name,
@@ -33,5 +34,5 @@ __all__ = [
     "MANIFEST", "Checkpoint", "CheckpointSource", "FreshOptions", "GivenTensors", "Kept", "Manifest", "Refusal",
     "StageSnapshot", "StateSource", "TensorInfo", "best_checkpoint", "check_position", "checkpoint_name", "clear",
     "commit", "files_folder", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "newest_step",
-    "open_checkpoint", "prune", "read_all", "take_snapshot", "write_snapshot",
+    "open_checkpoint", "prune", "read_all", "score", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from raypipe.engine.data.stacking import parts_of
 from raypipe.engine.item_randomness import own_generators, seed_generators
-from raypipe.engine.user_lines import quoted, short
+from raypipe.engine.user_lines import LEAVING, quoted, short
 from raypipe.errors import DataError
 
 __all__ = ["Collate", "collated"]
@@ -41,7 +41,9 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
         seed_generators(seed, epoch, rows[0] + COLLATING)
         try:
             batch = collate(list(items))
-        except Exception as error:
+        except LEAVING:
+            raise
+        except BaseException as error:
             raise DataError(
                 f"collate_fn fails for items {rows[0]} and others{quoted(error)}: {short(error)} It is called with the "
                 f"list of a mini-batch's items, here {len(items)}."

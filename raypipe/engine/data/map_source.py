@@ -20,7 +20,7 @@ from raypipe.engine.data.epoch_order import EpochOrder
 from raypipe.engine.data.stacking import key_of, parts_of, stacked
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.remembered import Memory, first_change, read_memory_of
-from raypipe.engine.user_lines import quoted, short
+from raypipe.engine.user_lines import LEAVING, quoted, short
 from raypipe.errors import DataError
 
 __all__ = ["MapSource"]
@@ -199,9 +199,9 @@ class MapSource:
         """
         try:
             return list(batched(rows))
-        except DataError:
+        except (DataError, *LEAVING):
             raise
-        except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        except BaseException as error:  # noqa: BLE001  (told in one paragraph)
             if len(rows) == 1:
                 raise DataError(
                     f"Item {rows[0]} of {self._name} cannot be read{quoted(error)}: {short(error)} Mend the item or "

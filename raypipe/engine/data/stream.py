@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from raypipe.engine.item_randomness import own_generators, seed_generators
-from raypipe.engine.user_lines import quoted, short
+from raypipe.engine.user_lines import LEAVING, quoted, short
 from raypipe.errors import DataError
 
 __all__ = ["Mark", "StreamReader", "copied", "resumes"]
@@ -173,7 +173,9 @@ class StreamReader:
         seed_generators(self._seed, 0, position)
         try:
             return next(self._items, _END)
-        except Exception as error:
+        except LEAVING:
+            raise
+        except BaseException as error:
             raise DataError(f"Item {position} of {self._name} fails{quoted(error)}: {short(error)}") from error
 
     def _keep_mark(self) -> None:

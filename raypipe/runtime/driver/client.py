@@ -216,7 +216,7 @@ class RayConnection:
 
     def part_before(self, step: int) -> bytes | None:
         """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
-        found: bytes | None = self._ask(self._driver.part_before.remote(step))
+        found: bytes | None = self._ask(self._there.part_before.remote(step))
         return found
 
     def stop(self, reason: str) -> None:
@@ -229,19 +229,39 @@ class RayConnection:
                 raise
 
     def checkpoint(self) -> None:
-        self._ask(self._driver.checkpoint.remote())
+        self._ask(self._there.checkpoint.remote())
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         try:
-            asked = self._driver.resize.remote(num_stages, timeout_s, num_replicas)
+            asked = self._there.resize.remote(num_stages, timeout_s, num_replicas)
             self._ask(asked, timeout_s + CONTROL_TIMEOUT_S)
         except RayTaskError as error:
             if isinstance(error.cause, PlanError):
                 raise error.cause from None
             raise
+        except StageError as error:
+            if not isinstance(error.__cause__, RayActorError) or not self._comes_back(error.__cause__):
+                raise
+            raise PlanError(
+                f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run goes on "
+                "with the stages that it had or was to have, as its status says. Ask again if need be."
+            ) from None
 
     def predicted(self) -> Timeline | None:
-        return self._ask(self._driver.predicted.remote())
+        return self._ask(self._there.predicted.remote())
+
+    @property
+    def _there(self) -> Any:
+        """The driver.
+
+        Raises:
+            StageError: the run is over, and its driver with it.
+        """
+        if self._driver is None:
+            raise StageError(
+                f"Run {self._name!r} is over. What is left of it lies in its folder; raypipe.Result.from_path reads it."
+            )
+        return self._driver
 
     def close(self) -> None:
         """Let go of the driver; its owner ends it, and with it whatever of the run is left.

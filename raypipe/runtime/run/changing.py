@@ -56,7 +56,16 @@ class Parts:
         """Whoever reads events.jsonl, whoever looks at the status, and callbacks."""
         self.notes.event(decision, reason, **numbers)
         self.watcher.tell(checkpoint=self.checkpoints.latest)
+        failures = self.checkpoints.failures
+        if decision == "checkpoint failed" and failures:
+            why = f"The checkpoint after {numbers['step']} steps was not saved: {reason}"
+            self.watcher.tell(checkpoint_error=why)
+            if failures == 1:  # what follows is likely to be the same
+                self.watcher.alert(f"{why} Training goes on.")
         if decision == "checkpoint":
+            self.watcher.tell(checkpoint_error="")
+            if failures:
+                self.watcher.alert(f"Checkpoints are saved again, after {failures} that were not.")
             self.calls.checkpoint(numbers["step"], self.checkpoints.latest)
         else:
             self.calls.event(decision, reason, numbers)

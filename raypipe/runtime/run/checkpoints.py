@@ -2,7 +2,7 @@
 
     loop     order 99 (save_to=step_0000100) ... order 100 ... order 101
     stages            snapshot, write in the background
-    here                        wait for all entries, write the manifest, delete surplus ones
+    here                        wait for all entries, write the manifest, delete surplus ones ... add its evaluation
 
 A checkpoint that cannot be written is told and does not end the run; only the last one does.
 """
@@ -13,16 +13,31 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, newest_step, prune
+from raypipe.engine.checkpoint import (
+    MANIFEST,
+    Manifest,
+    checkpoint_name,
+    commit,
+    files_folder,
+    make_manifest,
+    newest_step,
+    prune,
+    score,
+)
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.lease import Lease
 
-__all__ = ["CheckpointPolicy", "Checkpoints"]
+if TYPE_CHECKING:
+    from raypipe.runtime.run.spec import RunSpec
+
+__all__ = ["CheckpointPolicy", "Checkpoints", "manifests"]
+
+MakeManifest = Callable[[Position, list[dict[str, Any]], Mapping[str, float]], Manifest]
 
 AUTO_INTERVAL_S = 600.0
 """Without an interval in steps a run saves this often: what a crash may cost, against a copy of the state."""
@@ -66,7 +81,7 @@ class Checkpoints:
         place: Place,
         fleet: _Writes,
         policy: CheckpointPolicy,
-        manifest: Callable[[Position, list[dict[str, Any]], Mapping[str, float]], Manifest],
+        manifest: MakeManifest,
         tell: Callable[..., None],
         lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,6 +96,9 @@ class Checkpoints:
         self._begun_s = clock()
         self._pool = _pool()
         self._last: tuple[int, Future[None]] | None = None  # the newest that was begun to be completed, and its step
+        self._times_forgotten = 0
+        self.failures = 0  # since one could be written
+        self._scored = 0  # step of the checkpoint that knows its evaluation
         self.latest, self.latest_step = "", 0
 
     def find(self) -> int:
@@ -112,13 +130,21 @@ class Checkpoints:
         self._begun_s = self._clock()
         return self._files(step)
 
-    def complete(self, end: Position, metrics: Mapping[str, float]) -> None:
+    def complete(self, end: Position, metrics: Mapping[str, float], *, scored: bool = False) -> None:
         """Wait in the background for all stages, then make the checkpoint count.
 
         Args:
             end: where the run stood when it was saved.
+            scored: an evaluation's numbers are among the metrics.
         """
-        self._last = end.step, self._pool.submit(self._complete, end, dict(metrics))
+        self._last = end.step, self._pool.submit(self._complete, end, dict(metrics), self._times_forgotten)
+        self._scored = end.step if scored else 0
+
+    def score(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add what the evaluation after this step gave to its checkpoint, once it counts. In the background too."""
+        if self._scored != step:
+            self._scored = step
+            self._pool.submit(self._score, step, dict(metrics))
 
     def finish(self, step: int) -> None:
         """Wait for every checkpoint, of which that of ``step`` must be good.
@@ -143,7 +169,7 @@ class Checkpoints:
         """
         asked = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = _pool()
+        self._pool, self._times_forgotten = _pool(), self._times_forgotten + 1
         if self._last is not None and (self._last[0] > step or not self._last[1].done() or self._last[1].cancelled()):
             self._last = None
         return asked
@@ -156,22 +182,52 @@ class Checkpoints:
         below = files_folder(self._lease.held.generation) if self._lease is not None else ""
         return f"{checkpoint_name(step)}/{below}" if below else checkpoint_name(step)
 
-    def _complete(self, end: Position, metrics: Mapping[str, float]) -> None:
+    def _complete(self, end: Position, metrics: Mapping[str, float], times_forgotten: int) -> None:
         begin_s, step = self._clock(), end.step
         folder = checkpoint_name(step)
         try:
             manifest = self._manifest(end, self._fleet.entries(self._files(step)), metrics)
+            if times_forgotten != self._times_forgotten:  # it was under way meanwhile, and is saved again
+                return
             with contextlib.nullcontext() if self._lease is None else self._lease.completing():
                 commit(self._place, folder, manifest)
             self.latest, self.latest_step = str(self._place / folder), step
             self._tell("checkpoint", f"{step} steps", step=step, seconds=round(self._clock() - begin_s, 3))
-            for name in prune(
-                self._place, self._policy.num_to_keep, self._policy.score_attribute, self._policy.score_order
-            ):
-                self._tell("delete checkpoint", f"num_to_keep is {self._policy.num_to_keep}", name=name)
+            self.failures = 0
+            self._prune()
         except CheckpointError as error:
+            self.failures += 1
             self._tell("checkpoint failed", str(error), step=step)
             raise
+
+    def _score(self, step: int, metrics: Mapping[str, float]) -> None:
+        folder = self._place / checkpoint_name(step)
+        if not folder.exists(MANIFEST):  # it could not be written
+            return
+        try:
+            with contextlib.nullcontext() if self._lease is None else self._lease.completing():
+                if score(folder, metrics):
+                    self._prune()
+        except CheckpointError as error:
+            self._tell("checkpoint failed", f"It lacks its evaluation: {error}", step=step)
+
+    def _prune(self) -> None:
+        policy = self._policy
+        for name in prune(self._place, policy.num_to_keep, policy.score_attribute, policy.score_order):
+            self._tell("delete checkpoint", f"num_to_keep is {policy.num_to_keep}", name=name)
+
+
+def manifests(spec: RunSpec, lease: Lease | None) -> MakeManifest:
+    """What makes the manifests of a run."""
+
+    def manifest(end: Position, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
+        return make_manifest(
+            end.step, entries, position=asdict(end), seed=spec.seed, minibatch_size=spec.minibatch_size,
+            microbatch_size=spec.microbatch_size, num_samples=spec.num_samples["train"], aliases=spec.aliases,
+            metrics=metrics, **({} if lease is None else lease.signature()),
+        )  # fmt: skip
+
+    return manifest
 
 
 def _pool() -> ThreadPoolExecutor:

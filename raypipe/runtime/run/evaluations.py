@@ -71,6 +71,14 @@ class Evaluations:
         last = self._metrics.recent[-1:]
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
+    def lacking(self, at: Position, saved: int) -> bool:
+        """Whether one belongs there, and was not done.
+
+        Args:
+            saved: steps of the last checkpoint.
+        """
+        return not self.at(at) and self.after(at.step, saves=saved == at.step)
+
     def verdict(self) -> str:
         """Why the run ends now, before its last step; empty where it goes on."""
         policy = self._policy.early_stopping

@@ -8,13 +8,13 @@ orders --> fleet --> reports of all stages --> one StepRecord per step --> progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from raypipe.callbacks.base import RunEnd
-from raypipe.engine.checkpoint import Manifest, find_checkpoint, make_manifest
+from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
@@ -25,7 +25,7 @@ from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.calls import Calls, start_of
 from raypipe.runtime.run.changing import Changing, Parts
-from raypipe.runtime.run.checkpoints import Checkpoints
+from raypipe.runtime.run.checkpoints import Checkpoints, manifests
 from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.evaluations import Evaluations, numbers_of, remark_on
@@ -80,6 +80,8 @@ def run_loop(
             loop.notes.event("fail", reason, step=loop.progress.at.step, **when)
             loop.notes.try_to(loop.metrics.write)
             if isinstance(error, Exception):  # nobody who presses Ctrl-C wants to wait
+                if loop.progress.completed < loop.progress.saved == loop.progress.at.step:
+                    loop.notes.try_to(loop._complete)  # it waits for an evaluation, which has failed
                 loop.checkpoints.settle(error)
             how = RunEnd(loop.progress.at.step, loop.checkpoints.latest, error=reason)
         raise
@@ -124,7 +126,7 @@ class _Loop:
             spec.evaluations, spec.checkpoints, spec.num_steps, spec.num_samples, self.metrics
         )
         self.progress = Progress(spec.place)
-        self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell, lease)
+        self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, manifests(spec, lease), self._tell, lease)
         self._ordering = Ordering(spec, plan, self.checkpoints, self.control, requests, self._evaluates_after)
         self._parts = Parts(
             spec, self.folder, self.notes, watcher, requests, self.control, self.metrics, self.checkpoints,
@@ -156,7 +158,8 @@ class _Loop:
         self._ordering.trace(began_at)
         self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
-        self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
+        signature = {} if self._lease is None else self._lease.signature()
+        self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **signature)
         self.calls.start(start_of(spec, began_at))
         requests.serve(self.fleet, self._ordering.patience_s)
         if lost is not None:
@@ -173,7 +176,8 @@ class _Loop:
             timelines = [found for found in (self.plan.predicted, measured) if found is not None]
             self.notes.try_to(lambda: self.folder.write_timelines(timelines))
         self.control.end()
-        stopped = (requests.stop_reason or self._early) if progress.at.step < spec.num_steps else ""
+        done = progress.at.step == spec.num_steps and not self.evaluations.lacking(progress.at, progress.saved)
+        stopped = "" if done else requests.stop_reason or self._early
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
         self._tell(decision, reason, step=progress.at.step, checkpoint=self.checkpoints.latest)
         return Outcome(self._evaluation, self.checkpoints.latest, progress.at.step, stopped)
@@ -183,15 +187,18 @@ class _Loop:
         spec, requests, progress = self.spec, self.requests, self.progress
         self._changing.keep_copy()
         self._end_step()
-        while progress.at.step < spec.num_steps and not (requests.stop_reason or self._early):
+        while not (requests.stop_reason or self._early) and (
+            progress.at.step < spec.num_steps or self._evaluates_again()
+        ):
             while progress.empty and requests.wants_change:  # what is asked for during a change halts nobody
                 self._changing.change()
             if requests.stop_reason:  # it halted a fleet that has been configured anew since
                 break
             self._changing.keep_copy()
             self._end_step()
-            self._train()
-            self._end_step()
+            if progress.at.step < spec.num_steps:
+                self._train()
+                self._end_step()
         self._drain()
         if progress.saved < progress.at.step:  # stopped between two checkpoints
             self.fleet.save(self.checkpoints.begin(progress.at.step))
@@ -331,9 +338,9 @@ class _Loop:
         progress.completed = progress.at.step
         # Schedulers take as many steps again as updates were made, and a skipped one is none.
         end = replace(progress.at, updates=progress.at.updates - progress.skipped)
-        last = self.metrics.recent[-1:]
-        found = {name: getattr(record, name) for record in last for name in ("loss", "grad_norm")}
-        self.checkpoints.complete(end, {**found, **dict(self.evaluations.at(progress.at))})
+        found = {name: getattr(x, name) for x in self.metrics.recent[-1:] for name in ("loss", "grad_norm")}
+        scores = dict(self.evaluations.at(progress.at))
+        self.checkpoints.complete(end, {**found, **scores}, scored=bool(scores))
 
     def _end_step(self) -> None:
         """What belongs behind the step at which the run stands, as far as it has not been done.
@@ -341,19 +348,24 @@ class _Loop:
         A checkpoint that a failure or a change of the stages kept from its manifest is taken anew, for this step is not
         done once more. Whether the run ends with the evaluation is decided each time: it may have gone back since.
         """
-        progress = self.progress
-        step = progress.at.step
+        progress, step = self.progress, self.progress.at.step
         if progress.empty and progress.saved < step and self.checkpoints.due_at(step):
             self.fleet.save(self.checkpoints.begin(step))
             progress.saved = step
         waits = progress.completed < progress.saved == step
-        if progress.empty and not self.evaluations.at(progress.at) and self._evaluates_after(step, saves=waits):
+        if progress.empty and not self.requests.stop_reason and self.evaluations.lacking(progress.at, progress.saved):
             self._evaluate()
         found = self.evaluations.at(progress.at)
         self._evaluation = found or self._evaluation
         self._early = self.evaluations.verdict() if found and step < self.spec.num_steps else ""
-        if waits:
+        if waits and not self._evaluates_again():
             self._complete()
+        elif found and progress.saved == step:
+            self.checkpoints.score(step, dict(found))
+
+    def _evaluates_again(self) -> bool:
+        """Whether a change of the stages has halted the evaluation here, which follows it then."""
+        return self.requests.wants_change and self.evaluations.lacking(self.progress.at, self.progress.saved)
 
     def _evaluate(self) -> None:
         """Loss and metrics over the evaluation samples; nothing where the run was stopped meanwhile."""
@@ -386,14 +398,3 @@ class _Loop:
         """Of a callback, once."""
         self.notes.event("warning", message, step=self.progress.at.step)
         self.watcher.alert(message)
-
-    def _signature(self) -> dict[str, Any]:
-        return {} if self._lease is None else self._lease.signature()
-
-    def _manifest(self, end: Position, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
-        spec = self.spec
-        return make_manifest(
-            end.step, entries, position=asdict(end), seed=spec.seed, minibatch_size=spec.minibatch_size,
-            microbatch_size=spec.microbatch_size, num_samples=spec.num_samples["train"], aliases=spec.aliases,
-            metrics=metrics, **self._signature(),
-        )  # fmt: skip

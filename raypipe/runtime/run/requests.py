@@ -61,6 +61,7 @@ class Requests:
         self._joining = False
         self._hand_over: Callable[[], None] | None = None
         self._patience_s = 0.0
+        self._over = False
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
@@ -113,6 +114,8 @@ class Requests:
         """
         asked = Resize(num_stages, planned, reason, num_replicas)
         with self._lock:
+            if self._over:
+                raise PlanError("The run is over, so it cannot be resized.")
             if self._resize is not None or self._fleet is None or self.stop_reason:
                 why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")
                 raise PlanError(f"The run cannot be resized now: {why}. Ask again later.")
@@ -205,7 +208,9 @@ class Requests:
         return asked
 
     def end(self) -> None:
-        """Nobody answers any more."""
+        """Nobody answers any more, and whoever asks is told so at once."""
+        with self._lock:
+            self._over, self._fleet = True, None
         if (asked := self.take_resize()) is not None:
             asked.answer(PlanError("The run ended before it could be resized."))
 

@@ -26,6 +26,7 @@ class RunStatus:
             tokens_per_s and goodput are 0 where they are not known.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
+        checkpoint_error: why the last one that was tried is not; "" where it is.
         schedule: that the last step ran with, where the controller may turn it.
         retunes: times that it turned something in this submission.
         recovery: how it went on after its last failure: "roll back" of all, "replay" of who was lost, or "regroup",
@@ -50,6 +51,7 @@ class RunStatus:
     goodput: float = 0.0
     step_s: float = 0.0
     checkpoint: str = ""
+    checkpoint_error: str = ""
     schedule: str = ""
     retunes: int = 0
     recovery: str = ""

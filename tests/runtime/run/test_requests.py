@@ -84,3 +84,11 @@ def test_one_resize_at_a_time_is_answered() -> None:
     requests.stop("enough")
     with pytest.raises(PlanError, match="enough"):
         requests.resize(2, 1.0)
+
+
+def test_a_run_that_is_over_is_not_resized() -> None:
+    requests = Requests()
+    requests.serve(Halts())
+    requests.end()
+    with pytest.raises(PlanError, match="is over"):
+        requests.resize(3, 600.0)
