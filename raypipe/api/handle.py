@@ -164,8 +164,9 @@ class RunHandle:
     ) -> None:
         """Give the run another number of stages, or of their replicas, between two steps; returns when it has it.
 
-        No bit of the result changes. Layers whose stage changes move to its worker; new workers are started where the
-        plan needs them, others end.
+        No bit of the result changes, but with the asynchronous schedules ("pipedream", "2bw"): they run empty for it,
+        and how old weights are may follow from the number of stages. Layers whose stage changes move to its worker; new
+        workers are started where the plan needs them, others end.
 
         Args:
             num_replicas: workers per stage, one number for all or one for each, at most as many as the run has lanes

@@ -79,7 +79,10 @@ def resize(
         str, typer.Option("--num-replicas", help="Workers per stage: a number for all, or one for each, as in 2-1-1.")
     ] = "",
 ) -> None:
-    """Give a run that trains another number of stages, or of workers of each; no bit of its result changes."""
+    """Give a run that trains another number of stages, or of workers of each.
+
+    No bit of the result changes, but of asynchronous schedules.
+    """
     parts = num_replicas.split("-") if num_replicas else []
     if not all(part.isdecimal() for part in parts):
         raise typer.BadParameter(f"--num-replicas {num_replicas}: give a number, or one for each stage, as in 2-1-1.")
