@@ -333,7 +333,8 @@ class PipelineTrainer:
     def _start_on_ray(
         self, job: Job, blueprint: Blueprint, detached: bool, connected_to_ray: Callable[[], None]
     ) -> RunHandle:
-        from raypipe.runtime.driver.client import connected, start_run
+        from raypipe.runtime.driver.client import connected
+        from raypipe.runtime.driver.starting import start_run
 
         self._check_travel(job)
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The trainer's side of a run on Ray: connect or start, hand over, and a connection to the driver."""
+"""The trainer's side of a run on Ray: connect to a cluster, and a connection to the driver, see starting.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -20,24 +20,18 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.config.ray import gpu_share
-from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.cuda_device import why_not
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.driver.driver import DriverActor, driver_name
+from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.driver.knock import found_at, knock
-from raypipe.runtime.driver.reading import refuse_without_cpus
-from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
-from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.status import RunStatus
-from raypipe.runtime.workers.packing import StoredTensors, stored
-from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_abandoned, release_orphans
+from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_orphans
 
-__all__ = ["NAMESPACE", "RayConnection", "connected", "find_run", "start_run"]
+__all__ = ["NAMESPACE", "RayConnection", "connected", "find_run"]
 
 CONTROL_TIMEOUT_S = 30.0
 ANSWER_S = 5.0
@@ -286,113 +280,6 @@ class RayConnection:
             ) from None
         except RayActorError as error:
             raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from error
-
-
-def start_run(
-    blueprint: Blueprint,
-    initial: Sequence[StateSource],
-    resources: Mapping[str, float],
-    check: Callable[[], None],
-    *,
-    detached: bool,
-) -> RayConnection:
-    """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
-
-    Args:
-        initial: where the parameters and buffers are. Those of this process go through the object store; each worker
-            takes those of its stages, which the driver's plan decides.
-        resources: of one worker.
-        check: whether the run may begin; works while the stages start. A detached run is checked before that.
-
-    Raises:
-        ConfigError: a run of this name is on the cluster.
-        RaypipeError: from the check; nothing is left running.
-    """
-    spec = blueprint.spec
-    spares = (spec.num_workers or 0) if spec.max_failures else 0
-    workers = spec.workers[:2] if spec.workers else (max(spec.wanted_workers, spares),) * 2
-    refuse_without_cpus(blueprint.setup.sources, workers, resources)
-    if detached:
-        check()
-    release_abandoned()
-    driver = _driver(spec, detached=detached)
-    try:
-        call = _begun(driver, blueprint, initial, resources, detached=detached)
-        connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
-        if not detached:
-            check()
-        driver.go_on.remote()
-        while detached and not _started(driver):
-            connection.check()
-    except BaseException:
-        # Also where somebody lost patience with a slow start: a driver that stays behind would block the run's name.
-        with contextlib.suppress(RayError):
-            ray.kill(driver, no_restart=True)
-        release_orphans(driver_name(spec.name))
-        raise
-    return connection
-
-
-def _driver(spec: RunSpec, *, detached: bool) -> Any:
-    """The actor.
-
-    Raises:
-        ConfigError: a run of this name is on the cluster.
-    """
-    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
-    options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
-    # Ray (2.60) puts an actor that asks for nothing on any node, also on one that is soon taken away, and hears no soft
-    # wish of it: so it asks for one byte of the memory that every node has.
-    options["memory"] = 1
-    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    if detached:
-        options["lifetime"] = "detached"
-    try:
-        return DriverActor.options(**options).remote(spec.name, str(spec.place), detached)
-    except ValueError as error:
-        raise ConfigError(
-            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
-            f"with raypipe.attach({spec.name!r}), or wait for it."
-        ) from error
-
-
-def _begun(
-    driver: Any, blueprint: Blueprint, initial: Sequence[StateSource], resources: Mapping[str, float], *, detached: bool
-) -> Any:
-    """The driver's long call.
-
-    Raises:
-        ConfigError: something of the run cannot be sent.
-    """
-    try:
-        return driver.run.remote(blueprint, _handed_over(driver, initial, detached), dict(resources))
-    except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
-        lines = [line for line in str(error).splitlines() if any(map(str.isalpha, line))]
-        said = next((line.strip(" !") for line in lines if "FAIL serialization" in line), lines[-1])
-        raise ConfigError(
-            f"Something of the run cannot be sent to Ray's actors: {said} Define model, "
-            "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
-        ) from None
-
-
-def _started(driver: Any) -> bool:
-    """Whether a detached driver has all that it needs from here; False where it does not answer soon."""
-    asked = driver.wait_started.remote(1.0)
-    return bool(ray.wait([asked], timeout=ANSWER_S)[0] and ray.get(asked))
-
-
-def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
-    """The tensors in the object store, where they outlive this process if the run does.
-
-    An object dies with the process that put it there, so a detached driver has each parcel copied by a task and owns
-    the copy. That is waited for parcel by parcel: the store never holds more than the model and one parcel.
-    """
-
-    def put(packed: Any) -> Any:
-        ref = ray.put(packed)
-        return ray.get(driver.keep.remote([ref])) if detached else ref
-
-    return stored(initial, put)
 
 
 def find_run(name: str) -> RayConnection:

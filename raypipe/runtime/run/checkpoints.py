@@ -13,8 +13,8 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from raypipe.engine.checkpoint import (
     MANIFEST,
@@ -22,7 +22,6 @@ from raypipe.engine.checkpoint import (
     checkpoint_name,
     commit,
     files_folder,
-    make_manifest,
     newest_step,
     prune,
     score,
@@ -32,10 +31,7 @@ from raypipe.errors import CheckpointError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.lease import Lease
 
-if TYPE_CHECKING:
-    from raypipe.runtime.run.spec import RunSpec
-
-__all__ = ["CheckpointPolicy", "Checkpoints", "manifests"]
+__all__ = ["CheckpointPolicy", "Checkpoints", "MakeManifest"]
 
 MakeManifest = Callable[[Position, list[dict[str, Any]], Mapping[str, float]], Manifest]
 
@@ -215,19 +211,6 @@ class Checkpoints:
         policy = self._policy
         for name in prune(self._place, policy.num_to_keep, policy.score_attribute, policy.score_order):
             self._tell("delete checkpoint", f"num_to_keep is {policy.num_to_keep}", name=name)
-
-
-def manifests(spec: RunSpec, lease: Lease | None) -> MakeManifest:
-    """What makes the manifests of a run."""
-
-    def manifest(end: Position, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
-        return make_manifest(
-            end.step, entries, position=asdict(end), seed=spec.seed, minibatch_size=spec.minibatch_size,
-            microbatch_size=spec.microbatch_size, num_samples=spec.num_samples["train"], aliases=spec.aliases,
-            metrics=metrics, **({} if lease is None else lease.signature()),
-        )  # fmt: skip
-
-    return manifest
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -25,12 +25,13 @@ from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.calls import Calls, start_of
 from raypipe.runtime.run.changing import Changing, Parts
-from raypipe.runtime.run.checkpoints import Checkpoints, manifests
+from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.evaluations import Evaluations, numbers_of, remark_on
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
+from raypipe.runtime.run.manifests import manifests
 from raypipe.runtime.run.notes import Notes
 from raypipe.runtime.run.ordering import Ordering
 from raypipe.runtime.run.progress import Progress
@@ -395,6 +396,5 @@ class _Loop:
         self.calls.decided(found)
 
     def _complain(self, message: str) -> None:
-        """Of a callback, once."""
         self.notes.event("warning", message, step=self.progress.at.step)
         self.watcher.alert(message)

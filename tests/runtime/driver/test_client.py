@@ -17,6 +17,7 @@ from raypipe.api.handle import RunHandle
 from raypipe.engine.storage import Place
 from raypipe.errors import StageError
 from raypipe.runtime.driver import client
+from raypipe.runtime.driver.starting import start_run
 from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.lease import read_lease
 from raypipe.runtime.run.status import RunStatus
@@ -76,7 +77,7 @@ def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp
     job = made._prepared()
     blueprint = made._blueprint(job, 10, local=False)
     with pytest.raises(KeyboardInterrupt):
-        client.start_run(blueprint, job.initial, made._resources(), patience_ends, detached=False)
+        start_run(blueprint, job.initial, made._resources(), patience_ends, detached=False)
     wait_until(lambda: f"raypipe/{blueprint.spec.name}" not in ours().drivers, 60.0)
 
 
