@@ -50,7 +50,10 @@ def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         (spectrum, functional.cross_entropy, "bf16", r"in plain PyTorch too, .*in fp32, as in x\.float\(\), or set"),
         (average, functional.cross_entropy, "bf16-autocast", r"under torch\.autocast in bfloat16, .*enabled=False"),
         (lambda _, x: x, weighed, "bf16", r"Let it take output\.float\(\), or set precision='bf16-autocast'"),
-        (drawn, functional.cross_entropy, "fp32", r"in drawn, .*looks at the values.*validate_args=False"),
+        pytest.param(
+            drawn, functional.cross_entropy, "fp32", r"in drawn, .*looks at the values.*validate_args=False",
+            marks=pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch 2.15 traces it"),
+        ),
     ],
 )  # fmt: skip
 def test_the_cause_is_named_with_its_cure(within: Any, loss_fn: Any, precision: str, said: str) -> None:
