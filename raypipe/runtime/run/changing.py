@@ -304,7 +304,7 @@ class Changing:
             return None
         except Exception as error:
             self._torn = decision != "join"  # which changes nobody who trains
-            answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
+            answer(PlanError(f"The run failed meanwhile, and recovers where it may: {_line(error)} Ask again later."))
             raise
         took_s = None
         if back is not None:
@@ -368,5 +368,5 @@ def _was_lost(error: RaypipeError) -> bool:
     return isinstance(error, StageLostError | LinkError)
 
 
-def _line(error: RaypipeError) -> str:
+def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
