@@ -239,11 +239,9 @@ class Executor:
                     found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
                     for of_stage, report in zip(reports, found, strict=True):
                         of_stage.append(report)
-        except RaypipeError:
+        except (RaypipeError, KeyboardInterrupt):
             raise
-        except (
-            BaseException
-        ) as error:  # in a thread of this stage, nobody but the user's code raises what is no Exception
+        except BaseException as error:  # what is no Exception is the user's too
             raise self._failure(error) from error
         finally:
             self._exchange.abandon()

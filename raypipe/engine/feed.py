@@ -13,6 +13,7 @@ from raypipe.engine.data.stream import Mark
 from raypipe.engine.data.stream_source import StreamReading, own_reader
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, Weights, evaluation_shares, update_weights
+from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 from raypipe.ir.segment import Segment
 
@@ -76,7 +77,7 @@ class Feed:
         self._weighs = weighs
         self._reduction = reduction
         self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
-        self._ahead: dict[tuple[str, int, int], _Minibatch | BaseException] = {}
+        self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
         self._reading = threading.Lock()
         self.reading = False
         """Whether ``microbatch`` waits for data at this moment."""
@@ -92,8 +93,10 @@ class Feed:
             key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
             try:
                 self._ahead[key] = self._read(key, segment)
-            except BaseException as error:  # noqa: BLE001  (raised again where the data is used)
+            except Exception as error:  # noqa: BLE001  (raised again where the data is used)
                 self._ahead[key] = error
+            except BaseException as error:  # noqa: BLE001  (likewise: nobody presses Ctrl-C here)
+                self._ahead[key] = DataError(f"A sample cannot be read{quoted(error)}: {short(error)}")
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
         """The data of a micro-batch, by its number in the run."""
@@ -105,7 +108,7 @@ class Feed:
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
             found = self._ahead.pop(key, None)
-            if isinstance(found, BaseException):
+            if isinstance(found, Exception):
                 raise found
             if found is None:
                 self.reading = True
