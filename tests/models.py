@@ -73,18 +73,16 @@ class Paced(Dataset):
         return self._samples[index]
 
 
-class Gated(Dataset):
+class Gated(Paced):
     """Samples that can't be read while a file exists, for a run that waits until a test has prepared something."""
 
     def __init__(self, samples: Any, file: Path) -> None:
-        self._samples, self._file = samples, file
-
-    def __len__(self) -> int:
-        return len(self._samples)
+        super().__init__(samples, 0.0)
+        self._file = file
 
     def __getitem__(self, index: int) -> Any:
         wait_until(lambda: not self._file.exists(), 300.0)
-        return self._samples[index]
+        return super().__getitem__(index)
 
 
 def vectors(count: int) -> TensorDataset:

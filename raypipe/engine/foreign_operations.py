@@ -23,17 +23,8 @@ from raypipe.errors import StageError
 __all__ = ["Registered", "foreign_operations", "with_structure"]
 
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)")
-_TORCHS = (
-    "aten",
-    "prims",
-    "prim",
-    "higher_order",
-    "rngprims",
-    "quantized",
-    "quantized_decomposed",
-    "profiler",
-    "inductor",
-)
+_TORCHS = ("aten", "prims", "higher_order")
+"""Most of torch's own. Of its other operations nothing is imported either, for a worker knows them on arrival."""
 _SCRIPT = "__main__"
 
 

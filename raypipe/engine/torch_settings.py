@@ -20,17 +20,17 @@ from raypipe.errors import StageError
 
 __all__ = ["TorchSettings", "torch_settings"]
 
-_BY_FUNCTIONS: tuple[tuple[str, str], ...] = (
-    ("get_default_dtype", "set_default_dtype"),
-    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
-    ("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
-    ("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
-    ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
-    ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
-    ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
-    ("_C._get_sdp_priority_order", "_C._set_sdp_priority_order"),
-)
+_BY_FUNCTIONS = {
+    "get_default_dtype": "set_default_dtype",
+    "get_deterministic_debug_mode": "set_deterministic_debug_mode",
+    "get_float32_matmul_precision": "set_float32_matmul_precision",
+    "backends.mha.get_fastpath_enabled": "backends.mha.set_fastpath_enabled",
+    "backends.cuda.flash_sdp_enabled": "backends.cuda.enable_flash_sdp",
+    "backends.cuda.mem_efficient_sdp_enabled": "backends.cuda.enable_mem_efficient_sdp",
+    "backends.cuda.math_sdp_enabled": "backends.cuda.enable_math_sdp",
+    "backends.cuda.cudnn_sdp_enabled": "backends.cuda.enable_cudnn_sdp",
+    "_C._get_sdp_priority_order": "_C._set_sdp_priority_order",
+}
 _BY_ATTRIBUTES = (
     "backends.mkldnn.enabled",
     "backends.cudnn.enabled",
@@ -94,7 +94,7 @@ class TorchSettings:
 
 def torch_settings() -> TorchSettings:
     """Of this process, now."""
-    names = (*(read for read, _ in _BY_FUNCTIONS), *_BY_ATTRIBUTES)
+    names = (*_BY_FUNCTIONS, *_BY_ATTRIBUTES)
     found = ((name, _read(name)) for name in names)
     return TorchSettings(tuple((name, value) for name, value in found if value is not None))
 
@@ -103,13 +103,13 @@ def _read(name: str) -> Any:
     """None where this torch lacks it, or where the other way of saying the same was used."""
     try:
         value = _below_torch(name)
-        return value() if name in dict(_BY_FUNCTIONS) else value
+        return value() if name in _BY_FUNCTIONS else value
     except (AttributeError, RuntimeError):
         return None
 
 
 def _write(name: str, value: Any) -> None:
-    if (write := dict(_BY_FUNCTIONS).get(name)) is not None:
+    if (write := _BY_FUNCTIONS.get(name)) is not None:
         function: Callable[[Any], None] = _below_torch(write)
         function(value)
         return

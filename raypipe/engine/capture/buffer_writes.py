@@ -29,15 +29,12 @@ def write_buffers_early(graph: fx.Graph, buffers: Collection[fx.Node]) -> None:
         buffers: placeholders of the model's buffers.
     """
     written = [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0] in buffers and not n.users]
-    if not written:
-        return
-    roots = storage_roots(graph)
     for node in written:
         buffer, value = node.args[:2]
         if _itself(value) is buffer:
             graph.erase_node(node)
             continue
-        order = {one: place for place, one in enumerate(graph.nodes)}
+        roots, order = storage_roots(graph), {one: place for place, one in enumerate(graph.nodes)}
         if _changes(buffer, roots) - {node}:  # in place as well
             continue
         readers = sorted(buffer.users.keys() - {node}, key=order.__getitem__)
@@ -47,7 +44,7 @@ def write_buffers_early(graph: fx.Graph, buffers: Collection[fx.Node]) -> None:
             old.meta = dict(buffer.meta)
             for reader in readers:
                 reader.replace_input_with(buffer, old)
-        if value in order and value.op != "placeholder":
+        if value.op != "placeholder":
             max((value, *(_changes(value, roots) - {node})), key=order.__getitem__).append(node)
 
 

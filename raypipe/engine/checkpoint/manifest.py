@@ -32,7 +32,7 @@ from raypipe.errors import CheckpointError
 
 __all__ = [
     "MANIFEST", "Manifest", "OptionGroup", "Shard", "StageEntry", "check_position", "file_name", "files_folder",
-    "from_json", "make_manifest", "parse_entry", "parse_group", "to_json",
+    "finite", "from_json", "make_manifest", "parse_entry", "parse_group", "to_json",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -191,12 +191,17 @@ def make_manifest(
         num_samples=num_samples,
         stages=tuple(sorted((parse_entry(e, "an entry") for e in together(entries)), key=lambda entry: entry.stage)),
         aliases=dict(aliases),
-        metrics={name: float(v) if math.isfinite(v) else None for name, v in (metrics or {}).items()},
+        metrics=finite(metrics or {}),
         versions={"raypipe": __version__, "torch": str(torch.__version__)},
         generation=generation,
         holder=holder,
     )
     return from_json(to_json(manifest), f"The manifest of step {step}")  # what is written can be read
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """As a manifest holds them: JSON has no number that is not finite."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def to_json(manifest: Manifest) -> bytes:

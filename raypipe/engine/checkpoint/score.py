@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from raypipe.engine.checkpoint.find import read_manifest
-from raypipe.engine.checkpoint.manifest import MANIFEST, to_json
+from raypipe.engine.checkpoint.manifest import MANIFEST, finite, to_json
 from raypipe.engine.storage import Place
 
 __all__ = ["score"]
@@ -20,7 +19,7 @@ def score(checkpoint: Place, metrics: Mapping[str, float]) -> bool:
         CheckpointError: the manifest is damaged and stays so, or the place is full, forbidden or unreachable.
     """
     found = read_manifest(checkpoint)
-    known = {**found.metrics, **{name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}}
+    known = {**found.metrics, **finite(metrics)}
     if known == found.metrics:
         return False
     checkpoint.write_bytes(MANIFEST, to_json(replace(found, metrics=known)))

@@ -176,12 +176,14 @@ class RayConnection:
         )
         return News([], dataclasses.replace(self._status, message=message), None, None, self._asked.since)
 
-    def _comes_back(self, error: RayActorError) -> bool:
+    def _comes_back(self, error: BaseException | None) -> bool:
         """Whether Ray cannot reach the driver at the moment, but has not given it up.
 
         Calls under way when a drained node goes fail with ActorDiedError although Ray starts their actor again: what
         counts is whether that still has its name. Ray is asked for all names, for one alone it remembers.
         """
+        if not isinstance(error, RayActorError):
+            return False
         if isinstance(error, ActorUnavailableError):
             return True
         names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True)] if error.preempted else []
@@ -219,7 +221,7 @@ class RayConnection:
         try:
             self._ask(self._driver.stop.remote(reason))
         except StageError as error:
-            if not isinstance(error.__cause__, RayActorError) or not self._comes_back(error.__cause__):
+            if not self._comes_back(error.__cause__):
                 raise
 
     def checkpoint(self) -> None:
@@ -234,7 +236,7 @@ class RayConnection:
                 raise error.cause from None
             raise
         except StageError as error:
-            if not isinstance(error.__cause__, RayActorError) or not self._comes_back(error.__cause__):
+            if not self._comes_back(error.__cause__):
                 raise
             raise PlanError(
                 f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run goes on "
