@@ -119,7 +119,7 @@ class Executor:
 
     @property
     def doing(self) -> Action | None:
-        """The action in progress, an object of its own each time; None between mini-batches."""
+        """The action in progress, an object of its own each time; None between mini-batches and after a failure."""
         return self._action
 
     @property
@@ -244,6 +244,7 @@ class Executor:
         except BaseException as error:  # what is no Exception is the user's too
             raise self._failure(error) from error
         finally:
+            self._action = None  # a worker whose action failed does nothing: it is not one that hangs in it
             self._exchange.abandon()
         return reports
 

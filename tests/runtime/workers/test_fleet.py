@@ -40,6 +40,7 @@ from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
+from raypipe.runtime.workers.roster import LEASE_S
 from tests.exactness import (
     SCHEDULES,
     SHAPES,
@@ -312,6 +313,8 @@ def test_a_stage_that_raises(fleet: Fleet, phase: str, num_stages: int, stage: i
     assert 'raise ValueError("the user\'s own mistake")' in message
     assert "mishaps.py" in message
     assert all(map(alive, pids(fleet)))
+    pulses = ray.get([member.actor.pulse.remote(0, LEASE_S) for member in fleet.roster], timeout=SOON_S)
+    assert [pulse.action for pulse in pulses] == [""] * len(pulses)  # or they would be taken for stuck after minutes
 
 
 def test_steps_overlap_where_nothing_is_clipped(fleet: Fleet) -> None:
