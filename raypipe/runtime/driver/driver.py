@@ -35,12 +35,14 @@ from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.departure import watching_drains
 from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
 from raypipe.runtime.driver.succession import (
+    NOTHING_LEFT,
     Charter,
     Left,
     NotTakenOverError,
     Submission,
     continued,
     find_left,
+    known_to_stages,
     term_left,
 )
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
@@ -68,12 +70,6 @@ from raypipe.runtime.workers.watch import Notice
 
 __all__ = ["DriverActor", "driver_name"]
 
-NOTHING_LEFT = (
-    "The driver of this run was lost, and no stage outlived it that knows the run. Start the run again under the same "
-    "name; it goes on from its newest checkpoint."
-)
-FIND_S = 60.0
-"""How long a driver that Ray has started again waits for a stage to answer, while Ray knows of some."""
 LINGER_S = 60.0
 """How long a detached driver answers after its run has ended."""
 
@@ -114,9 +110,11 @@ class _DriverActor:
         """
         try:
             self._independent.set()
-            spec = self._charted() if given is None else given.blueprint.spec
+            # Nobody is there to start a driver again that gives up: it waits for its folder, as long as its stages do.
+            spec, grace_s = known_to_stages(self._name) if given is None else (given.blueprint.spec, 0.0)
             self._place = spec.place
-            with Lease.take(spec.place, spec.name, self._journal.begins, term_left(self._name)) as lease:
+            dead = term_left(self._name)
+            with Lease.take(spec.place, spec.name, self._journal.begins, dead, grace_s / 2) as lease:
                 outcome = self._train(given, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)
@@ -125,14 +123,6 @@ class _DriverActor:
         if self._detached:
             me = ray.get_runtime_context().current_actor
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
-
-    def _charted(self) -> RunSpec:
-        """What the stages know of the run."""
-        left = find_left(self._name, FIND_S)
-        if left is None:
-            release_orphans(self._name)  # which were starting, and know nothing of the run
-            raise StageError(NOTHING_LEFT)
-        return left.charter.spec
 
     def _train(self, given: Submission | None, lease: Lease) -> Outcome:
         """Go on with the stages of a driver that is gone, or begin with new ones."""

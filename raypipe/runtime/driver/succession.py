@@ -21,19 +21,30 @@ from ray.exceptions import RayError
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import newest_step
 from raypipe.engine.setup import RunSetup
+from raypipe.errors import StageError
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.planning import PlanBasis
 from raypipe.runtime.run.same_run import differences, goes_on
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.workers.packing import StoredTensors, stored
-from raypipe.runtime.workers.places import living, release_unused
+from raypipe.runtime.workers.places import living, release_orphans, release_unused
 from raypipe.runtime.workers.roster import Member, end_member
 
-__all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left", "term_left"]
+__all__ = [
+    "NOTHING_LEFT", "Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left", "known_to_stages",
+    "term_left",
+]  # fmt: skip
 
 ASK_S = 10.0
 POLL_S = 0.5
+FIND_S = 60.0
+"""How long a driver that Ray has started again waits for a stage to answer, while Ray knows of some."""
+
+NOTHING_LEFT = (
+    "The driver of this run was lost, and no stage outlived it that knows the run. Start the run again under the same "
+    "name; it goes on from its newest checkpoint."
+)
 
 
 class NotTakenOverError(Exception):
@@ -113,6 +124,19 @@ def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
         time.sleep(POLL_S)
     return left
+
+
+def known_to_stages(owner: str) -> tuple[RunSpec, float]:
+    """The run of a driver that Ray has started again, as its stages know it, and for how long they wait for a driver.
+
+    Raises:
+        StageError: no stage knows it; none is left.
+    """
+    left = find_left(owner, FIND_S)
+    if left is None:
+        release_orphans(owner)  # which were starting, and know nothing of the run
+        raise StageError(NOTHING_LEFT)
+    return left.charter.spec, left.setup.driver_grace_s
 
 
 def _answered(owner: str) -> Left | None:

@@ -116,18 +116,36 @@ class Lease:
 
     @classmethod
     def take(
-        cls, place: Place, name: str, say: Callable[[str], None] = lambda text: None, dead: int | None = None
+        cls,
+        place: Place,
+        name: str,
+        say: Callable[[str], None] = lambda text: None,
+        dead: int | None = None,
+        patience_s: float = 0.0,
     ) -> Lease:
         """Become the one that trains the run in this folder.
 
         Args:
             say: is told what is waited for.
             dead: generation whose holder has ended, as somebody else knows; None where nobody does.
+            patience_s: how long the place may be full, forbidden or unreachable.
 
         Raises:
             LeaseError: another process trains it; says which, and since when.
             CheckpointError: the place is full, forbidden or unreachable.
         """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return cls._taken(place, name, say, dead)
+            except CheckpointError as error:
+                if time.monotonic() + POLL_S > deadline_s:
+                    raise
+                say(f"waiting for the run's folder: {error}")
+            time.sleep(POLL_S)
+
+    @classmethod
+    def _taken(cls, place: Place, name: str, say: Callable[[str], None], dead: int | None) -> Lease:
         found = _wait_and_see(place, name, say, dead)
         mine = Held(myself(), 1 + (found.generation if found else 0), time.time())
         mine.holder.begins()

@@ -283,6 +283,18 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         Lease.take(place_of(tmp_path), "run")
 
 
+def test_a_place_that_fails_for_a_moment_is_waited_for(tmp_path: Path, times: Callable[..., None]) -> None:
+    """By a driver that Ray has started again: its stages wait for it, and nobody else would go on with them."""
+    folder, said = tmp_path / "run", list[str]()
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Lease.take(place_of(tmp_path), "run", said.append, patience_s=0.1)
+    threading.Timer(0.2, folder.unlink).start()
+    Lease.take(place_of(tmp_path), "run", said.append, patience_s=60.0).release()
+    assert said[0].startswith("waiting for the run's folder: ")
+    assert "cannot be written" in said[-1]
+
+
 # -- Runs ------------------------------------------------------------------------------------------------------------
 
 
