@@ -34,6 +34,10 @@ _OWN = (
     "Let it read the parameters that the optimizer is called with, as in group['params'], and keep an average of them "
     "in self.state[parameter]; a callback's on_checkpoint can read all of them."
 )
+_OF_RATES = (
+    "lr_scheduler: without it the optimizers of stages step as one of the whole model would, and with it they do not. "
+    "Let its rates follow from the number of steps, and from no parameters, clock or count of its own."
+)
 _EXAMPLE = "lambda p: torch.optim.AdamW(p, lr=3e-4)"
 _SIDE = 3
 _FEW = 1_000_000
@@ -87,7 +91,14 @@ def try_optimizers(
     if small or sum(p.numel() for p in trained.values()) <= _FEW:
         stand_ins = {name: _copy(p, _SIDE if small else None).detach() for name, p in trained.items()}
         copies = replicated or any(program.shared_with for program in programs)
-        draws = compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
+        try:
+            draws = compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
+        except ConfigError as error:
+            if make_scheduler is not None and not str(error).startswith("lr_scheduler"):
+                compare_apart(programs, stand_ins, make_optimizer, None, copies=copies)
+                differs, _, _ = str(error).partition(". ")  # the rest says what an optimizer should do
+                raise ConfigError(f"{_OF_RATES} With it, {differs}.") from None
+            raise
         if sharded:
             compare_sliced(programs, stand_ins, make_optimizer, make_scheduler)
             whole = {name: _copy(trained[name], None).detach() for name in _of_each_shape(trained)}

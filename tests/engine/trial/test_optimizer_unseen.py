@@ -77,6 +77,20 @@ def test_a_group_whose_rate_is_still_0_is_tried_without_the_scheduler() -> None:
         tried(by_kind, lambda o: schedulers.LambdaLR(o, later))
 
 
+def test_a_scheduler_that_looks_at_parameters_is_named_and_not_the_optimizer() -> None:
+    def by_norm(optimizer: torch.optim.Optimizer) -> Any:
+        held = optimizer.param_groups[0]["params"]
+        return schedulers.LambdaLR(optimizer, lambda step: float(1 / (1 + sum(p.detach().norm() for p in held))))
+
+    said = (
+        r"^lr_scheduler: without it .* With it, optimizer gives 'layers\.0\.weight' lr=0\.0\d+ on stage 0, .*model\.$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        tried(partial(torch.optim.SGD, lr=0.1), by_norm)
+    with pytest.raises(ConfigError, match=r"^optimizer: the step of SGD "):
+        tried(clipping, by_norm)
+
+
 @pytest.mark.parametrize("warm_up", WARM_UPS)
 def test_a_rate_that_is_one_tensor_is_changed_by_one_scheduler_only(warm_up: Callable[[Any], Any]) -> None:
     rate = torch.tensor(1e-3)
