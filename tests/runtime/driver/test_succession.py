@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.api.handle import RunHandle
 from raypipe.api.result import Result
 from raypipe.errors import ConfigError, StageError
+from raypipe.runtime.run.lease import LOCK
 from raypipe.runtime.workers.places import NAMESPACE, actor_name, ask, first_unused, is_driver
 from raypipe.runtime.workers.worker import StageActor
 from tests import processes
@@ -59,10 +60,15 @@ def whole(folder: Path, run: str, result: Result, name: str, **pipeline: Any) ->
     assert [record.step for record in result.records] == list(range(STEPS))
 
 
-def goes_on_where_it_stood(handle: RunHandle, folder: Path) -> None:
-    """Kill the driver; the next one takes over the same processes."""
+def goes_on_where_it_stood(handle: RunHandle, folder: Path, *, locked_out: bool = False) -> None:
+    """Kill the driver; the next one takes over the same processes, once it may write into the run's folder."""
     stages, step = stages_of(handle), handle.status().step
     kill_driver(folder)
+    if locked_out:
+        (folder / LOCK).unlink()
+        (folder / LOCK).mkdir()
+        wait_until(lambda: handle.status().message.startswith("waiting for the run's folder: "), WAIT_S)
+        (folder / LOCK).rmdir()
     reached(handle, step + 20)
     assert stages_of(handle) == stages
     assert [line["reason"] for line in events(folder, "take over")][1:] == ["the stages go on where they stand"]
@@ -122,7 +128,7 @@ def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held,
     os.kill(stages_of(handle)[1], signal.SIGKILL)
     wait_until(lambda: events(tmp_path / "counted", "recovery") != [], WAIT_S)
     reached(handle, handle.status().step + 5)
-    goes_on_where_it_stood(handle, tmp_path / "counted")
+    goes_on_where_it_stood(handle, tmp_path / "counted", locked_out=True)
     os.kill(stages_of(handle)[0], signal.SIGKILL)
     with pytest.raises(StageError, match="it is failure 2 of this run"):
         handle.wait(timeout_s=WAIT_S)
