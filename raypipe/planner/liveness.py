@@ -3,6 +3,7 @@
 Two signals say how a worker does: its pulse, answered twice a second by a thread of its own, and the watcher of its
 node, which reads what the kernel says of its process. Seconds are those during which the one who looks was awake
 itself: a driver that was stopped for a minute has not heard of anybody for a minute, and that means nothing.
+Processor time is that of the process and of those that it has started, such as a compiler.
 
     means        signal                                              limit                         then
     stopped      process in state T                                  STOPPED_S                     ended

@@ -4,7 +4,8 @@
 starved, two looks a second apart say nothing about what lay between them.
 
     state T        stopped_s grows     SIGSTOP, or a terminal's job control; a debugger's trace stop is "t"
-    little time    idle_s grows        less than IDLE_SHARE of a processor, by the second
+    little time    idle_s grows        less than IDLE_SHARE of a processor, by the second, and no more in the processes
+                                       that it has started: compilers, for one
     gone           Ended               signal or status from a pidfd (Linux 6.15), the OOM killer by its counter
 """
 
@@ -17,6 +18,7 @@ import select
 import signal
 import struct
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +30,8 @@ AWAKE_S = 3 * LOOK_S
 """Two looks further apart than this were made by a reader that was not awake all the time."""
 IDLE_SHARE = 0.05
 WINDOW_S = 1.0
+HELPERS_S = 10.0
+"""How often one looks whether what an idle process has started is at work, for which all of a node's are read."""
 OOM_WINDOWS = 4
 REMEMBER_S = 60.0
 """For how long one can ask how a process ended."""
@@ -74,6 +78,8 @@ class _Process:
     resident_bytes: int = 0
     window_s: float = 0.0  # of the window under way, and the processor time at its begin
     window_cpu_s: float = 0.0
+    helpers_cpu_s: float | None = None  # processor time of what it has started, at the last look
+    helpers_at_s: float = HELPERS_S  # idle, until the next look
     ooms: deque[int] = field(default_factory=lambda: deque(maxlen=OOM_WINDOWS))
     gone_s: float | None = None
     out_of_memory: bool = False
@@ -120,6 +126,11 @@ class Processes:
                 _look(pid, process, awake_s, now_s)
             elif now_s - process.gone_s > REMEMBER_S:
                 self.forget(pid)
+        idle = {pid: p for pid, p in self._known.items() if p.gone_s is None and p.idle_s >= p.helpers_at_s}
+        if idle:
+            everybody = _everybody()
+            for pid, process in idle.items():
+                _look_at_helpers(process, _helpers_cpu_s(pid, everybody))
 
     def looks(self) -> dict[int, Look]:
         """Of those that are there."""
@@ -160,21 +171,59 @@ def _look(pid: int, process: _Process, awake_s: float, now_s: float) -> None:
     process.window_s += awake_s
     if process.window_s >= WINDOW_S:
         used_s = cpu_s - process.window_cpu_s
-        process.idle_s = process.idle_s + process.window_s if used_s < IDLE_SHARE * process.window_s else 0.0
+        process.idle_s += process.window_s
+        if used_s >= IDLE_SHARE * process.window_s:
+            process.idle_s, process.helpers_cpu_s, process.helpers_at_s = 0.0, None, HELPERS_S
         process.window_s, process.window_cpu_s = 0.0, cpu_s
         process.ooms.append(_oom_kills(process.oom_file))
 
 
+def _look_at_helpers(process: _Process, cpu_s: float) -> None:
+    if process.helpers_cpu_s is not None and cpu_s - process.helpers_cpu_s >= IDLE_SHARE * HELPERS_S:
+        process.idle_s = 0.0
+    process.helpers_cpu_s, process.helpers_at_s = cpu_s, process.idle_s + HELPERS_S
+
+
 def _read(pid: int) -> tuple[str, float, int] | None:
     """State, processor seconds and resident bytes of a process; None where there is none."""
+    fields = _fields(pid)
+    if fields is None:
+        return None
+    return fields[0], _seconds(fields[11:13]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fields(pid: int | str) -> list[str] | None:
+    """Of a process's stat, from its state on; None where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name, in parentheses, may hold blanks and parentheses.
-    fields = text[text.rindex(")") + 2 :].split()
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
-    return fields[0], cpu_s, int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return text[text.rindex(")") + 2 :].split()  # the name, in parentheses, may hold blanks and parentheses
+
+
+def _seconds(ticks: Iterable[str]) -> float:
+    return sum(map(int, ticks)) / _TICKS
+
+
+def _everybody() -> dict[int, dict[int, list[str]]]:
+    """The fields of all processes, by parent and process."""
+    found: dict[int, dict[int, list[str]]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal() and (fields := _fields(entry.name)) is not None:
+            found.setdefault(int(fields[1]), {})[int(entry.name)] = fields
+    return found
+
+
+def _helpers_cpu_s(pid: int, everybody: Mapping[int, Mapping[int, Sequence[str]]]) -> float:
+    """Processor time of what a process has started and of what those have, ended ones included."""
+    own = _fields(pid)
+    total = 0.0 if own is None else _seconds(own[13:15])  # of children that it has waited for
+    looked_at = [pid]
+    for parent in looked_at:
+        for child, fields in everybody.get(parent, {}).items():
+            total += _seconds(fields[11:15])
+            looked_at.append(child)
+    return total
 
 
 # struct pidfd_info of linux/pidfd.h: mask, cgroup id, eleven ids of process and users, exit code.

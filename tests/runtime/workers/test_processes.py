@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.workers.processes import AWAKE_S, LOOK_S, Ended, Processes
+from raypipe.runtime.workers.processes import AWAKE_S, HELPERS_S, IDLE_SHARE, LOOK_S, Ended, Processes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -36,8 +38,20 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+def fields_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return fields_of(pid)[0]
+
+
+def cpu_s(pid: int) -> float:
+    return (int(fields_of(pid)[11]) + int(fields_of(pid)[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def helpers_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for(pid: int, state: str) -> None:
@@ -83,10 +97,40 @@ def test_a_busy_process_is_not_idle(looked: Processes, child: subprocess.Popen[b
         used_s = 0.0
         while used_s < 0.05:  # a tick of the kernel's clock or more, however busy this machine is
             assert time.monotonic() - begin_s < WAIT_S
-            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") - turn * 0.05
+            used_s = cpu_s(child.pid) - turn * 0.05
             time.sleep(0.005)
     assert looked.looks()[child.pid].idle_s == 0.0
+
+
+UNTIL_ALONE = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+WAITS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {UNTIL_ALONE!r}])"
+
+
+@pytest.mark.parametrize("child", [WAITS], indirect=True)
+def test_a_process_that_waits_for_a_busy_one_of_its_own_is_not_idle(
+    looked: Processes, child: subprocess.Popen[bytes]
+) -> None:
+    """As where torch.compile runs a C++ compiler for minutes; one that does nothing either is no excuse."""
+    wait_until(lambda: helpers_of(child.pid) != [])
+    (helper,) = helpers_of(child.pid)
+    wait_for(child.pid, "S")
+    looked.watch(child.pid)
+    turns = itertools.count()
+
+    def idle_s(seconds: float) -> float:
+        for _ in range(round(seconds / LOOK_S)):
+            looked.sample(next(turns) * LOOK_S)
+        return looked.looks()[child.pid].idle_s
+
+    assert HELPERS_S < idle_s(HELPERS_S + 3.0) < 2 * HELPERS_S
+    used_s = cpu_s(helper)
+    wait_until(lambda: cpu_s(helper) > used_s + IDLE_SHARE * HELPERS_S)
+    assert idle_s(HELPERS_S) < HELPERS_S
+    os.kill(helper, signal.SIGSTOP)
+    try:
+        assert idle_s(5 * HELPERS_S) > 3 * HELPERS_S
+    finally:
+        os.kill(helper, signal.SIGKILL)
 
 
 def ended(looked: Processes, pid: int) -> Ended:
