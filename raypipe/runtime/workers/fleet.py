@@ -24,7 +24,7 @@ from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.configuring import Configuring
 from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.granted import DeviceOf, granted
-from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
+from raypipe.runtime.workers.leaving import leave_work
 from raypipe.runtime.workers.memos import with_packed_memo
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.root_cause import root_cause
@@ -43,6 +43,7 @@ __all__ = ["Fleet"]
 
 REHEARSE_TIMEOUT_S = 150.0
 """A starved process imports for a minute, and nobody waits for it."""
+ADOPT_S = 10.0
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 
@@ -135,7 +136,7 @@ class Fleet(Configuring):
                 self._teach(order.rows, schedules)
                 actor.submit.remote(self._term, todo.run, order)
         ends = [actor.finish_after.remote(self._term, todo.run, todo.orders) for actor in self.actors]
-        results(ends, SETTLE_S, "being taken over")
+        results(ends, ADOPT_S, "being taken over")
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, ahead: int = 3, last: bool = False
@@ -205,7 +206,8 @@ class Fleet(Configuring):
         """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
         flight, self._flight = self._flight, None
         self._broken = flight or self._broken
-        leave_work(self.in_use, flight.works if flight is not None else {}, self._term, self._links)
+        works = flight.works if flight is not None else {}
+        leave_work(self.in_use, works, self._term, self._links, self.watch.planned_s)
 
     @property
     def ordered(self) -> bool:

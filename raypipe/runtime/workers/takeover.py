@@ -22,7 +22,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.runtime.run.takeover import Done, Standing, completion, steps_done
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.leaving import SETTLE_S
+from raypipe.runtime.workers.leaving import settle_s
 from raypipe.runtime.workers.memos import with_read_memo
 from raypipe.runtime.workers.roster import Member, end_member, results
 
@@ -83,12 +83,13 @@ def take_survivors(fleet: Fleet, run: RunSetup, setup: GenerationSetup, term: in
             found.append((member, *results([member.actor.stand.remote(term)], ASK_S, DOING)))
         except StageError:  # it is dead, or does not answer
             end_member(member)
+    patience_s = settle_s(fleet.roster, planned_s=0.0)
     for member, standing in found:
         try:
             results([member.actor.abort.remote(term, standing.links, "its driver was lost")], ASK_S, DOING)
             with contextlib.suppress(StageError, LinkError):  # that ended its work; it has left it
                 if standing.works and results(
-                    [member.actor.ended.remote(standing.run, SETTLE_S)], SETTLE_S + ASK_S, DOING
+                    [member.actor.ended.remote(standing.run, patience_s)], patience_s + ASK_S, DOING
                 ) != [None]:
                     end_member(member)
         except StageError:
