@@ -56,7 +56,11 @@ def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ),
     ],
 )  # fmt: skip
-def test_the_cause_is_named_with_its_cure(within: Any, loss_fn: Any, precision: str, said: str) -> None:
+def test_the_cause_is_named_with_its_cure(
+    within: Any, loss_fn: Any, precision: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch.compile switches it off for its whole process, which may have run another test before.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
     pipeline = PipelineConfig(
         num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters", precision=precision
