@@ -177,7 +177,7 @@ def evaluating(job: Job, data: Any) -> Job:
         DataError: the data lacks a column of train_data.
     """
     source = open_data(data, seed=job.settings.seed, shuffle=False, collate=job.collate)
-    check_columns(tuple(job.example), source, "data")
+    check_columns(tuple(job.example), source, job.sources["train"], "data")
     return dataclasses.replace(job, sources={**job.sources, "eval": source})
 
 
@@ -202,6 +202,7 @@ def predicting(job: Job, data: Any) -> Job:
             f"predict() was given data of {len(source.columns)} columns, but the model reads {count}. Give the columns "
             "of train_data in the same order; the target may be left out."
         )
+    check_columns(sorted(set(wanted)), source, job.sources["train"], "data")
     settings = dataclasses.replace(job.settings, loss_reduction="mean")
     sources = {**job.sources, "eval": source}
     return dataclasses.replace(job, sources=sources, settings=settings, codecs=Codecs(), metrics={})

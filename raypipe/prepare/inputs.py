@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         rehearse_loss(captured, by_name(columns, example))
     evaluated: tuple[str, ...] = ()
     if evaluates:
-        check_columns(columns, sources["eval"])
+        check_columns(columns, sources["eval"], sources["train"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
         rows = by_name(columns, sources["eval"].read(0, 0, count, columns))
         rehearse_evaluation(built, captured, rows)
@@ -164,10 +164,11 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
     return built
 
 
-def check_columns(columns: tuple[Any, ...], source: Source, name: str = "eval_data") -> None:
-    """Refuse eval_data that lacks a column of train_data, before the first evaluation is due.
+def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
+    """Refuse data that lacks a column of train_data or has it elsewhere, before the first evaluation is due.
 
     Args:
+        columns: that are read.
         name: of the argument that brought the data.
 
     Raises:
@@ -181,6 +182,15 @@ def check_columns(columns: tuple[Any, ...], source: Source, name: str = "eval_da
             f"{name} has no column {missing[0]!r}, but train_data has; it has {', '.join(map(repr, there))}. "
             "Give it the columns of train_data, in the same order."
         )
+    for at in columns if numbered else ():
+        found, wanted = source.columns[at], train.columns[at]
+        if found != wanted and (found in train.columns or wanted in source.columns):
+            raise DataError(
+                f"{name} has column {found!r} where train_data has {wanted!r}: {', '.join(map(repr, source.columns))} "
+                f"instead of {', '.join(map(repr, train.columns))}. With a loss_fn columns are taken by their place: "
+                "the last is the target, those before it are what the model is called with. Give them in the order of "
+                "train_data."
+            )
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:

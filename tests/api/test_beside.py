@@ -233,6 +233,17 @@ def test_refusals(tmp_path: Path) -> None:
         made.predict(TensorDataset(torch.randn(9, 5)), local=True)
 
 
+def test_predictions_are_made_of_the_columns_that_the_model_was_trained_on(tmp_path: Path) -> None:
+    x, y = torch.randn(8, 6), torch.zeros(8, dtype=torch.int64)
+    made = trainer(tmp_path, "mlp", run=None, train_data=[{"x": a, "y": b} for a, b in zip(x, y, strict=True)])
+    wanted = made.predict(TensorDataset(x), local=True)
+    assert torch.equal(made.predict([{"x": a, "id": b} for a, b in zip(x, y, strict=True)], local=True), wanted)
+    with pytest.raises(
+        DataError, match=r"^data has column 'id' where train_data has 'x': 'id', 'x' instead of 'x', 'y'"
+    ):
+        made.predict([{"id": b, "x": a} for a, b in zip(x, y, strict=True)], local=True)
+
+
 def test_data_of_another_shape_or_type_is_compared_with_train_data(tmp_path: Path) -> None:
     made = trainer(tmp_path, "mlp", model=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
     fit(made)

@@ -441,6 +441,14 @@ def test_eval_data_is_tried_too() -> None:
     assert "shape (2, 5) and type float32" in str(narrow)
 
 
+def test_named_columns_of_eval_data_have_the_order_of_train_data() -> None:
+    """With a loss_fn they are taken by their place: in another order the model would be called with the targets."""
+    rows = [{"x": x, "y": y} for x, y in zip(X[:8], Y[:8], strict=True)]
+    for other in ([{"y": row["y"], "x": row["x"]} for row in rows], [{"id": row["y"], **row} for row in rows]):
+        said = str(refusal(train_data=rows, eval_data=other))
+        assert said.startswith(f"eval_data has column {next(iter(other[0]))!r} where train_data has 'x'")
+
+
 def test_too_few_places_say_why_activations_do_not_count() -> None:
     assert str(refusal(pipeline={"num_stages": 9})) == (
         "9 stages need 8 places to cut, but the model has 3 between its operations with parameters; activations and "
