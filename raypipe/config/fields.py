@@ -125,7 +125,7 @@ class PipelineFields:
         eval_interval_steps: steps between two evaluations on eval_data; None evaluates after the last step, and where
             a checkpoint's score is asked for. Synchronous schedules train to the same bits with any number of them; an
             asynchronous one runs empty for each, as for a checkpoint.
-        seed: keys all randomness, together with step and micro-batch.
+        seed: keys all randomness, together with step and micro-batch; at most 2**62.
         on_nonfinite: what happens where the loss or the gradient norm of a mini-batch is not finite: "stop" ends the
             run, "skip" leaves the step out on all stages. Parameters, optimizer and scheduler stay as they are, buffers
             (batch statistics) keep what the forwards wrote, as in plain PyTorch, and metrics and events say so; ten in

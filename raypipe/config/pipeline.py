@@ -78,6 +78,7 @@ _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 _NONE = _Rule(lambda v: v is None, "None")
 _RECOMPUTE = _one_of("auto", "never", "always")
 _MODULE = _Rule(lambda v: isinstance(v, str) and v != "", "a module name")
+_SEED = _Rule(lambda v: type(v) is int and 0 <= v <= 2**62, "an integer of at least 0 and at most 2**62")
 _PORT = _Rule(lambda v: type(v) is int and 1024 <= v <= 65535, "a port from 1024 to 65535")
 _PORTS = _Rule(
     lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_PORT.accepts, v)) and v[0] <= v[1],
@@ -122,7 +123,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "retune_microbatches": _FLAG,
     "checkpoint_interval_steps": _AUTO | _integer(1),
     "eval_interval_steps": _NONE | _integer(1),
-    "seed": _integer(0),
+    "seed": _SEED,
     "on_nonfinite": _one_of("stop", "skip"),
     "driver_grace_s": _seconds(5.0),
     "replay": _one_of("auto", "off"),

@@ -65,6 +65,7 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"link_ports": [5000, True]}, ["link_ports=(5000, True)"]),
         ({"link_ports": [5000.0, 5001.0]}, ["link_ports=(5000.0, 5001.0)"]),
         ({"seed": -1}, ["seed=-1", "at least 0"]),
+        ({"seed": 2**63}, ["seed=9223372036854775808", "at most 2**62"]),  # no manifest would be read that has it
         ({"retune_interval_steps": -1}, ["retune_interval_steps=-1", "at least 0"]),
         ({"slack": [2, 0], "schedule": "slack"}, ["slack=(2, 0)", "one per hop"]),
         ({"schedule": "rows.csv"}, ["schedule='rows.csv'", "'1f1b'"]),
