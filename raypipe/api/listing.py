@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from raypipe.engine.metrics import METRICS, steps_written
+from raypipe.engine.rundir import EVENTS, read_events
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
 from raypipe.runtime.run.lease import LEASE, read_lease
@@ -15,7 +15,6 @@ __all__ = ["DEFAULT_STORAGE", "RunSummary", "last_word", "runs_in", "summary_of"
 
 DEFAULT_STORAGE = "~/ray_results"
 """Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
-EVENTS = "events.jsonl"
 _ENDS = {"finish": "finished", "fail": "failed", "stop": "stopped"}
 
 
@@ -83,9 +82,8 @@ def _last(events: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _events(folder: Place) -> list[dict[str, Any]]:
     try:
-        lines = folder.read_bytes(EVENTS).decode(errors="replace").splitlines()
-        return [event for event in (json.loads(line) for line in lines if line.endswith("}")) if "decision" in event]
-    except (CheckpointError, ValueError) as error:
+        return read_events(folder)
+    except CheckpointError as error:
         raise ConfigError(f"{folder / EVENTS} cannot be read: {error} Give the folder of a run.") from error
 
 

@@ -5,6 +5,7 @@ Its metrics are in ``metrics.py``, its checkpoints in ``checkpoint/``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -19,11 +20,28 @@ from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.timeline import Timeline
 from raypipe.ir.trace import chrome_trace_json
 
-__all__ = ["RunFolder"]
+__all__ = ["EVENTS", "RunFolder", "read_events"]
 
+EVENTS = "events.jsonl"
+_BEGIN = '{"time": '
 
 _APPENDING = threading.Lock()
 """Object stores cannot append: there a file is read and written anew, and several threads of a driver have events."""
+
+
+def read_events(run: Place) -> list[dict[str, Any]]:
+    """The lines of a run's events.jsonl, oldest first, without those that were cut short when a disk was full.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+    """
+    found = []
+    for line in run.read_bytes(EVENTS).decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line[max(0, line.rfind(_BEGIN)) :])  # behind one that was cut short stands the next
+            if isinstance(event, dict) and {"time", "decision"} <= event.keys():
+                found.append(event)
+    return found
 
 
 class RunFolder:
@@ -47,7 +65,7 @@ class RunFolder:
         """One line of events.jsonl: what was decided or happened, why, and the numbers."""
         line = {"time": round(time.time(), 3), "decision": decision, "reason": reason, **numbers}
         with _APPENDING:
-            self.place.append_bytes("events.jsonl", (json.dumps(line) + "\n").encode())
+            self.place.append_bytes(EVENTS, (json.dumps(line) + "\n").encode())
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
         """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.engine.metrics import METRICS, parts_of, records_of, table_read
+from raypipe.engine.rundir import read_events
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, PlanError
 from raypipe.ir.plan import Plan
@@ -61,11 +62,9 @@ def read_run(folder: Place) -> RunFacts:
     """
     missing: list[str] = []
     try:
-        lines = folder.read_bytes("events.jsonl").decode(errors="replace").splitlines()
+        events = read_events(folder)
     except CheckpointError as error:
         raise ConfigError(f"{folder} is no folder of a run: {error}") from error
-    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    events = [event for event in found if "decision" in event and "time" in event]
     plan, timelines, config = None, list[Timeline](), ""
     try:
         plan = Plan.from_json(folder.read_bytes("plan.json").decode(errors="replace"))
