@@ -63,10 +63,11 @@ class StreamReader:
         name: for messages.
         seed: of the draws of items: the global generators are seeded by (seed, position) around each.
         saves: marks have the state of the stream, see ``resumes``.
+        once: items that are read of one pass, which must have so many; None begins anew where a pass ends.
     """
 
-    def __init__(self, stream: Any, name: str, seed: int, *, saves: bool) -> None:
-        self._stream, self._name, self._seed, self._saves = stream, name, seed, saves
+    def __init__(self, stream: Any, name: str, seed: int, *, saves: bool, once: int | None = None) -> None:
+        self._stream, self._name, self._seed, self._saves, self._once = stream, name, seed, saves, once
         self._live = stream
         self._items: Iterator[Any] | None = None
         self._at = Mark()
@@ -157,6 +158,11 @@ class StreamReader:
         if item is _END:
             if not within:
                 raise DataError(f"{self._name} has no item in pass {number} over it. Give a stream with items.")
+            if self._once is not None:
+                raise DataError(
+                    f"{self._name} has {position} items, and raypipe.data.Stream(..., num_samples={self._once}) takes "
+                    f"more of it, of which some would be counted twice. Give num_samples={position}."
+                )
             number, within = number + 1, 0
             self._iterate(number)
             item = self._pull(position)

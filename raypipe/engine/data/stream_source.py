@@ -80,16 +80,17 @@ class StreamSource:
         stream: or what it is made of.
         seed: of the draws of items.
         collate: makes columns of items; None stacks them.
+        again: begin anew where the stream ends; False refuses to give items more than once.
     """
 
-    def __init__(self, stream: Any, *, seed: int, collate: Collate | None = None) -> None:
+    def __init__(self, stream: Any, *, seed: int, collate: Collate | None = None, again: bool = True) -> None:
         given = stream if isinstance(stream, Stream) else Stream(stream)
         self._name = type(given.dataset).__name__
         self.read_by_tasks = callable(getattr(given.dataset, "iter_rows", None))
         """By tasks of Ray: a ray.data.Dataset."""
         # Copies for readers are made of one that nobody else looks at, for they are made in several threads.
         self._items = _Rows(given.dataset) if self.read_by_tasks else _copy_of(given.dataset)
-        self._seed, self._collate = seed, collate
+        self._seed, self._collate, self._again = seed, collate, again
         self.num_samples = given.num_samples or ENDLESS
         self.shown_samples = min(NUM_READ_TWICE, self.num_samples)
         """From the first on: what says that it is the same stream."""
@@ -150,7 +151,7 @@ class StreamSource:
             readers = tuple(self._readers.values()) if self._saves else ()
         position = epoch * self.num_samples + start
         marks = [mark for reader in readers if (mark := reader.mark_before(position)) is not None]
-        again, ended = StreamReader(_copy_of(self._items), self._name, self._seed, saves=self._saves), threading.Event()
+        again, ended = self._reader(saves=self._saves), threading.Event()
         for mark in marks:
             again.learn(mark)
         found: list[Any] = []
@@ -206,8 +207,12 @@ class StreamSource:
                 )
 
     def _first(self) -> list[Any]:
-        with closing(StreamReader(_copy_of(self._items), self._name, self._seed, saves=False)) as reader:
+        with closing(self._reader(saves=False)) as reader:
             return reader.read(0, self.shown_samples)
+
+    def _reader(self, *, saves: bool) -> StreamReader:
+        once = None if self._again else self.num_samples
+        return StreamReader(_copy_of(self._items), self._name, self._seed, saves=saves, once=once)
 
     def _columns_of(self, items: list[Any], first: int, wanted: Sequence[Any] | None) -> dict[Any, torch.Tensor]:
         rows = list(range(first, first + len(items)))
@@ -230,7 +235,7 @@ class StreamReading:
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
-        self._reader = StreamReader(_copy_of(source._items), source._name, source._seed, saves=source._saves)
+        self._reader = source._reader(saves=source._saves)
         self._lock = threading.Lock()
         self.num_samples, self.columns = source.num_samples, source.columns
 

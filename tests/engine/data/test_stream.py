@@ -195,6 +195,17 @@ def test_a_source_has_columns_epochs_and_travels() -> None:
         source.read(0, 4, 2, (0,))
 
 
+def test_a_stream_that_is_evaluated_has_as_many_items_as_it_is_said_to() -> None:
+    """Begun anew it would count some of its items twice."""
+    whole = open_data(Stream(Numbers(), num_samples=LENGTH), seed=3, shuffle=False)
+    assert whole.read(0, 0, LENGTH, ("x",))["x"][:, 1].tolist() == list(range(LENGTH))
+    longer = pickle.loads(pickle.dumps(open_data(Stream(Numbers(), num_samples=LENGTH + 1), seed=3, shuffle=False)))
+    with pytest.raises(
+        DataError, match=rf"Numbers has {LENGTH} items, .*num_samples={LENGTH + 1}.*Give num_samples={LENGTH}\."
+    ):
+        longer.read(0, 0, LENGTH + 1, ("x",))
+
+
 class Rows:
     """Stands for a ray.data.Dataset: those of its methods that raypipe calls."""
 
