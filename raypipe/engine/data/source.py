@@ -145,6 +145,8 @@ def open_data(
             "Parquet and give its folder."
         )
     files, schema, default_window = survey(filesystem, paths)
+    if _is_dataset(source):
+        _refuse_views(source, schema, sum(sum(file.rows_per_group) for file in files))
     window = (rows_per_window or default_window) if shuffle else 0
     return ArrowSource(filesystem, files, schema, seed=seed, rows_per_window=window)
 
@@ -223,6 +225,29 @@ def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, li
     if filesystem is None:
         raise DataError("The pyarrow.dataset has no files. Check the path that it was made from.")
     return filesystem, paths
+
+
+def _refuse_views(data: pyarrow.dataset.Dataset, schema: pa.Schema, num_rows: int) -> None:
+    """Only the files of a pyarrow dataset are read, so what it makes of them must be what they hold.
+
+    Raises:
+        DataError: it shows other columns or rows.
+    """
+    shows, holds = ([f"{field.name}: {field.type}" for field in one] for one in (data.schema, schema))
+    if shows != holds:
+        raise DataError(
+            f"The pyarrow.dataset shows the columns ({', '.join(shows)}), but its files have ({', '.join(holds)}), and "
+            "raypipe reads the files: a schema of its own or columns from folder names would be lost. Write it with "
+            "pyarrow.dataset.write_dataset(data, folder, format='parquet') and give that folder."
+        )
+    # Not by count_rows(), which counts all rows of the files too.
+    groups = [group for fragment in data.get_fragments() for group in getattr(fragment, "row_groups", ())]
+    if groups and (count := sum(group.num_rows for group in groups)) != num_rows:
+        raise DataError(
+            f"The pyarrow.dataset shows {count} rows of files that have {num_rows}, and raypipe reads the files: what "
+            "was chosen of them would be lost. Write it with pyarrow.dataset.write_dataset(data, folder, "
+            "format='parquet') and give that folder."
+        )
 
 
 def _refuse_containers(source: Any) -> None:

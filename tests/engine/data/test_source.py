@@ -186,6 +186,24 @@ def test_a_dataset_and_a_single_file_open_too(tmp_path: Path) -> None:
     assert sorted(ids(open_data(nameless, seed=2), 0, 0, 9)) == list(range(9))
 
 
+def test_a_dataset_that_shows_its_files_otherwise_is_refused(tmp_path: Path) -> None:
+    """Only the files are read: columns in another order would be taken one for the other."""
+    folder = write(tmp_path / "files", [9])
+    turned = pa.schema(list(pyarrow.dataset.dataset(folder).schema)[::-1])
+    with pytest.raises(DataError, match=r"shows the columns \(.*but its files have \(id: int16.*write_dataset"):
+        open_data(pyarrow.dataset.dataset(folder, schema=turned), seed=0)
+    pq.write_table(table(9), tmp_path / "groups.parquet", row_group_size=3)
+    (whole,) = pyarrow.dataset.dataset(tmp_path / "groups.parquet").get_fragments()
+    part = whole.subset(row_group_ids=[2])
+    some = pyarrow.dataset.FileSystemDataset([part], part.physical_schema, part.format, part.filesystem)
+    with pytest.raises(DataError, match="shows 3 rows of files that have 9"):
+        open_data(some, seed=0)
+    (tmp_path / "hive" / "day=3").mkdir(parents=True)
+    write(tmp_path / "hive" / "day=3", [4])
+    with pytest.raises(DataError, match=r"shows the columns \(.*, day: int32\)"):
+        open_data(pyarrow.dataset.dataset(tmp_path / "hive", partitioning="hive"), seed=0)
+
+
 def test_reading_outside_an_epoch_is_refused(tmp_path: Path) -> None:
     source = open_data(write(tmp_path, [9]), seed=0)
     assert source.read(0, 9, 0, ["pair"])["pair"].shape == (0, 2)
