@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.data import map_source
 from raypipe.engine.data.source import open_data
 from raypipe.engine.item_randomness import generator_states
 from raypipe.errors import DataError
@@ -161,3 +162,28 @@ class Counting(Noisy):
 def test_a_dataset_that_counts_what_it_served_is_refused() -> None:
     with pytest.raises(DataError, match=r"changes .*\.served with every call: 5 after one call, 9 after the next"):
         open_data(Counting("torch"), seed=0)
+
+
+class Rarely(Dataset):
+    """One item in ten is another one each time, whatever is seeded; some may not be readable."""
+
+    def __init__(self, broken: int = 1000) -> None:
+        self.draws, self.broken = random.SystemRandom(), broken
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index >= self.broken:
+            raise ValueError("truncated")
+        return torch.tensor([self.draws.random() if index % 100 > 90 else 0.5]), index
+
+
+def test_an_item_that_is_drawn_anew_now_and_then_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_source, "MORE_S", 60.0)
+    with pytest.raises(DataError, match=r"^Item \d+9\d of Rarely comes with another column 0 each time it is read"):
+        open_data(Rarely(), seed=0)
+
+
+def test_an_item_that_cannot_be_read_is_told_when_it_comes() -> None:
+    assert open_data(Rarely(broken=4), seed=0).num_samples == 1000

@@ -9,6 +9,8 @@ An item may be random (crops, masks, noise): torch's, numpy's and Python's globa
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ __all__ = ["MapSource"]
 
 NUM_READ_TWICE = 4
 """Items that are read twice before anything begins, to see whether they come alike."""
+MORE_READ_TWICE, MORE_S = 60, 0.2
+"""Others, spread over all of them, and the seconds that this may take: some are drawn otherwise now and then."""
 
 
 def _length_of(dataset: Any) -> int:
@@ -118,6 +122,28 @@ class MapSource:
         once, kept = self._items(0, rows, list(self.columns)), self._memories()
         again = self._items(0, rows, list(self.columns))
         changes = [first_change(*pair) for pair in zip(kept, self._memories(), strict=True)]
+        self._compare(rows, once, again)
+        if change := next(filter(None, changes), ""):
+            raise DataError(
+                f"Reading items of {self._name} changes {change}. Every stage reads for itself and would keep another "
+                "account of it. Make an item a function of its index and of draws from torch's, numpy's or Python's "
+                "global generators, which raypipe seeds by (seed, epoch, row) around each item."
+            )
+        self._check_more()
+
+    def _check_more(self) -> None:
+        """Like ``_check_repeats``, of items from all over, as far as time allows."""
+        deadline_s, others = time.monotonic() + MORE_S, range(NUM_READ_TWICE, self.num_samples)
+        for row in random.Random(0).sample(others, min(MORE_READ_TWICE, len(others))):
+            try:
+                once, again = (self._items(0, [row], list(self.columns)) for _ in range(2))
+            except DataError:  # the step that reads it tells more
+                return
+            self._compare([row], once, again)
+            if time.monotonic() > deadline_s:
+                return
+
+    def _compare(self, rows: list[int], once: dict[Any, torch.Tensor], again: dict[Any, torch.Tensor]) -> None:
         for column in self.columns:
             for row, one, other in zip(rows, once[column], again[column], strict=True):
                 if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
@@ -128,12 +154,6 @@ class MapSource:
                         "epoch, row) around each item, or make the item a function of its index; a generator of the "
                         "dataset's own, the clock and counters cannot be repeated."
                     )
-        if change := next(filter(None, changes), ""):
-            raise DataError(
-                f"Reading items of {self._name} changes {change}. Every stage reads for itself and would keep another "
-                "account of it. Make an item a function of its index and of draws from torch's, numpy's or Python's "
-                "global generators, which raypipe seeds by (seed, epoch, row) around each item."
-            )
 
     def _memories(self) -> tuple[Memory, Memory]:
         """What the dataset and the collate function remember now."""
