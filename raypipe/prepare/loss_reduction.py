@@ -333,7 +333,8 @@ def _refusal(
         f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
         f"{sum(grouping.sizes)} rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {how} "
         f"{total:.5g}. Such a loss compares the rows of a batch with each other, or averages in a way that cannot be "
-        f"counted from the data. Set {pipeline.one_microbatch} to keep it exact, or say what micro-batches shall mean: "
+        "counted from the data; or the model does, as a BatchNorm with track_running_stats=False in evaluations too. "
+        f"Set {pipeline.one_microbatch} to keep it exact, or say what micro-batches shall mean: "
         "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
         "a target."
     )

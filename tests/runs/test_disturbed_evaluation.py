@@ -20,7 +20,7 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.engine.checkpoint.find import read_manifest
 from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError, DataError, StageError
+from raypipe.errors import CheckpointError, DataError, PlanError, StageError
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -150,5 +150,5 @@ def test_what_is_asked_of_a_run_that_is_over_is_refused_at_once(tmp_path: Path) 
     handle.wait(timeout_s=60.0)
     with pytest.raises(CheckpointError, match=r"is over. Its newest checkpoint is .*step_0000006"):
         handle.checkpoint(timeout_s=60.0)
-    with pytest.raises(Exception, match=r"is over, so it cannot be resized|in threads"):
+    with pytest.raises(PlanError, match=r"Stages in threads of one process stay as they are; .*local=False"):
         handle.resize(1, timeout_s=60.0)

@@ -31,7 +31,9 @@ from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer, noticed
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import PlanInForce, RunSpec, Watcher
 
-__all__ = ["Changing", "Parts"]
+__all__ = ["IN_THREADS", "Changing", "Parts"]
+
+IN_THREADS = "Stages in threads of one process stay as they are; start the run with local=False."
 
 Follow = Callable[[Iterator[list[list[StepReport]]]], None]
 
@@ -295,7 +297,7 @@ class Changing:
         step = progress.at.step
         try:
             if self._recovery is None:
-                raise PlanError("Stages in threads of one process stay as they are; start the run with local=False.")
+                raise PlanError(IN_THREADS)
             progress.mark()
             back = change(self._recovery, step)
         except PlanError as error:

@@ -253,7 +253,9 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
         notes.append(
             f"Each of the {len(workers)} replicas of stage {program.index} keeps what its own micro-batches make of "
             f"{changing[0]!r}{' and other buffers' * (len(changing) > 1)}; the first one's are saved and evaluated "
-            "with. They are not exact: one worker would have others."
+            "with. They are not exact: one worker would have others. A BatchNorm only writes them in training. Where a "
+            "forward reads them too, as spectral_norm does, losses and parameters are others as well, and again others "
+            "after a stop."
         )
     if request.replicated_buffers and request.replicas is not None and not notes:
         raise PlanError(
@@ -275,7 +277,7 @@ def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
         "each by the micro-batches that it saw. Give the stage one worker (num_replicas takes a list, one number per "
         "stage), put the module on another stage with partitioner=[...], use a layer that normalises without "
         "statistics of batches, such as GroupNorm, or set replicated_buffers=True, with which each replica keeps its "
-        "own."
+        "own: exact in its parameters where training does not read them, as of a BatchNorm."
     )
 
 

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 
 from raypipe.engine.metrics import part_before
-from raypipe.errors import LeaseError
+from raypipe.errors import LeaseError, PlanError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.changing import IN_THREADS
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
@@ -73,7 +74,7 @@ class ThreadConnection:
         self._requests.checkpoint()
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
-        self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
+        raise PlanError(IN_THREADS)
 
     def predicted(self) -> Timeline | None:
         return self._predicted
