@@ -41,6 +41,19 @@ def test_one_file_holds_the_state(checkpoint: Path, tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt"}
 
 
+def test_an_older_checkpoint_than_the_newest_is_not_taken_in_silence(checkpoint: Path, tmp_path: Path) -> None:
+    run = checkpoint.parent.parent
+    newest = Path(small_checkpoint(Place.of(run), 5).path)
+    file = max(newest.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    for read in (lambda: export_safetensors(run, tmp_path / "x.safetensors"), lambda: load_state_dict(run)):
+        with pytest.warns(
+            UserWarning, match=r"step_0000005 is passed over, and .*step_0000003 is read.*checksum differs"
+        ):
+            read()
+    assert same(load_file(tmp_path / "x.safetensors"), load_state_dict(checkpoint))
+
+
 def test_a_folder_of_several_files_has_an_index(checkpoint: Path, tmp_path: Path) -> None:
     state = load_state_dict(checkpoint)
     largest = max(tensor.nbytes for tensor in state.values())

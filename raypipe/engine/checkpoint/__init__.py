@@ -13,7 +13,14 @@ restore   find_checkpoint -> check_position -> load_stage (on every stage, of an
 from __future__ import annotations
 
 from raypipe.engine.checkpoint.best import best_checkpoint
-from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, newest_step, open_checkpoint
+from raypipe.engine.checkpoint.find import (
+    Checkpoint,
+    Refusal,
+    find_checkpoint,
+    find_for_reading,
+    newest_step,
+    open_checkpoint,
+)
 from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, files_folder, make_manifest
 from raypipe.engine.checkpoint.prune import prune
 from raypipe.engine.checkpoint.restore import FreshOptions, load_stage
@@ -33,6 +40,6 @@ from raypipe.engine.checkpoint.tensor_table import TensorInfo
 __all__ = [
     "MANIFEST", "Checkpoint", "CheckpointSource", "FreshOptions", "GivenTensors", "Kept", "Manifest", "Refusal",
     "StageSnapshot", "StateSource", "TensorInfo", "best_checkpoint", "check_position", "checkpoint_name", "clear",
-    "commit", "files_folder", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "newest_step",
-    "open_checkpoint", "prune", "read_all", "score", "take_snapshot", "write_snapshot",
+    "commit", "files_folder", "find_checkpoint", "find_for_reading", "load_stage", "load_state_dict", "make_manifest",
+    "newest_step", "open_checkpoint", "prune", "read_all", "score", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ checkpoints/step_0000300   no manifest         refused
 from __future__ import annotations
 
 import hashlib
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from raypipe.engine.storage import Place, PlaceError
 from raypipe.errors import CheckpointError
 
 __all__ = [
-    "Checkpoint", "Refusal", "find_checkpoint", "newest_step", "open_checkpoint", "read_manifest",
+    "Checkpoint", "Refusal", "find_checkpoint", "find_for_reading", "newest_step", "open_checkpoint", "read_manifest",
 ]  # fmt: skip
 
 
@@ -78,6 +79,16 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
     if failure is not None:
         raise failure
     return None, tuple(refusals)
+
+
+def find_for_reading(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]:
+    """As ``find_checkpoint``, for who wants the newest weights: warns where damage makes that an older checkpoint."""
+    found, refusals = find_checkpoint(run)
+    damaged = [(name, reason) for name, reason in refusals if (run / name).exists(MANIFEST)]
+    if found is not None and damaged:
+        name, reason = damaged[0]
+        warnings.warn(f"{run / name} is passed over, and {found.place} is read instead: {reason}", stacklevel=4)
+    return found, refusals
 
 
 def newest_step(run: Place) -> int | None:

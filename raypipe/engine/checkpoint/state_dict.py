@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint.find import Checkpoint, find_for_reading, open_checkpoint
 from raypipe.engine.checkpoint.manifest import MANIFEST
 from raypipe.engine.checkpoint.snapshot import step_folders
 from raypipe.engine.checkpoint.tensor_file import TensorFile
@@ -42,7 +42,7 @@ def load_state_dict(path: str | os.PathLike[str], *, storage_filesystem: Any = N
 def _checkpoint(place: Place) -> Checkpoint:
     if place.exists(MANIFEST) or not step_folders(place):
         return open_checkpoint(place)
-    found, refusals = find_checkpoint(place)
+    found, refusals = find_for_reading(place)
     if found is None:
         raise CheckpointError(f"{place} holds no complete checkpoint. {refusals[0].reason}")
     return found

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.checkpoint import MANIFEST, Checkpoint, Kept, TensorInfo, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint import MANIFEST, Checkpoint, Kept, TensorInfo, find_for_reading, open_checkpoint
 from raypipe.engine.checkpoint.tensor_file import TensorFile
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
@@ -220,7 +220,7 @@ def checkpoint_tensors(place: Place, nor: str = "") -> dict[str, StoredTensor]:
     if place.exists(MANIFEST):
         checkpoint = open_checkpoint(place)
     else:
-        newest, refusals = find_checkpoint(place)
+        newest, refusals = find_for_reading(place)
         if newest is None:
             reason = f" {refusals[0].reason}" if refusals else ""
             give = "Give a run folder, or one of its checkpoints."
