@@ -71,13 +71,17 @@ class Place:
             filesystem: takes ``location`` as a path on this file system, as RunConfig(storage_filesystem=...) does.
 
         Raises:
-            PlaceError: a URI of an unknown kind.
+            PlaceError: no path, or a URI of an unknown kind.
         """
         if isinstance(location, Place):
             return location
-        text = os.fspath(location)
+        if not isinstance(location, str | os.PathLike) or not isinstance(text := os.fspath(location), str):
+            raise PlaceError(f"{location!r} is no place: give a path, or a URI such as s3://bucket/runs.")
         if filesystem is None and "://" not in text:
-            return cls(pyarrow.fs.LocalFileSystem(), str(Path(text).expanduser().absolute()))
+            try:
+                return cls(pyarrow.fs.LocalFileSystem(), str(Path(text).expanduser().absolute()))
+            except RuntimeError:
+                raise PlaceError(f"There is no user whose home folder {text} could be in. Give another path.") from None
         with _explained(f"The place {text} cannot be used"):
             if filesystem is None:
                 filesystem, text = pyarrow.fs.FileSystem.from_uri(text)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -146,6 +147,12 @@ def test_a_uri_of_an_object_store() -> None:
 def test_an_unknown_uri_is_refused() -> None:
     with pytest.raises(PlaceError, match=r"nowhere://a/b cannot be used: .*storage_filesystem"):
         Place.of("nowhere://a/b")
+
+
+@pytest.mark.parametrize("location", [5, None, {}, b"runs", "~nobody-of-this-name/runs"])
+def test_what_is_no_path_is_refused(location: Any) -> None:
+    with pytest.raises(PlaceError, match=r"is no place: give a path|no user whose home folder"):
+        Place.of(location)
 
 
 @pytest.mark.slow

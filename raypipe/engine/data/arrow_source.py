@@ -244,6 +244,8 @@ def survey(
     decoded_bytes = 0
     for path, kind in paths:
         own, rows, size = _footer(filesystem, path, kind)
+        if len(set(own.names)) < len(own.names):
+            raise DataError(f"Data file {path} has two columns of one name: {_columns(own)}. Name each otherwise.")
         if schema is None:
             schema = own
         elif not own.equals(schema):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.engine.data.stacking import parts_of
+from raypipe.engine.data.stacking import is_plain, parts_of
 from raypipe.engine.item_randomness import own_generators, seed_generators
 from raypipe.engine.user_lines import LEAVING, quoted, short
 from raypipe.errors import DataError
@@ -51,6 +51,11 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
     found = {}
     for name, value in parts_of(batch).items():
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        if isinstance(tensor, torch.Tensor) and not is_plain(tensor):
+            raise DataError(
+                f"collate_fn made a tensor that is sparse, nested or on the meta device in column {name!r}, which no "
+                "micro-batch can be cut from. Let it return ordinary ones, as to_dense() and Pad make them."
+            )
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or len(tensor) != len(items):
             what = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(value).__name__
             raise DataError(

@@ -218,7 +218,12 @@ class MapSource:
             DataError: the dataset raised; names the item and the line.
         """
         try:
-            return list(batched(rows))
+            items = list(batched(rows))
+            if len(items) == len(rows):
+                return items
+            raise DataError(
+                f"{self._name}.__getitems__ gave {len(items)} items for {len(rows)} numbers. Let it give one for each."
+            )
         except (DataError, *LEAVING):
             raise
         except BaseException as error:  # noqa: BLE001  (told in one paragraph)

@@ -159,9 +159,14 @@ _IN_MEMORY = (
 
 def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
     """Data files under a path or URI, sorted by path, each with its format."""
-    uri = path if "://" in path else str(Path(path).expanduser().absolute())
-    filesystem, root = pyarrow.fs.FileSystem.from_uri(uri)
-    info = filesystem.get_file_info(root)
+    try:
+        uri = path if "://" in path else str(Path(path).expanduser().absolute())
+        filesystem, root = pyarrow.fs.FileSystem.from_uri(uri)
+        info = filesystem.get_file_info(root)
+    except (pa.ArrowException, OSError, RuntimeError) as error:  # RuntimeError: nobody has that home folder
+        raise DataError(
+            f"The data at {path} cannot be reached: {error}. Give a local path, or a URI such as s3:// or gs://."
+        ) from None
     if info.type == pyarrow.fs.FileType.NotFound:
         raise DataError(
             f"There is no data at {path}. Check the path, or build the data first; every node must be able to read it."

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from raypipe.engine.user_lines import short
 from raypipe.errors import DataError
 
-__all__ = ["key_of", "parts_of", "stacked"]
+__all__ = ["is_plain", "key_of", "parts_of", "stacked"]
 
 
 def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch.Tensor:
@@ -29,6 +30,29 @@ def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch
             f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind, as "
             "collate_fn=raypipe.data.Pad(length) does with lists."
         )
+    try:
+        found = _tensors(name, column, values)
+    except (TypeError, ValueError, RuntimeError) as error:  # a number too large, or a byte order that torch has not
+        for row, value in zip(rows, values, strict=True) if len(rows) > 1 else ():
+            stacked(name, column, [value], [row])  # which of them it is
+        raise DataError(
+            f"Column {column!r} of item {rows[0]} of {name} cannot become a tensor: {short(error)} Convert it in the "
+            "dataset, to numbers of a type that torch has."
+        ) from None
+    if not is_plain(found):
+        raise DataError(
+            f"Column {column!r} of {name} holds tensors that are sparse, nested or on the meta device, which no batch "
+            "can be cut from. Return ordinary ones, as to_dense() and Pad make them."
+        )
+    return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has numbers, and memory that rows can be cut from."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _tensors(name: str, column: Any, values: list[Any]) -> torch.Tensor:
     kind = values[0]
     if isinstance(kind, torch.Tensor):
         tensors = [torch.as_tensor(value) for value in values]

@@ -20,6 +20,11 @@ class Dicts(torch.utils.data.Dataset):
         return {"x": np.full((2,), i, dtype=np.float32), "n": i, "t": torch.tensor([i, i + 1])}
 
 
+class Short(Dicts):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, object]]:
+        return [self[0]]
+
+
 TUPLES = [(torch.full((3,), i), float(i), np.float64(i)) for i in range(11)]
 
 
@@ -83,6 +88,18 @@ def test_items_that_are_no_batch_are_refused() -> None:
         open_data([(torch.zeros(2),), (torch.zeros(3),)], seed=0).read(0, 0, 2, (0,))
     with pytest.raises(DataError, match=r"Item 1 of list has the columns \[0\]"):
         open_data([(1, 2), (3,)], seed=0).read(0, 0, 2, (0,))
+    with pytest.raises(DataError, match=r"Column 0 of item 2 of list cannot become a tensor: .*Overflow"):
+        open_data([(1,), (2,), (2**70,)], seed=0).read(0, 0, 3, (0,))
+    with pytest.raises(DataError, match=r"Column 0 of item 0 of list cannot become a tensor: .*byte order"):
+        open_data([(np.ones(2, dtype=">f4"),)], seed=0)
+    with pytest.raises(
+        DataError, match=r"Column 0 of list holds tensors that are sparse, nested or on the meta device"
+    ):
+        open_data([(torch.eye(2).to_sparse(),)], seed=0)
+    with pytest.raises(DataError, match=r"collate_fn made a tensor that is sparse, nested .*in column 0"):
+        open_data([1], seed=0, collate=lambda items: (torch.ones(len(items), 2).to_sparse(),))
+    with pytest.raises(DataError, match=r"Short\.__getitems__ gave 1 items for 4 numbers"):
+        open_data(Short(), seed=0)
     with pytest.raises(DataError, match="which has 1"):
         open_data([1], seed=0).read(0, 1, 1, (0,))
     with pytest.raises(DataError, match="no column 'x'"):

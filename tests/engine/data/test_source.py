@@ -260,6 +260,13 @@ def test_missing_data_says_where_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
+    for path in ("foo://bucket/x", "~nobody-of-this-name/x"):
+        with pytest.raises(DataError, match=rf"The data at {path} cannot be reached"):
+            open_data(path, seed=0)
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet has two columns of one name: a: int64, a: int64"):
+        open_data(tmp_path / "twice.parquet", seed=0)
+    (tmp_path / "twice.parquet").unlink()
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(DataError, match="neither Parquet nor Arrow"):
         open_data(tmp_path / "notes.txt", seed=0)
