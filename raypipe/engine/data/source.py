@@ -159,6 +159,8 @@ _IN_MEMORY = (
 
 def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
     """Data files under a path or URI, sorted by path, each with its format."""
+    if not path:
+        raise DataError("The path of the data is empty. Give that of a Parquet or Arrow file, or of a folder of them.")
     try:
         uri = path if "://" in path else str(Path(path).expanduser().absolute())
         filesystem, root = pyarrow.fs.FileSystem.from_uri(uri)

@@ -260,6 +260,8 @@ def test_missing_data_says_where_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="The path of the data is empty"):
+        open_data("", seed=0)
     for path in ("foo://bucket/x", "~nobody-of-this-name/x"):
         with pytest.raises(DataError, match=rf"The data at {path} cannot be reached"):
             open_data(path, seed=0)
