@@ -62,7 +62,7 @@ def read_run(folder: Place) -> RunFacts:
     """
     missing: list[str] = []
     try:
-        events = read_events(folder)
+        events = [event for event in read_events(folder) if "time" in event]
     except CheckpointError as error:
         raise ConfigError(f"{folder} is no folder of a run: {error}") from error
     plan, timelines, config = None, list[Timeline](), ""

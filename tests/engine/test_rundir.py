@@ -21,7 +21,7 @@ def test_a_line_that_was_cut_short_takes_no_other_with_it(kept: int, tmp_path: P
     cut = (tmp_path / EVENTS).read_bytes()[: len(whole) + kept]
     (tmp_path / EVENTS).write_bytes(cut)
     run.event("finish", "all steps done", step=7)
-    (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes() + b'17\n"text"\n\n{"decision": "stop"}\n')
+    (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes() + b'17\n"text"\n\n{"reason": ""}\n')
     found = read_events(run.place)
     assert [(event["decision"], event["reason"]) for event in found] == [
         ("start", 'says {"time": 3}'),
