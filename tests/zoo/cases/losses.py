@@ -169,9 +169,10 @@ _TAGS = "tokens, {} where nothing counts"
 _REFUSED = (
     "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 rows it is {number}; "
     "over micro-batches of 2 and 2 rows it is {number} and {number}, weighed by samples {number}. Such a loss compares "
-    "the rows of a batch with each other, or averages in a way that cannot be counted from the data. Set "
-    "num_microbatches=1 to keep it exact, or say what micro-batches shall mean: loss_reduction='mean' (each its own "
-    "loss, weighed by samples), 'sum', or a function that counts the items of a target."
+    "the rows of a batch with each other, or averages in a way that cannot be counted from the data; or the model "
+    "does, as a BatchNorm with track_running_stats=False in evaluations too. Set num_microbatches=1 to keep it exact, "
+    "or say what micro-batches shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a "
+    "function that counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
 UNCOUNTED = Refused(_REFUSED, "torch.export cannot count in a loss that makes one mask twice")
