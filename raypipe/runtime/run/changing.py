@@ -361,8 +361,9 @@ class Changing:
     def _tell_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
         """Tell what recovery or resizing came to, and how long its parts took."""
         step = self._progress.at.step
+        self._parts.watcher.tell(step=step, stages=back.stages)  # who reads the event may ask for them at once
         self._parts.tell(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.told()})
-        self._parts.watcher.tell(step=step, stages=back.stages, message=self._parts.requests.stop_reason)
+        self._parts.watcher.tell(message=self._parts.requests.stop_reason)
 
 
 def _was_lost(error: RaypipeError) -> bool:
