@@ -19,6 +19,7 @@ from raypipe.api.notebook import result_html
 from raypipe.api.records import Records, table_of_all
 from raypipe.engine.checkpoint import best_checkpoint, checkpoint_name, newest_step
 from raypipe.engine.metrics import EVALUATION, part_before
+from raypipe.engine.rundir import EVENTS
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.report import StepRecord
@@ -120,8 +121,8 @@ def _metrics(records: Records) -> dict[str, Any]:
 
 
 def _read(folder: Place) -> Result:
-    if not folder.exists("events.jsonl"):
-        raise ConfigError(f"{folder} is no folder of a run: it has no events.jsonl. Give <storage_path>/<name>.")
+    if not folder.exists(EVENTS):
+        raise ConfigError(f"{folder} is no folder of a run: it has no {EVENTS}. Give <storage_path>/<name>.")
     records = Records(table_of_all((), lambda step: part_before(folder, step)))
     step = newest_step(folder)
     checkpoint = "" if step is None else str(folder / checkpoint_name(step))

@@ -78,6 +78,7 @@ _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 _NONE = _Rule(lambda v: v is None, "None")
 _RECOMPUTE = _one_of("auto", "never", "always")
 _MODULE = _Rule(lambda v: isinstance(v, str) and v != "", "a module name")
+# As large as the integers that a manifest is read with.
 _SEED = _Rule(lambda v: type(v) is int and 0 <= v <= 2**62, "an integer of at least 0 and at most 2**62")
 _PORT = _Rule(lambda v: type(v) is int and 1024 <= v <= 65535, "a port from 1024 to 65535")
 _PORTS = _Rule(

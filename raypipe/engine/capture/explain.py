@@ -298,7 +298,7 @@ def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
 
 def _described(module: nn.Module) -> str:
     text = repr(module)
-    return text if len(text) <= 80 and "\n" not in text else type(module).__name__
+    return text if len(text) <= 72 and "\n" not in text else type(module).__name__
 
 
 def _batch(tensors: Sequence[torch.Tensor]) -> str:

@@ -96,7 +96,7 @@ def open_data(
     """
     if rows_per_window is not None and rows_per_window < 1:
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
-    evaluates = not shuffle
+    again = shuffle  # what is evaluated is read once
     if (taken := taken_over(source)) is not None:
         source, shuffle = taken.dataset, shuffle and taken.shuffles
         if collate is not None and taken.collate not in (None, collate):
@@ -109,7 +109,7 @@ def open_data(
     mapped = has_numbered_items(source)
     streams = not mapped and not isinstance(source, str | os.PathLike | pa.Table | pa.RecordBatch) and is_stream(source)
     if streams and not _is_dataset(source):
-        found = StreamSource(source, seed=seed, collate=collate, again=not evaluates)
+        found = StreamSource(source, seed=seed, collate=collate, again=again)
         if not shuffle and found.num_samples == ENDLESS:
             raise DataError(
                 f"{type(source).__name__} is a stream without an end, so nobody can tell when all of it was looked at. "
