@@ -1,5 +1,7 @@
 # make train     install, then train a small language model on Ray actors
-# make test      install, then every tier of tests (TIERS="lint core" for some)
+# make quick     install, then lint, the core tier and the tests of what changed since BASE (default: main), in 3 minutes
+# make test      install, then every tier of tests without its long tests (TIERS="lint core" for some)
+# make test-long install, then the long tests of every tier (TIERS="ray" for some)
 # make test-gpu  the tests that need an NVIDIA GPU, with a torch for CUDA in .venv; make bench-gpu measures there
 # make test-torch VERSION=2.11  the tests that compute, and those that need a GPU, with another torch (TIERS="ray" for some)
 
@@ -8,14 +10,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TIERS ?=
+BASE ?= main
 
 OTHER := .venv-torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-gpu test-torch bench-gpu train clean
+.PHONY: help install lint quick test test-long test-gpu test-torch bench-gpu train clean
 
 help:
-	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | test-gpu | test-torch VERSION=2.11 | bench-gpu | train | clean"
+	@echo "make install | lint | quick [BASE=main] | test [TIERS='lint core laws engine ray gpu'] | test-long | test-gpu | test-torch VERSION=2.11 | bench-gpu | train | clean"
 
 install: $(INSTALLED)
 
@@ -31,8 +34,14 @@ $(INSTALLED): requirements.txt pyproject.toml
 lint: install
 	$(RUN) tests/tiers.py lint
 
+quick: install
+	$(RUN) tests/quick.py --base $(BASE)
+
 test: install
 	$(RUN) tests/tiers.py $(TIERS) $(if $(MUST_RUN),--must-run)
+
+test-long: install
+	$(RUN) tests/tiers.py --long $(TIERS) $(if $(MUST_RUN),--must-run)
 
 # With the packages that are there: an install would put the pinned torch for CPUs over one for CUDA.
 test-gpu:
@@ -41,6 +50,7 @@ test-gpu:
 # In a virtual environment with that torch and what it needs; all other packages are those of .venv.
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python tests/tiers.py $(or $(TIERS),engine gpu)
+	$(OTHER)/bin/python tests/tiers.py --long $(or $(TIERS),engine gpu)
 
 $(OTHER)/.installed: $(INSTALLED)
 	@test -n "$(VERSION)" || { echo "Say which torch: make test-torch VERSION=2.11"; exit 1; }

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dashboards.boards import BOARDS, Board, Panel
-from raypipe.ir.pictures.axis import in_unit
-from raypipe.ir.pictures.theme import shortened
+from raypipe.viz.svg import in_unit, shortened
 
 __all__ = ["Line", "ask", "draw", "in_units", "lines_of", "main", "rules_of", "step_between", "with_gaps"]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
-
 _EXPORTS = {
     "Callback": "raypipe.callbacks",
     "EarlyStopping": "raypipe.config.early_stopping",
@@ -18,7 +16,7 @@ _EXPORTS = {
     "Result": "raypipe.api.result",
     "RunHandle": "raypipe.api.handle",
     "attach": "raypipe.api.handle",
-    "load_state_dict": "raypipe.engine.checkpoint",
+    "load_state_dict": "raypipe.engine.io.checkpoint",
 }
 
 __all__ = [
@@ -35,10 +33,12 @@ __all__ = [
 
 
 _MODULES = ("callbacks", "data", "testing", "tune")
-"""Found as ``raypipe.data`` and so on, without an import of their own."""
+"""Modules that ``import raypipe`` makes available: ``raypipe.data`` is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("raypipe.version").version()
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     if name in _MODULES:

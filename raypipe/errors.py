@@ -1,25 +1,8 @@
-"""The errors a person can meet: each says what happened, where, and what to change."""
+"""Errors of raypipe: each names the fact, the place and the fix."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-__all__ = [
-    "LESS_MEMORY",
-    "CaptureError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "LeaseError",
-    "LinkAbortedError",
-    "LinkError",
-    "PlanError",
-    "RanOut",
-    "RaypipeError",
-    "ScheduleError",
-    "StageError",
-    "StageLostError",
-]
 
 LESS_MEMORY = (
     "Give the stages less to hold (more stages, a smaller minibatch_size, more num_microbatches, memory_limit_bytes), "
@@ -28,11 +11,11 @@ LESS_MEMORY = (
 
 
 class RanOut(NamedTuple):
-    """A worker had no memory left.
+    """Worker that ran out of memory.
 
     Attributes:
-        worker: its number in the pipeline.
-        held_bytes: by its process at that time, or by its device; 0 where nobody knows.
+        worker: number of the worker in the pipeline.
+        held_bytes: bytes that its process or its device held at that time; 0 if unknown.
     """
 
     worker: int
@@ -40,14 +23,14 @@ class RanOut(NamedTuple):
 
 
 class RaypipeError(Exception):
-    """Base of every error raised on purpose. The message is one paragraph that ends with the remedy.
+    """Base class of every error that raypipe raises on purpose. The message is one paragraph that ends with the remedy.
 
     Attributes:
-        raised_at_s: seconds since 1970 when something went wrong on a stage, by its host's clock; None where nobody
-            knows.
-        ran_out: whose memory was not enough, where that is why.
+        raised_at_s: time of the failure on a stage, in seconds since 1970 by the clock of the stage's host; None if
+            unknown.
+        ran_out: worker that ran out of memory, if that caused the error; else None.
 
-    Both travel with the error.
+    Both attributes are kept when the error is sent to another process.
     """
 
     raised_at_s: float | None = None
@@ -87,7 +70,7 @@ class StageError(RaypipeError):
 
 
 class StageLostError(StageError):
-    """The process of a stage died or no longer answers, so that another one can only take its place."""
+    """The process of a stage died or no longer answers, so it has to be replaced by another process."""
 
 
 class CheckpointError(RaypipeError):
@@ -95,4 +78,4 @@ class CheckpointError(RaypipeError):
 
 
 class LeaseError(RaypipeError):
-    """Another process trains this run, or has taken it over; names it, and since when."""
+    """The run is trained, or was taken over, by another process; the message names the process and the time."""

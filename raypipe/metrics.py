@@ -1,6 +1,6 @@
-"""The numbers that a run shows to Prometheus: one table, from which publisher, dashboards and documents are made.
+"""Metrics for Prometheus: one table, from which the publisher, the dashboards and the documents are generated.
 
-Ray puts ``ray_`` in front of every name. A number that nobody measured is not published.
+Ray prefixes every name with ``ray_``. A number that was not measured is not published.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["METRICS", "Kind", "Metric", "exported_name", "link_name", "metric"]
-
 
 class Kind(StrEnum):
-    """What Prometheus makes of it."""
+    """Type of a metric in Prometheus."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -26,16 +24,16 @@ LINK = ("run", "link")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table.
+    """One metric of the table.
 
     Attributes:
-        name: as in the code; counters end in ``_total``.
+        name: name without Ray's prefix ``ray_``; counters end in ``_total``.
         kind: gauge, counter or histogram.
-        unit: of the value; "1" for a count or a ratio.
-        tags: "run", and "stage" or "link" where there is one series for each of them.
-        meaning: for people.
-        source: field of StepRecord or StepReport that feeds it; "" for what is told when it happens.
-        boundaries: of a histogram's buckets, in its unit.
+        unit: unit of the value; "1" for a count or a ratio.
+        tags: "run", and "stage" or "link" if there is one series for each of them.
+        meaning: a sentence for documents and dashboards.
+        source: field of StepRecord or StepReport that feeds it; "" for events.
+        boundaries: boundaries of a histogram's buckets, in its unit.
     """
 
     name: str
@@ -73,7 +71,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("last_step_timestamp_seconds", "s", RUN, "When the last step ended, in seconds since 1970."),
     _gauge("running", "1", RUN, "1 while the run trains, 0 once it has ended."),
     _gauge("driver_silence_fraction", "1", RUN,
-           "Share of driver_grace_s for which a stage has not heard the driver; told from a quarter on, by the stage."),
+           "Share of driver_grace_s without contact to the driver; published by a stage, from a quarter on."),
     _gauge("stage_busy_seconds", "s", STAGE, "Seconds of the last step in F, B, I and W; of replicas, on average.",
            "StepReport.busy_s"),
     _gauge("link_bytes_per_second", "B/s", LINK, "What one stage sent another in the last step, over its seconds.",
@@ -98,23 +96,22 @@ METRICS: tuple[Metric, ...] = (
     _gauge("failures_allowed", "1", RUN, "FailureConfig(max_failures), where that is a limit."),
     Metric("raypipe_recovery_seconds", Kind.HISTOGRAM, "s", RUN,
            "From a failure that was noticed until all stages are ready again.", boundaries=_SECONDS),
-    _counter("replays", "Failures after which lost workers did their steps again alone, and nobody went back."),
     _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
     _counter("skipped_steps", "Optimizer steps left out because loss or gradient norm was not finite."),
     _gauge("cost", "1", RUN, "What the run has cost so far, in the currency of worker_price_per_hour."),
     _gauge("cost_per_hour", "1", RUN, "What the workers that it holds cost, spares included."),
     _gauge("generation", "1", RUN, "Generation of the plan; it counts re-plans."),
 )  # fmt: skip
-"""All of them, in the order of the documents."""
+"""All metrics, in the order of the documents."""
 
-_BY_NAME = {found.name: found for found in METRICS}
+_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name, with or without ``raypipe_`` in front and ``_total`` behind.
+    """Find a metric by name, with or without ``raypipe_`` in front and ``_total`` at the end.
 
     Raises:
-        KeyError: there is none; the message lists them.
+        KeyError: unknown name; the message lists all.
     """
     for full in (name, f"raypipe_{name}", f"raypipe_{name}_total"):
         if full in _BY_NAME:
@@ -122,11 +119,11 @@ def metric(name: str) -> Metric:
     raise KeyError(f"There is no metric {name!r}: raypipe.metrics.METRICS has {', '.join(_BY_NAME)}.")
 
 
-def exported_name(found: Metric) -> str:
-    """What Prometheus calls it; a histogram's series have ``_bucket``, ``_sum`` or ``_count`` behind that."""
-    return f"ray_{found.name}"
+def exported_name(metric: Metric) -> str:
+    """Return the name in Prometheus, to which the series of a histogram append ``_bucket``, ``_sum`` or ``_count``."""
+    return f"ray_{metric.name}"
 
 
 def link_name(sender: int, receiver: int) -> str:
-    """Value of the tag "link": one direction between two stages."""
+    """Format the value of the tag "link", which is one direction between two stages: "0->1"."""
     return f"{sender}->{receiver}"

@@ -1,13 +1,14 @@
-"""The yardstick: the user's model, untouched, trained by plain eager PyTorch on the same micro-batches.
+"""Reference training for tests: plain eager PyTorch trains a copy of the user's model on the same micro-batches.
 
     reference = raypipe.testing.reference(model, optimizer=..., train_data=..., num_steps=5, pipeline=config)
     assert [r.loss for r in trainer.fit(num_steps=5).records] == list(reference.losses)
 
-Everything that decides bits is shared with a pipeline (the order of the samples, the sizes of micro-batches,
-the weights of their losses, the keys of randomness, one intra-op thread), and nothing else is: there is no
-stage, no schedule, no accumulator of ours; a graph is looked at only for what the loss averages over. A pipeline
-equals it to the bit, unless parameters are shared between uses: there a pipeline sums over micro-batches first, use by
-use, and eager PyTorch does not.
+The reference shares with a pipeline what determines the bits of the result: the order of the samples, the sizes of
+micro-batches, the weights of their losses, the keys of randomness, one intra-op thread. It uses no stage, no schedule
+and no gradient accumulator of raypipe. The model is captured only to find what the loss averages over.
+
+A pipeline computes the same bits, except for a parameter that the model uses several times: a pipeline sums the
+gradients of each use over all micro-batches before it adds the uses up, and eager PyTorch adds the uses up first.
 """
 
 from __future__ import annotations
@@ -19,26 +20,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from raypipe.capture import capture
+from raypipe.capture.own_loss import own_loss
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.engine.capture import capture
-from raypipe.engine.capture.guards import own_loss
-from raypipe.engine.copies import copy_of
-from raypipe.engine.data.source import Source, open_data
-from raypipe.engine.loss_counts import LossCounts
-from raypipe.engine.microbatch import Reduction, loss_weights
-from raypipe.engine.one_thread import one_thread
-from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.recompute import key_checkpoints
-from raypipe.engine.state import MakeOptimizer, MakeScheduler
-from raypipe.engine.trial.loss_check import MANY_ROWS
+from raypipe.data.open_data import Source, open_data
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.stage.activation_checkpointing import key_checkpoints
+from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
+from raypipe.engine.stage.module_copy import copy_of
+from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
+from raypipe.planner.search import Request, microbatches
 from raypipe.planner.segments import Position, next_segment
-from raypipe.planner.tune import Request, microbatches
-from raypipe.prepare.loss_reduction import find_reduction
-
-__all__ = ["Reference", "reference"]
+from raypipe.preflight.loss_trial import MANY_ROWS
+from raypipe.preflight.loss_weighting import find_reduction
 
 Tensors = dict[str, torch.Tensor]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -46,14 +45,14 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain PyTorch made of the model.
+    """Result of training with plain PyTorch.
 
     Attributes:
         model: the trained copy; it shares no memory with the user's model.
-        losses, grad_norms: of every step; the norm is that before clipping.
-        gradients: of every step by parameter name, as the optimizer saw them; None where there was none.
-        parameters, buffers: after the last step, by name.
-        skipped: steps that the optimizer did not take, under on_nonfinite="skip".
+        losses, grad_norms: one number per step; the norm is that before clipping.
+        gradients: for each step, {parameter name: gradient after clipping}; None for a parameter without a gradient.
+        parameters, buffers: tensors by name, after the last step.
+        skipped: steps (from 0) that the optimizer did not take, because of on_nonfinite="skip".
     """
 
     model: torch.nn.Module = field(repr=False)
@@ -81,24 +80,19 @@ def reference(
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
     Args:
-        pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm, on_nonfinite (as far as "skip" goes)
-            and seed count. Where num_microbatches is "auto", partitioner="parameters" and num_stages must say what it
-            follows from.
-        microbatches_by_step: M of every step of a run with retune_microbatches; metrics.parquet tells it at the end of
-            each step's ``schedule``.
-        device: where to compute, "cuda" for instance; a pipeline equals it on a device of the same kind.
+        pipeline: the fields that count are minibatch_size, num_microbatches, loss_reduction, max_grad_norm, seed, and
+            on_nonfinite="skip". If num_microbatches is "auto", partitioner="parameters" and num_stages must be set,
+            because the number of micro-batches then follows from them.
+        microbatches_by_step: number of micro-batches of every step of a run with retune_microbatches; metrics.parquet
+            has it at the end of each step's ``schedule``.
+        device: device to compute on, for example "cuda"; a pipeline computes the same bits on a device of this kind.
 
     Raises:
-        ConfigError: the precision is not fp32; the micro-batches depend on a profile, or on a number of stages that is
-            not given; or microbatches_by_step has not one number per step.
+        ConfigError: the precision is not fp32; the number of micro-batches depends on a profile, or on a number of
+            stages that is not given; or microbatches_by_step does not have one number per step.
     """
-    if microbatches_by_step and len(microbatches_by_step) != num_steps:
-        raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
     config = pipeline or PipelineConfig()
-    if config.precision != "fp32":
-        raise ConfigError(
-            f"precision={config.precision!r}: the reference computes in fp32 only. Leave precision out of its pipeline."
-        )
+    _check_fields(config, microbatches_by_step, num_steps)
     key_checkpoints()
     trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed, collate=collate_fn)
@@ -131,16 +125,25 @@ def reference(
     return Reference(trained, tuple(losses), tuple(norms), tuple(gradients), parameters, buffers, tuple(skipped))
 
 
+def _check_fields(config: PipelineConfig, microbatches_by_step: Sequence[int], num_steps: int) -> None:
+    if microbatches_by_step and len(microbatches_by_step) != num_steps:
+        raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
+    if config.precision != "fp32":
+        raise ConfigError(
+            f"precision={config.precision!r}: the reference computes in fp32 only. Leave precision out of its pipeline."
+        )
+
+
 def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:
-    """Samples of a mini-batch and of a micro-batch, by the planner's own rule."""
-    given = {
+    """Return (samples of a mini-batch, samples of a micro-batch) by the planner's own rule."""
+    fixed = {
         name: None if getattr(config, name) == "auto" else getattr(config, name)
         for name in ("num_stages", "minibatch_size", "num_microbatches")
     }
     split_points = () if isinstance(config.partitioner, str) else tuple(config.partitioner)
-    num_stages = given["num_stages"] or (len(split_points) + 1 if split_points else None)
+    num_stages = fixed["num_stages"] or (len(split_points) + 1 if split_points else None)
     by_rule = config.partitioner == "parameters" and num_stages is not None
-    if given["num_microbatches"] is None and not by_rule:
+    if fixed["num_microbatches"] is None and not by_rule:
         raise ConfigError(
             "The reference cannot know how many micro-batches the pipeline takes: num_microbatches='auto' follows from "
             "the profile. Set num_microbatches in PipelineConfig, or partitioner='parameters' and num_stages."
@@ -149,8 +152,8 @@ def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:
         num_stages=num_stages,
         num_workers=None,
         split_points=split_points,
-        minibatch_size=given["minibatch_size"],
-        num_microbatches=given["num_microbatches"],
+        minibatch_size=fixed["minibatch_size"],
+        num_microbatches=fixed["num_microbatches"],
         num_samples=num_samples,
     )
     minibatch_size, microbatch_size, _ = microbatches(request, num_stages or 1)
@@ -163,7 +166,7 @@ def _columns(source: Source, loss_fn: LossFn | None) -> tuple[Any, ...]:
 
 
 def _reduction(model: torch.nn.Module, source: Source, loss_fn: LossFn | None, config: PipelineConfig) -> Reduction:
-    if config.loss_reduction != "auto":
+    if config.loss_reduction not in ("auto", "per_microbatch"):
         return config.loss_reduction
     columns = _columns(source, loss_fn)
     example: Any = source.read(0, 0, min(MANY_ROWS, source.num_samples), columns)
@@ -181,12 +184,15 @@ def _accumulate(
     seed: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """One mini-batch forward and backward; returns its loss."""
+    """Run forward and backward of one mini-batch; return its loss.
+
+    Gradients are added to the ``grad`` of the model's parameters.
+    """
     columns = _columns(source, loss_fn)
     whole = source.read(segment.epoch, segment.offset, segment.minibatch_samples, columns)
     sizes = segment.microbatch_samples
     weights = loss_weights(reduction, sizes, _counted(whole, columns, loss_fn, reduction, sizes))
-    whole = _moved(whole, device)
+    whole = pytree.tree_map(lambda tensor: tensor.to(device), whole)
     total: torch.Tensor | None = None
     for index, weight in enumerate(weights):
         at = sum(sizes[:index])
@@ -206,7 +212,12 @@ def _accumulate(
 def _counted(
     whole: Any, columns: Sequence[Any], loss_fn: LossFn | None, reduction: Reduction, sizes: Sequence[int]
 ) -> Any:
-    """What the reduction counts: targets, or the columns of each micro-batch."""
+    """Select the data in which the reduction counts the items of the loss.
+
+    Returns:
+        For LossCounts, a dict of columns for each micro-batch; otherwise the targets of the whole mini-batch, or None
+        if the columns have no "labels".
+    """
     if isinstance(reduction, LossCounts):
         named = whole if isinstance(whole, Mapping) else dict(zip(columns, whole, strict=True))
         split = {name: tensor.split(list(sizes)) for name, tensor in named.items()}
@@ -217,15 +228,8 @@ def _counted(
 
 
 def _made_on(device: torch.device | str) -> AbstractContextManager[object]:
-    """Tensors that a forward makes without saying where are made there, as in a pipeline."""
+    """Create tensors on the given device by default while the context lasts, as in a pipeline."""
     return nullcontext() if torch.device(device).type == "cpu" else torch.device(device)
-
-
-def _moved(whole: Any, device: torch.device | str) -> Any:
-    """Columns of a mini-batch, on the device."""
-    if isinstance(whole, Mapping):
-        return {name: tensor.to(device) for name, tensor in whole.items()}
-    return [tensor.to(device) for tensor in whole]
 
 
 def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | None) -> tuple[Any, Any]:

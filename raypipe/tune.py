@@ -1,4 +1,4 @@
-"""Ray Tune over pipelines: each trial is a run of its own, and a trial that is stopped stops its run.
+"""Ray Tune over pipelines: each trial is a run, and stopping a trial stops its run.
 
 def make(config, name):
     return raypipe.PipelineTrainer(..., run_config=RunConfig(name=name, storage_path=...))
@@ -13,8 +13,8 @@ Tune  --setup-->  trial, a process of its own  --start-->  run: driver, stages, 
       --step--->  waits for so many steps, and reports
       --stop--->  cleanup                      --stop--->  ends after its step, with a checkpoint; nothing is left
 
-Stages have places of their own, of which Tune knows nothing: max_concurrent_trials says how many runs the cluster has
-room for. A trial that Tune starts again goes on with its run, because it has the same name.
+Stages reserve resources of their own, which Tune does not count. Therefore set max_concurrent_trials to the number of
+runs that fit on the cluster. A trial that Tune restarts resumes its run, because the name of the run is the same.
 """
 
 from __future__ import annotations
@@ -33,34 +33,33 @@ from raypipe.api.handle import RunHandle
 from raypipe.api.trainer import PipelineTrainer
 from raypipe.errors import ConfigError, RaypipeError
 
-__all__ = ["MakeTrainer", "trainable"]
-
 MakeTrainer = Callable[[dict[str, Any], str], PipelineTrainer]
-"""(config of the trial, name for its run) -> the trainer of its run, named so by run_config."""
+"""Function (config of the trial, name for its run) -> trainer whose run_config gives the run this name."""
 
 TRIAL = {"memory": 1.0}
-"""What the process that waits for a run takes: a byte, because Ray has no placement group of nothing, and a share of a
-CPU would keep a stage from the last one."""
+"""Resources of the process that waits for a run: one byte of memory, because Ray has no empty placement group. If it
+reserved a share of a CPU, no stage could reserve that CPU.
+"""
 POLL_S = 0.2
 END_S = 120.0
-"""That a stopped run has for the step it is in and its checkpoint; then its driver and stages are ended."""
+"""Seconds that a stopped run has for its current step and its checkpoint; then its driver and stages are ended."""
 POINTER = "run.json"
 RUNNING = ("starting", "running", "stopping")
 
 
 def trainable(make_trainer: MakeTrainer, num_steps: int, report_interval_steps: int = 10) -> type[tune.Trainable]:
-    """What ``ray.tune.Tuner`` takes: a class whose trials are runs of the trainers that ``make_trainer`` makes.
+    """Create the trainable class for ``ray.tune.Tuner``; each trial is the run of a trainer from ``make_trainer``.
 
-    A trial reports ``loss``, the mean over the steps since the last report, ``step``, ``samples_per_s``, ``path`` of
-    the run's folder and its newest ``checkpoint``; the last report has the run's ``metrics`` too, evaluations among
-    them. A run that fails is a trial that fails, with the run's own message.
+    A trial reports ``loss`` (mean over the steps since the last report), ``step``, ``samples_per_s``, ``path`` (the
+    run's folder) and ``checkpoint`` (the newest one). The last report also has the run's ``metrics``, with the results
+    of the last evaluation. If the run fails, the trial fails with the run's error.
 
     Args:
-        num_steps: of every run.
-        report_interval_steps: how often a trial reports, and so how often a scheduler may stop it.
+        num_steps: optimizer steps of every run.
+        report_interval_steps: steps between two reports; a scheduler can stop a trial at a report only.
 
     Raises:
-        ConfigError: a number that is not possible.
+        ConfigError: one of the two numbers is not an integer of at least 1.
     """
     for name, value in (("num_steps", num_steps), ("report_interval_steps", report_interval_steps)):
         if type(value) is not int or value < 1:
@@ -74,7 +73,13 @@ def trainable(make_trainer: MakeTrainer, num_steps: int, report_interval_steps: 
 
 
 class _Trial(tune.Trainable):
-    """One run, watched for Tune."""
+    """Trial of Tune: starts one run, and reports its progress.
+
+    Attributes:
+        make: see ``MakeTrainer``.
+        steps: optimizer steps of the run.
+        interval: steps between two reports.
+    """
 
     make: MakeTrainer
     steps: int
@@ -88,9 +93,9 @@ class _Trial(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         name = f"trial-{self.trial_id}"
         trainer = type(self).make(config, name)
-        if (given := getattr(trainer._run, "name", None)) != name:
+        if (own_name := getattr(trainer._run, "name", None)) != name:
             raise ConfigError(
-                f"make_trainer named its run {given!r} instead of {name!r}: give the name that it is called with to "
+                f"make_trainer named its run {own_name!r} instead of {name!r}: give the name that it is called with to "
                 "RunConfig(name=...), so that every trial has a run of its own, and goes on with it."
             )
         self._told = 0
@@ -105,34 +110,34 @@ class _Trial(tune.Trainable):
         ended = status.state not in RUNNING
         more: Mapping[str, Any] = self._handle.wait(END_S).metrics if ended else {}
         self._told = status.step
-        found: dict[str, Any] = {"step": status.step, "samples_per_s": status.samples_per_s}
-        found |= {"path": status.path, "checkpoint": status.checkpoint}
-        return {**more, **found, "loss": math.fsum(losses) / max(1, len(losses)), "done": ended}
+        reported: dict[str, Any] = {"step": status.step, "samples_per_s": status.samples_per_s}
+        reported |= {"path": status.path, "checkpoint": status.checkpoint}
+        return {**more, **reported, "loss": math.fsum(losses) / max(1, len(losses)), "done": ended}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Where the run is: its own folder has its checkpoints."""
+        """Write the path of the run's folder, which has the run's own checkpoints, to a file in ``checkpoint_dir``."""
         assert self._handle is not None
         Path(checkpoint_dir, POINTER).write_text(json.dumps({"path": self._handle.path}), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Of the same trial there is nothing to load, for its run went on with ``setup``.
+        """Accept a checkpoint of this trial, and do nothing: ``setup`` has already resumed the run.
 
         Raises:
-            ConfigError: it is another trial's, as population based training has it.
+            ConfigError: it is a checkpoint of another trial, as in population based training.
         """
         assert self._handle is not None
         other = json.loads(Path(checkpoint, POINTER).read_text(encoding="utf-8"))["path"]
         if other != self._handle.path:
             raise ConfigError(
                 f"This trial's run {self._handle.path} cannot take over the weights of {other} while it trains, as "
-                "population based training asks for. Take a scheduler that stops trials, such as ASHAScheduler."
+                "population based training requires. Use a scheduler that stops trials, such as ASHAScheduler."
             )
 
     def cleanup(self) -> None:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        # What the run says of its end is told by step(), not by who ends it.
+        # step() reports the end of the run.
         with contextlib.suppress(RaypipeError, TimeoutError), contextlib.closing(handle):
             handle.stop("Tune stopped its trial")
             handle.wait(END_S)

@@ -12,21 +12,28 @@ from typing import Any
 import pyarrow.fs
 import torch
 
-from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, make_manifest, take_snapshot, write_snapshot
-from raypipe.engine.data.source import open_data
+from raypipe.data.open_data import open_data
+from raypipe.engine.io.checkpoint import (
+    Manifest,
+    SampleOrder,
+    checkpoint_name,
+    commit,
+    make_manifest,
+    take_snapshot,
+    write_snapshot,
+)
+from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.norms import norm_of
+from raypipe.engine.optim.norms import norm_of
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
-from raypipe.engine.storage import Place
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.report import merge_reports
 from raypipe.ir.schedule import single_homes
-from raypipe.ir.segment import RowsKey
-from raypipe.ir.work_order import Order
+from raypipe.ir.segment import Order, RowsKey
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.search import build_schedule, microbatches
 from raypipe.planner.segments import Position, train_segments
-from raypipe.planner.tune import build_schedule, microbatches
 from tests.exactness import Shape, captured, config_of, programs, request_of
 from tests.models import case
 
@@ -96,10 +103,8 @@ def save(
         write_snapshot(run, folder, take_snapshot(program, state, persistent))
         for program, state in zip(stages, states, strict=True)
     ]
-    manifest = make_manifest(
-        at.step, entries[::-1], position=asdict(at), seed=0, minibatch_size=shape.minibatch, microbatch_size=2,
-        num_samples=shape.samples, aliases={}, metrics=metrics,
-    )  # fmt: skip
+    order = SampleOrder(0, shape.minibatch, 2, shape.samples)
+    manifest = make_manifest(entries[::-1], asdict(at), order, {}, metrics)
     commit(run, folder, manifest)
     return manifest
 

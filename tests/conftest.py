@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Generator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests import processes, tiers
-from tests.importers import Watch
 from tests.shared_engine import captures_of_a_test, shared_captures, steady_engine  # noqa: F401
 from tests.shared_ray import (  # noqa: F401
     cluster,
@@ -21,7 +26,7 @@ from tests.shared_ray import (  # noqa: F401
     head,
     local_ray,
     pytest_runtest_makereport,
-    pytest_runtest_teardown,
+    stays_connected,
 )
 
 _PATIENCE_S = 10.0
@@ -30,10 +35,34 @@ _PATIENCE_S = 10.0
 settings.register_profile("raypipe", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("raypipe")
 
+
+class Watch:
+    """Finder for ``sys.meta_path`` that finds nothing, and notes the first import of each of some modules.
+
+    Attributes:
+        importers: by module, the test that ran and the line of code.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.importers: dict[str, str] = {name: "before the session" for name in names if name in sys.modules}
+        self._names = frozenset(names)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None, so that the import continues with the next finder."""
+        if name in self._names and name not in self.importers:
+            lines = [f for f in traceback.extract_stack()[:-1] if not f.filename.startswith("<frozen ")]
+            test = os.environ.get("PYTEST_CURRENT_TEST", "no test").rpartition(" (")[0] or "a module of tests"
+            self.importers[name] = f"in {test}, by {lines[-1].filename}:{lines[-1].lineno}"
+        return None
+
+
 _KNOWN: set[int] = set()
 _OF_WORKERS: list[str] = []
 _STATUS: list[int] = []
 _FORBIDDEN = Watch(())
+_BEGAN = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +89,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
     parser.addoption("--complaints", default="", help="file for what is held against the whole session, a line each")
+    parser.addoption("--forked-workers", action="store_true", help="Ray's workers do not import torch anew")
     parser.addoption("--must-run", action="store_true", help="what a machine lacks the rights for fails, not skips")
 
 
@@ -69,7 +99,7 @@ if "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 # torch remembers what operations on stand-ins for tensors give, which pays from six equal layers on. The nets of tests
-# have fewer, and are traced in three quarters of the time without; see docs/design/0066. It is read with torch.
+# have fewer, and are traced in three quarters of the time without; see docs/design/0054. It is read with torch.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # Profiles of one session; nobody's own cache is read or filled.
@@ -91,7 +121,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test has the mark of its tier; those marked ``last`` come last.
+    """Every test has the mark of its tier, and ``long`` if it is; those marked ``last`` come last.
 
     The engine's tests go to workers of pytest-xdist file by file, because those of a file use the same captures; a row
     of the zoo has a capture of its own.
@@ -101,6 +131,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(root):
             tier = tiers.tier_of(item.path, root)
             item.add_marker(tier)
+            if tiers.is_long(item.path, item.nodeid):
+                item.add_marker("long")
             if (
                 tier == "engine"
                 and not item.path.is_relative_to(root / "zoo")
@@ -118,6 +150,28 @@ def _as_its_tier_runs(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("cluster")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Time a test; Ray's processes are not children of this one, so that only the clock times what uses Ray."""
+    item.stash[_BEGAN] = _seconds(item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """The junit report gets the seconds of a test and of its set-up, from which durations.py reads them."""
+    yield
+    stays_connected()
+    item.user_properties.append(("cpu_s", round(_seconds(item) - item.stash[_BEGAN], 3)))
+
+
+def _seconds(item: pytest.Item) -> float:
+    if item.get_closest_marker("ray"):
+        return time.monotonic()
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A worker of pytest-xdist says what its session complained of."""
@@ -132,7 +186,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for pid, command in left.items():
         complaints.append(f"process {pid} was left behind and ended: {command[:200]}")
     processes.end(left)
-    for module, by in _FORBIDDEN.found.items():
+    for module, by in _FORBIDDEN.importers.items():
         if module in sys.modules:  # and was not only looked for
             complaints.append(f"{module} was imported in a session that forbids it: {by}")
     _STATUS.append(int(session.exitstatus))

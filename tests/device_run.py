@@ -7,20 +7,19 @@ from functools import partial
 
 import torch
 
+from raypipe.data.open_data import open_data
 from raypipe.engine.codec import Codecs
 from raypipe.engine.copy import StageCopies, bring_back
-from raypipe.engine.data.source import open_data
-from raypipe.engine.device import Crosses, Device
+from raypipe.engine.device.device import Device, TransferKind
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.state import Settings
 from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
-from raypipe.ir.work_order import Order
-from raypipe.planner.schedule.forward import forward_only
+from raypipe.ir.segment import Order, RowsKey
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.segments import evaluation_segments, train_segments
-from raypipe.planner.tune import build_schedule, microbatches
+from raypipe.planner.search import build_schedule, microbatches
+from raypipe.planner.segments import evaluation_segments, forward_only, train_segments
+from tests.engine.copy.stages import source_of
 from tests.exactness import SHAPES, captured, config_of, programs, request_of
 from tests.models import case
 
@@ -59,8 +58,8 @@ def run(
         found: list[torch.Tensor | float | None] = [x for r in reports for x in (r.loss, r.grad_norm)]
         found += [x for r in reports if r.norms for x in r.norms.norms]
         for work in fleet._works:
-            crossing = work._crossing
-            found += crossing.copied(work.state.parameters, Crosses.SNAPSHOT).values()
+            crossing = work._transfer
+            found += crossing.copied(work.state.parameters, TransferKind.SNAPSHOT).values()
     finally:
         fleet.stop()
     return found
@@ -88,19 +87,19 @@ def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
         list(fleet.run(iter([Order(first)]), rows))
         for executor in fleet.executors:
             (work,) = executor.works.values()
-            copies = StageCopies(work.program, work.state, executor.crossing)
+            copies = StageCopies(work.program, work.state, executor.transfer)
             copies.take(1, work.state.updates)
-            sources.append(copies.source(1))
+            sources.append(source_of(copies, 1))
         list(fleet.run(iter([Order(second)]), rows))
         for executor, back in zip(fleet.executors, sources, strict=True):
             (work,) = executor.works.values()
-            bring_back(back, work.program, work.state, adamw, None, executor.crossing)
+            bring_back(back, work.program, work.state, adamw, None, executor.transfer)
         list(fleet.run(iter([Order(second)]), rows))
         return [
             tensor
             for executor in fleet.executors
             for work in executor.works.values()
-            for tensor in executor.crossing.copied(work.state.parameters, Crosses.SNAPSHOT).values()
+            for tensor in executor.transfer.copied(work.state.parameters, TransferKind.SNAPSHOT).values()
         ]
     finally:
         fleet.stop()

@@ -13,23 +13,21 @@ from typing import Any
 import torch
 
 from raypipe import PipelineConfig
-from raypipe.engine.capture import Capture, capture
-from raypipe.engine.data.source import open_data
-from raypipe.engine.device import CPU, Device
+from raypipe.capture import Capture, capture
+from raypipe.data.open_data import open_data
+from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.norms import norm_of
-from raypipe.engine.randomness import RandomKey
+from raypipe.engine.optim.norms import norm_of
+from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import Settings
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.report import StepReport, merge_reports
-from raypipe.ir.segment import RowsKey
-from raypipe.ir.work_order import Order
+from raypipe.ir.segment import Order, RowsKey
 from raypipe.planner.partition.chain import equal_parameters
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.validate import validate
+from raypipe.planner.schedule.lower import lower, validate
+from raypipe.planner.search import Request, build_schedule, microbatches
 from raypipe.planner.segments import train_segments
-from raypipe.planner.tune import Request, build_schedule, microbatches
 from raypipe.prepare.inputs import asked_recompute
 from raypipe.testing import Reference, reference
 from tests.models import Case, case
@@ -40,8 +38,8 @@ __all__ = [
 ]  # fmt: skip
 
 STEPS = 5
-TRIALS = ("optimizer_trial.py", "optimizer_apart.py")
-"""Files of raypipe/engine in which plans try optimizers on stand-ins."""
+TRIALS = ("preflight/optimizer.py",)
+"""Files of raypipe in which plans try optimizers on stand-ins."""
 SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack", "zb-h1")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-__all__ = ["Failure", "counts_of", "failures_of", "in_words"]
+__all__ = ["Failure", "counts_of", "failures_of", "id_of", "in_words"]
 
 LINES = 120
 """Of the first failure; the last ones, where the error stands."""
@@ -53,7 +53,7 @@ def failures_of(tier: str, report: Path, complaints: Path) -> list[Failure]:
     found = []
     if report.exists():
         for case in ElementTree.parse(report).getroot().iter("testcase"):
-            found += [Failure(tier, _id(case), one.text or "") for one in case if one.tag in ("failure", "error")]
+            found += [Failure(tier, id_of(case), one.text or "") for one in case if one.tag in ("failure", "error")]
     if complaints.exists():
         found += [Failure(tier, "", line) for line in complaints.read_text(encoding="utf-8").splitlines()]
     return found
@@ -72,7 +72,8 @@ def in_words(failures: Sequence[Failure]) -> list[str]:
     return lines
 
 
-def _id(case: ElementTree.Element) -> str:
+def id_of(case: ElementTree.Element) -> str:
+    """Id of a test as pytest takes it, from its junit record."""
     file, name = case.get("file", ""), case.get("name", "")
     module = file.removesuffix(".py").replace("/", ".")
     classes = [part for part in case.get("classname", "").removeprefix(module).split(".") if part]

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.engine.codec.cuda import THREADS, grid_of, kernel_name
-from raypipe.engine.device import Stream
+from raypipe.engine.device.device import Device, StreamName
 from tests.emulators.cuda import Emulated
 
 __all__ = ["FakeDevice", "Reached"]
@@ -46,7 +46,7 @@ class Reached(NamedTuple):
     count: int
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """One worker's device; see the Device protocol.
 
     Args:
@@ -67,7 +67,7 @@ class FakeDevice:
         self.eager, self.without = eager, without
         self.waits: set[str] = set()
         """Names of all waits that were asked for."""
-        names = (COMPUTE, *Stream)
+        names = (COMPUTE, *StreamName)
         self._queues: dict[str, deque[Callable[[], None] | Reached]] = {name: deque() for name in names}
         self._done = dict.fromkeys(names, 0)
         self._in = threading.local()  # the thread's stream
@@ -81,7 +81,7 @@ class FakeDevice:
             yield
 
     @contextmanager
-    def stream(self, name: Stream) -> Iterator[None]:
+    def stream(self, name: StreamName) -> Iterator[None]:
         before, self._in.stream = self._current, name
         try:
             yield

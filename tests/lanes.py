@@ -24,6 +24,7 @@ __all__ = ["Done", "Part", "carry_out", "environment", "seconds_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LOW_PRIORITY = 10
+RAY_LOGS = Path("/tmp/ray/session_latest/logs")
 _NICE = "import os, sys; os.nice({}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
@@ -44,12 +45,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A part, the exit status of each of its commands, and when it ran by the monotonic clock."""
+    """A part, the exit status of each of its commands, when it ran by the monotonic clock, and its CPU seconds.
+
+    CPU seconds are those of the commands and of the processes that they waited for.
+    """
 
     part: Part
     statuses: tuple[int, ...]
     begin_s: float
     end_s: float
+    cpu_s: float = 0.0
 
 
 def carry_out(parts: Sequence[Part], lanes: int) -> list[Done]:
@@ -98,13 +103,41 @@ def environment() -> dict[str, str]:
 def _done(part: Part, log: IO[str] | None, nice: int) -> Done:
     begin_s = time.monotonic()
     print(f"\n=== {part.tier}", file=log, flush=True)
-    statuses = tuple(_tool(command, log, nice) for command in part.commands)
-    return Done(part, statuses, begin_s, time.monotonic())
+    ended = [_reported(command, log, nice) for command in part.commands]
+    statuses, seconds = tuple(status for status, _ in ended), sum(cpu_s for _, cpu_s in ended)
+    return Done(part, statuses, begin_s, time.monotonic(), seconds)
 
 
-def _tool(command: tuple[str, ...], log: IO[str] | None, nice: int) -> int:
-    """Exit status of a tool of this environment."""
+def _reported(command: tuple[str, ...], log: IO[str] | None, nice: int) -> tuple[int, float]:
+    """Run a tool, a second time if it died before it wrote its junit report.
+
+    Ray ends the process that drives it at once, without a traceback, if its raylet is lost: that is no test's failure,
+    and the last lines of Ray's logs name the cause.
+    """
+    status, cpu_s = _tool(command, log, nice)
+    # A signal (a negative status) is a crash of native code: that is a failure, and no second run may hide it.
+    reports = [Path(word.partition("=")[2]) for word in command if word.startswith("--junitxml=")]
+    if status != 1 or not reports or reports[0].exists():
+        return status, cpu_s
+    print(f"pytest died with status {status} before its report, and runs once more. Ray's logs end with:", file=log)
+    for name in ("raylet.out", "gcs_server.out", "python-core-driver-*.log"):
+        for path in sorted(RAY_LOGS.glob(name)):
+            lines = path.read_text(errors="replace").splitlines()[-12:]
+            print(f"--- {path.name}", *lines, sep="\n", file=log, flush=True)
+    again, more_s = _tool(command, log, nice)
+    return again, cpu_s + more_s
+
+
+def _tool(command: tuple[str, ...], log: IO[str] | None, nice: int) -> tuple[int, float]:
+    """Exit status and CPU seconds of a tool of this environment."""
     print(f"$ {' '.join(command[:6])}{' ...' if len(command) > 6 else ''}", file=log, flush=True)
     before = ("-c", _NICE.format(nice)) if nice else ()
     started = [sys.executable, *before, "-m", *command]
-    return subprocess.run(started, cwd=ROOT, check=False, env=environment(), stdout=log, stderr=log).returncode
+    process = subprocess.Popen(started, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+    try:
+        _, status, used = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime

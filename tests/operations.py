@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
 from tests import operation_nets as nets
 from tests.exactness import SHAPES, Shape, by_hand, captured, expected, faults, same_bits, train
 from tests.models import Case, vectors

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from raypipe.engine.capture import Capture
+    from raypipe.capture import Capture
 
 __all__ = ["captures_of_a_test", "shared_captures", "steady_engine"]
 
@@ -51,11 +51,11 @@ def _share(made: dict[Any, Capture], monkeypatch: pytest.MonkeyPatch) -> None:
 def _captured(
     made: dict[Any, Capture], model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, **how: Any
 ) -> Capture:
-    """As ``raypipe.engine.capture.capture``; the same object for equal arguments, which nobody changes."""
+    """As ``raypipe.capture.capture``; the same object for equal arguments, which nobody changes."""
     import torch
     from torch.utils import _pytree
 
-    from raypipe.engine.capture import capture
+    from raypipe.capture import capture
 
     contents = hashlib.sha256()
     for tensor in [*model.state_dict().values(), *_pytree.tree_leaves(example)]:

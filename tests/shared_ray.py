@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from raypipe.runtime.workers.fleet import Fleet
+    from raypipe.runtime.fleet.fleet import Fleet
     from tests.runtime.raylets import Home
 
-__all__ = ["cluster", "fleet", "head", "local_ray", "pytest_runtest_makereport", "pytest_runtest_teardown"]
+__all__ = ["cluster", "fleet", "head", "local_ray", "pytest_runtest_makereport", "stays_connected"]
 
 _SHARED: list[str] = []
 """The address of the shared node, while there is one."""
@@ -19,32 +20,37 @@ FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
+def local_ray(request: pytest.FixtureRequest) -> Iterator[None]:
     """One node for all tests of a process: 4 CPUs for runs, and "spare" for the fleets that tests keep beside them.
 
     Its 4 GPUs are numbers that Ray hands out, whatever the machine has.
     """
     import ray
 
-    ray.init(
-        address="local", num_cpus=4, num_gpus=4, resources={"spare": 9}, object_store_memory=1536 << 20,
-        namespace="raypipe", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        _system_config={"worker_niceness": 0},  # as raypipe starts it; else a busy machine leaves stages nothing
-    )  # fmt: skip
-    _SHARED.append(ray.get_runtime_context().gcs_address)
-    try:
-        yield
-    finally:
-        _SHARED.clear()
-        ray.shutdown()
+    from tests.forked_worker import forked_workers
+
+    forked = request.config.getoption("--forked-workers")
+    with forked_workers() if forked else contextlib.nullcontext():
+        ray.init(
+            address="local", num_cpus=4, num_gpus=4, resources={"spare": 9}, object_store_memory=1536 << 20,
+            namespace="raypipe", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            _system_config={"worker_niceness": 0},  # as raypipe starts it; else a busy machine leaves stages nothing
+        )  # fmt: skip
+        _SHARED.append(ray.get_runtime_context().gcs_address)
+        try:
+            yield
+        finally:
+            _SHARED.clear()
+            ray.shutdown()
 
 
 @pytest.fixture(scope="session")
 def fleet(local_ray: None) -> Iterator[Fleet]:
     """Four workers that are made one pipeline after the other. A test that kills some is marked ``last``."""
-    from raypipe.runtime.workers.fleet import Fleet
+    from raypipe.runtime.fleet.fleet import Fleet
+    from raypipe.runtime.fleet.roster import Terms
 
-    made = Fleet(4, {"CPU": 0, "spare": 1})
+    made = Fleet(4, Terms({"CPU": 0, "spare": 1}))
     yield made
     made.stop()
 
@@ -80,10 +86,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, None, None]:
-    """A test that leaves the node which others share is named; else all later ones would fail instead."""
-    yield
+def stays_connected() -> None:
+    """Fail a test that left the node which others share; else all later ones would fail instead."""
     if _SHARED:
         import ray
 

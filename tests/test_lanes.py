@@ -52,14 +52,17 @@ def test_two_lanes_run_at_the_same_time_and_print_apart(capfd: pytest.CaptureFix
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("says")
-def test_one_lane_goes_part_after_part(capfd: pytest.CaptureFixture[str]) -> None:
-    parts = [Part("first", (("says", "a", "0"),), beside=True), Part("second", (("says", "b", "1"),))]
-    done = carry_out(parts, 1)
-    assert [one.statuses for one in done] == [(0,), (1,)]
-    assert done[0].end_s <= done[1].begin_s
-    said = [line for line in capfd.readouterr().out.splitlines() if line and not line.startswith("$")]
-    usual = os.nice(0)
-    assert said == ["=== first", f"a {usual}", "=== second", f"b {usual}"]
+def test_a_command_that_dies_before_its_report_runs_once_more(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "raylet.out").write_text("the raylet was killed")
+    (tmp_path / "dies.py").write_text("import sys\nsys.exit(int(sys.argv[-1]))\n")
+    monkeypatch.setattr(lanes, "RAY_LOGS", tmp_path)
+    for report, status, times in (("no.xml", 1, 2), ("no.xml", 3, 1), ("raylet.out", 1, 1)):
+        (done,) = carry_out([Part("only", (("dies", f"--junitxml={tmp_path / report}", str(status)),))], 1)
+        output = capfd.readouterr().out
+        assert (done.statuses, output.count("$ dies")) == ((status,), times)
+        assert ("the raylet was killed" in output) is (times == 2)
 
 
 def test_seconds_of_parts_that_overlap_count_once() -> None:
@@ -107,12 +110,6 @@ def test_failures_of_a_session_are_its_tests_and_what_it_is_blamed_for(tmp_path:
     assert (broken.test, broken.error) == ("test_a.py::test_three", "ValueError: in tear-down")
     assert blamed.test == ""
     assert blamed.error.startswith("wave was imported in a session that forbids it")
-
-
-def test_a_session_that_got_nowhere_has_counted_nothing(tmp_path: Path) -> None:
-    assert counts_of(tmp_path / "none.xml") == (0, 0)
-    assert failures_of("core", tmp_path / "none.xml", tmp_path / "none.txt") == []
-    assert in_words([]) == []
 
 
 def test_of_a_long_failure_the_end_is_told() -> None:

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from raypipe.ir.report import StepRecord, StepReport
-from raypipe.metrics import METRICS, Kind, Metric, exported_name, link_name, metric
+from raypipe.metrics import METRICS, Kind, Metric, exported_name, metric
 
 PROMISED = """
 step_seconds samples_per_second tokens_per_second goodput learning_rate loss grad_norm bubble_fraction steps_total
@@ -16,7 +16,7 @@ samples_total tokens_total last_step_timestamp_seconds running driver_silence_fr
 link_bytes_per_second link_wait_seconds link_message_seconds link_bandwidth_bytes_per_second codec_ratio group_size
 num_microbatches weight_versions resident_memory_bytes peak_memory_bytes predicted_memory_bytes predicted_step_seconds
 predicted_bubble_fraction num_stages num_workers retunes_total failures_total failures_allowed recovery_seconds
-replays_total lost_steps_total skipped_steps_total cost cost_per_hour generation
+lost_steps_total skipped_steps_total cost cost_per_hour generation
 """
 
 
@@ -55,7 +55,3 @@ def test_a_metric_is_found_by_any_of_its_names() -> None:
     assert metric("loss").source == "StepRecord.loss"
     with pytest.raises(KeyError, match=r"no metric 'los'.*raypipe_loss"):
         metric("los")
-
-
-def test_a_link_has_a_direction() -> None:
-    assert (link_name(0, 1), link_name(1, 0)) == ("0->1", "1->0")

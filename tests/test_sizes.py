@@ -1,11 +1,11 @@
-"""Small files: what is over 400 lines has more than one idea in it."""
+"""Limit the length of files: one whole concept a file, which takes 500 lines at most."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 400
+MOST_LINES = 500
 
 
 def test_files_are_small() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests import tiers
+from tests import durations, tiers
 from tests.lanes import Done, Part
+from tests.sources import FILES, module_of, reached
 
 TESTS = Path(__file__).parent
 BY_NAME = {tier.name: tier for tier in tiers.TIERS}
@@ -22,14 +24,8 @@ def test_every_test_file_is_in_one_tier() -> None:
     assert set(counts.values()) == {1}
 
 
-def test_what_core_leaves_out_is_in_laws() -> None:
-    core, laws = BY_NAME["core"], BY_NAME["laws"]
-    assert tiers.files_of(core) == tiers.files_of(laws)
-    assert (core.options[-2:], laws.options[-2:]) == (("-m", "not slow"), ("-m", "slow"))
-
-
 def test_every_file_that_a_tier_names_exists() -> None:
-    named = [pattern for tier in tiers.TIERS for pattern in (*tier.long, *tier.patient)]
+    named = [pattern for tier in tiers.TIERS for pattern in (*tier.long, *tier.patient, *tier.first)]
     assert [pattern for pattern in named if not list(TESTS.glob(pattern))] == []
     assert [folder for folder in tiers.FOLDERS if not (TESTS / folder).is_dir() and folder != "gpu"] == []
 
@@ -38,9 +34,9 @@ def test_every_file_that_a_tier_names_exists() -> None:
     ("file", "text", "tier"),
     [
         ("test_a.py", "import pytest", "core"),
-        ("planner/control/test_a.py", "", "core"),
+        ("planner/controller/test_a.py", "", "core"),
         ("engine/test_a.py", "pytestmark = pytest.mark.slow", "engine"),
-        ("runtime/run/test_a.py", "pytestmark = [pytest.mark.slow, pytest.mark.engine]", "engine"),
+        ("run/test_a.py", "pytestmark = [pytest.mark.slow, pytest.mark.engine]", "engine"),
         ("api/test_a.py", "pytestmark = pytest.mark.ray\n", "ray"),
         ("planner/test_a.py", "@pytest.mark.ray\ndef test(): ...\npytestmark = ()", "core"),
     ],
@@ -80,7 +76,8 @@ def does(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Part]]:
                 _report(part, failed=statuses.get(part.tier, 0) == 1, skipped=statuses.get(part.tier, 0) == 5)
             done = [statuses.get(part.tier, 0) for part in parts]
             return [
-                Done(part, (status,) * len(part.commands), 0.0, 1.0) for part, status in zip(parts, done, strict=True)
+                Done(part, (status,) * len(part.commands), 0.0, 1.0, 3.0)
+                for part, status in zip(parts, done, strict=True)
             ]
 
         monkeypatch.setattr(tiers, "carry_out", carry_out)
@@ -142,30 +139,54 @@ def test_a_skipped_tier_fails_only_where_it_could_run(
     assert "<- must run on this machine" in capsys.readouterr().out
 
 
-def test_what_must_run_is_told_to_every_test(does: Callable[..., list[Part]]) -> None:
-    """A test that would skip for want of rights then fails, also in a tier of which others ran."""
-    carried = does()
-    assert tiers.main(["ray"]) == tiers.main(["ray", "--must-run"]) == 0
-    assert [("--must-run" in part.commands[0]) for part in carried] == [False, False, True, True]
-
-
-def test_a_tier_s_parts_are_all_its_files_and_only_what_watches_links_runs_beside_the_rest(tmp_path: Path) -> None:
+def test_every_file_of_a_tier_runs_and_only_what_watches_links_runs_beside_the_rest(tmp_path: Path) -> None:
     for tier in tiers.TIERS[1:5]:
-        parts = tiers.parts_of(tier, tmp_path)
-        files = [Path(word) for part in parts for word in part.commands[0] if word.endswith(".py")]
-        assert sorted(files) == sorted(tiers.files_of(tier))
+        parts, long = tiers.parts_of(tier, tmp_path), tiers.parts_of(tier, tmp_path, long=True)
+        assert files_in(parts) | files_in(long) == set(tiers.files_of(tier))
+        assert all(tiers.all_long(file) for file in files_in(long) - files_in(parts))
         assert [part.beside for part in parts] == ([True, False] if tier.name == "ray" else [False])
 
 
-def test_devices_are_seen(tmp_path: Path) -> None:
-    assert not tiers.has_gpu(tmp_path)
-    (tmp_path / "nvidiactl").touch()
-    assert not tiers.has_gpu(tmp_path)
-    (tmp_path / "nvidia0").touch()
-    assert tiers.has_gpu(tmp_path)
+def files_in(parts: list[Part]) -> set[Path]:
+    return {Path(word) for part in parts for word in part.commands[0] if word.endswith(".py")}
 
 
-def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tiers.main(["cores"])
-    assert "no tier 'cores'" in capsys.readouterr().err
+def test_a_tier_over_its_budget_of_cpu_seconds_fails(
+    does: Callable[..., list[Part]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does()
+    assert tiers.main(["core"]) == 0
+    monkeypatch.setattr(tiers, "TIERS", (dataclasses.replace(BY_NAME["core"], cpu_s=2.0),))
+    assert tiers.main(["core"]) == 1
+    assert "1 ran, 0 skipped; 3 CPU seconds exceed its budget of 2: make its slowest" in capsys.readouterr().out
+    assert tiers.main(["core", "--long"]) == 0
+
+
+def test_the_most_expensive_tests_are_long_until_the_others_fit() -> None:
+    seconds = {"a.py": 5.0, "a.py::one": 3.0, "a.py::two": 9.0, "b.py::one": 4.0, "c.py::one": 90.0}
+    assert durations.long_of(["a.py", "b.py"], seconds, 21.0) == frozenset()
+    assert durations.long_of(["a.py", "b.py"], seconds, 20.0) == {"a.py::two"}
+    assert durations.long_of(["a.py", "b.py"], seconds, 8.0) == {"a.py::two", "b.py::one"}
+    assert durations.long_of(["a.py", "b.py"], seconds, 1.0) == {"a.py::two", "b.py::one", "a.py::one"}
+    assert durations.seconds_of_file("a.py", seconds) == 17.0
+    assert durations.seconds_of_file("a.py", seconds, frozenset({"a.py::two"})) == 8.0
+
+
+def test_reports_give_seconds_of_tests_and_sums_of_what_is_cheap(tmp_path: Path) -> None:
+    case = '<testcase classname="t.test_x" file="t/test_x.py" name="{}" time="9"><properties>{}</properties></testcase>'
+    cpu = '<property name="cpu_s" value="{}" />'
+    cases = [
+        case.format("a[1]", cpu.format(1.5)),
+        case.format("b", cpu.format(0.25)),
+        case.format("c", cpu.format(0.5)),
+    ]
+    report = tmp_path / "x.xml"
+    report.write_text(f"<testsuites><testsuite>{''.join([*cases, case.format('d', '')])}</testsuite></testsuites>")
+    assert durations.measured([report]) == {"t/test_x.py::a[1]": 1.5, "t/test_x.py": 0.75, "t/test_x.py::d": 9.0}
+
+
+@pytest.mark.slow
+def test_every_module_is_reached_by_a_test_that_is_not_long() -> None:
+    files = [path for path in TESTS.rglob("test_*.py") if not tiers.all_long(path)]
+    reaches = {module for path in files for module in reached(module_of(path))}
+    assert {module_of(path) for path in FILES} - reaches == set()

@@ -1,11 +1,21 @@
-"""Words that must not be in the tree: paths of one machine, anything that unpickles, and riddles in what is printed."""
+"""Words that must not be in the tree: paths of one machine, anything that unpickles, riddles, and a private language.
+
+``python tests/test_words.py`` lists what breaks the rules of language.
+"""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run this file by its name
 
 from tests.sources import FILES, ROOT, tree_of
 
@@ -99,6 +109,7 @@ def spoken(tree: ast.Module) -> list[str]:
     """All texts of a module that a person may see: strings and the fixed parts of f-strings, no docstrings."""
     nodes = list(ast.walk(tree))
     silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    silent |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     found = []
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
@@ -129,3 +140,116 @@ def test_riddles_are_found(source: str) -> None:
 
 def test_reading_weights_only_is_no_unpickling() -> None:
     assert unpicklers(ast.parse("import torch\ntorch.load('x', weights_only=True)")) == []
+
+
+PROSE = [
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/design/0*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+]
+
+FIRST = re.compile(
+    r"(Of|By|As|For|With|Where|When|So|From|To|In|On|At|If|Through|Until|Beside|Behind|Below|What|Who|Whom|Whose|Whether"
+    r"|Which|Why|How|That|Those|The same|Such|Another)\b(?!-)"
+)
+IS_NONE = re.compile(r"\b(?:is|are|was|were|be) none\b")
+PEOPLE = re.compile(r"\b(?:nobody|somebody|everybody|whoever|whomever|people)\b", re.IGNORECASE)
+TALK = re.compile(
+    r"\b(?:tells?|told|telling|hears?|heard|hearing|say|says|said|saying|asks?|asked|asking)\b", re.IGNORECASE
+)
+STANDING = re.compile(r"\b(?:stands?|stood|standing|lies|lay|lying)\b", re.IGNORECASE)
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield every docstring of a module, those of attributes below their assignment among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from filter(None, [ast.get_docstring(node)])
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for above, below in itertools.pairwise(node.body):
+                match above, below:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str() as text)):
+                        yield text
+
+
+def sentences(path: Path) -> list[str]:
+    """List what a reader of a file reads: docstrings and messages of a module, a page without its code."""
+    if path.suffix == ".md":
+        return [re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)]
+    return [*docstrings(tree_of(path)), *(text for text in spoken(tree_of(path)) if " " in text)]
+
+
+def beginnings(path: Path) -> int:
+    """Count the docstrings of a module that begin with a preposition, a question word, "That" or "The same"."""
+    return sum(FIRST.match(text) is not None for text in docstrings(tree_of(path)))
+
+
+def matches(pattern: re.Pattern[str]) -> Callable[[Path], int]:
+    """Make a rule that counts the matches of a pattern in the sentences of a file."""
+    return lambda path: sum(len(pattern.findall(text)) for text in sentences(path))
+
+
+def public_classes(path: Path) -> list[str]:
+    """List the public classes at the top of a module."""
+    return [node.name for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+
+
+MODULES = [*FILES, *sorted((ROOT / "jobs").rglob("*.py"))]
+BEGINNINGS = "a docstring begins with a verb or a noun"
+NAMED = 'None, NaN and "not found" have their names'
+NO_PEOPLE = "no people in code and messages"
+NO_TALK = "programs neither talk nor hear"
+NO_STANDING = "things neither stand nor lie in the documents"
+RULES: dict[str, tuple[list[Path], Callable[[Path], int]]] = {
+    BEGINNINGS: (MODULES, beginnings),
+    NAMED: ([*MODULES, *PROSE], matches(IS_NONE)),
+    NO_PEOPLE: ([*MODULES, *PROSE], matches(PEOPLE)),
+    NO_TALK: ([*MODULES, *PROSE], matches(TALK)),
+    NO_STANDING: (PROSE, matches(STANDING)),
+}
+FILE_NAMES = "a file name is used once"
+CLASS_NAMES = "a public class name is used once"
+
+
+def broken() -> dict[str, dict[str, int]]:
+    """Count what breaks each rule: by file, or by the name that is used more than once."""
+    counts = {
+        rule: {str(path.relative_to(ROOT)): count for path in paths if (count := count_in(path))}
+        for rule, (paths, count_in) in RULES.items()
+    }
+    files = Counter(path.name for path in FILES if path.name != "__init__.py")
+    classes = Counter(name for path in FILES for name in public_classes(path))
+    for rule, names in ((FILE_NAMES, files), (CLASS_NAMES, classes)):
+        counts[rule] = {name: count for name, count in sorted(names.items()) if count > 1}
+    return counts
+
+
+@pytest.mark.slow
+def test_the_house_speaks_the_language_of_its_field() -> None:
+    assert {rule: counts for rule, counts in broken().items() if counts} == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (BEGINNINGS, "'Whether it is.'"),
+        (BEGINNINGS, "LIMIT = 3\n'Of a run.'"),
+        (NAMED, "raise ValueError(f'{x} is none of them')"),
+        (NO_PEOPLE, "def f():\n    'Return a line, for whoever reads it.'"),
+        (NO_TALK, "class Watcher:\n    'Publishes what it is told.'"),
+        (NO_STANDING, "def f():\n    'Return where the run stands.'"),
+    ],
+)
+def test_words_are_found(rule: str, source: str, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.py", tmp_path / "good.py"
+    bad.write_text(source, encoding="utf-8")
+    good.write_text("'Return the plan, or None if no such part exists.'", encoding="utf-8")
+    _, count_in = RULES[rule]
+    assert (count_in(bad), count_in(good)) == (1, 0)
+
+
+if __name__ == "__main__":
+    for rule, places in broken().items():
+        print(f"{rule}: {places or 'no breach'}")

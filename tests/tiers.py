@@ -1,112 +1,127 @@
-"""Run the tests tier by tier, cheapest first, and say of each what happened and how long it took.
+"""Run the tests tier by tier, cheapest first, and report the outcome and the time of each.
 
-    python tests/tiers.py                  all tiers
-    python tests/tiers.py lint core        these
-    python tests/tiers.py --must-run       fail too if a tier was skipped that this machine can run
-    python tests/tiers.py --in-turn        one after the other, also where there are cores for two
+    python tests/tiers.py                  all tiers, without the long tests
+    python tests/tiers.py --long           the long tests of all tiers
+    python tests/tiers.py lint core        these tiers
+    python tests/tiers.py --must-run       fail also if a tier was skipped that this machine can run
+    python tests/tiers.py --in-turn        one tier after the other, also if there are cores for two
+    python tests/tiers.py --keep FOLDER    keep the junit reports, which durations.py records
 
-Where there are two cores, actors and links are tested beside the tiers that compute (lanes.py).
+A test is long by its recorded seconds (durations.py) or if a tier names its file. Where there are two cores, actors
+and links are tested beside the tiers that compute (lanes.py). A tier that exceeds its budget of CPU seconds fails.
 
-Exit status 0 when all is well, 1 when not.
+Exit status 0 if everything passed, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for whoever runs this file by its name
+sys.path.insert(0, str(ROOT))  # to run this file by its name
 
+from tests import durations  # noqa: E402
 from tests.failures import counts_of, failures_of, in_words  # noqa: E402
 from tests.lanes import Done, Part, carry_out, seconds_of  # noqa: E402
 
-__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "parts_of", "tier_of"]
+__all__ = [
+    "TIERS",
+    "Outcome",
+    "Tier",
+    "all_long",
+    "files_of",
+    "has_gpu",
+    "is_long",
+    "judge",
+    "long_tests",
+    "main",
+    "parts_of",
+    "tier_of",
+]
 
 PARALLEL = ("-n", "auto")
 """One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as
 conftest.py says, because tests share what they captured."""
 FOLDERS = {
+    "capture": "engine",
     "data": "engine",
     "engine": "engine",
+    "profiling": "engine",
     "runs": "engine",
     "zoo": "engine",
+    "run": "ray",
     "runtime": "ray",
     "jobs": "ray",
     "lab": "ray",
     "gpu": "gpu",
 }
 """The tier of tests in these folders, where their file has no mark of another; elsewhere it is "core"."""
-LINT = (
-    ("ruff", "format", "--check", "."),
-    ("ruff", "check", "."),
-    ("mypy",),
-    ("mkdocs", "build", "--strict", "--quiet"),
-)
+QUICK_LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
+LINT = (*QUICK_LINT, ("mkdocs", "build", "--strict", "--quiet"))
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A selection of tests: the files of which ``tier_of`` says its name.
+    """A selection of tests: the files for which ``tier_of`` returns its name.
 
     Attributes:
         name: of the tier.
-        aim_s: seconds that it should stay below.
+        cpu_s: budget of CPU seconds without its long tests; generous, since a busy machine needs more for the same.
         options: further options of pytest.
-        prompt: its tests watch heartbeats and links: they run beside all others, and these at low priority.
-        patient: those of them that bound no time tightly, as globs below tests/; they run with the others, in a process
-            of their own.
-        long: those that take longest, as globs: they are begun first, so that no core waits for another at the end.
+        marks: expression of pytest's -m.
+        keep_s: recorded seconds of tests that ``make test`` runs; the most expensive ones above it are long.
+        prompt: its tests watch heartbeats and links: they run beside all others, which run at low priority.
+        patient: files without tight timeouts, as globs below tests/; they run in the other lane, in their own process.
+        long: files of which all tests are long, as globs.
+        first: expensive files, as globs: they start first, so that no core waits for another at the end.
         optional: may have no tests yet, or a machine that cannot run it.
-        of: the tier whose files it takes, where its own are those that ``options`` choose among them.
+        of: tier that its files belong to, if ``marks`` selects the tests in them.
     """
 
     name: str
-    aim_s: float
+    cpu_s: float
     options: tuple[str, ...] = ()
+    marks: str = ""
+    keep_s: float = float("inf")
     prompt: bool = False
     patient: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     optional: bool = False
     of: str = ""
 
 
 TIERS = (
-    Tier("lint", 60),
-    Tier("core", 10, ("--forbid=torch,ray", *PARALLEL, "-m", "not slow")),
-    Tier("laws", 60, ("--forbid=torch,ray", *PARALLEL, "-m", "slow"), of="core"),
+    Tier("lint", 600),
+    Tier("core", 400, ("--forbid=torch,ray", *PARALLEL), "not slow"),
+    Tier("laws", 600, ("--forbid=torch,ray", *PARALLEL), "slow", of="core"),
     Tier(
         "engine",
-        180,
+        1800,
         ("--forbid=ray", *PARALLEL, "--dist=loadgroup", "--no-loadscope-reorder"),
-        long=(
-            "zoo/test_zoo.py",
-            "runs/test_exactness.py",
-            "prepare/test_resume.py",
-            "runs/test_asynchronous.py",
-            "runs/test_planned_nets.py",
-        ),
+        keep_s=500,
+        long=("zoo/test_precisions.py",),
+        first=("zoo/test_zoo.py", "runs/test_exactness.py", "prepare/test_resume.py", "runs/test_asynchronous.py"),
     ),
     Tier(
         "ray",
-        300,
+        3600,
+        keep_s=550,
         prompt=True,
-        patient=(
-            "jobs/test_*.py",
-            "lab/test_two_raylets.py",
-            "cli/test_runs.py",
-            "runtime/driver/test_publish.py",
-        ),
-        long=("jobs/test_lm.py",),
+        patient=("jobs/test_*.py", "lab/test_two_raylets.py", "cli/test_runs.py", "runtime/driver/test_publish.py"),
+        long=("jobs/test_*.py", "lab/test_two_raylets.py"),
+        first=("jobs/test_lm.py",),
     ),
-    Tier("gpu", 300, optional=True),
+    Tier("gpu", 1000, optional=True),
 )
 
 
@@ -133,11 +148,37 @@ def tier_of(path: Path, root: Path = ROOT / "tests") -> str:
 
 
 def files_of(tier: Tier, root: Path = ROOT / "tests") -> list[Path]:
-    """The tier's test files: the long ones first, else sorted."""
-    long = [path for pattern in tier.long for path in sorted(root.glob(pattern))]
-    return long + sorted(
-        {path for path in root.rglob("test_*.py") if tier_of(path, root) == (tier.of or tier.name)} - set(long)
-    )
+    """Test files of a tier: those that start first, then the others, sorted."""
+    own = {path for path in root.rglob("test_*.py") if tier_of(path, root) == (tier.of or tier.name)}
+    first = [path for pattern in tier.first for path in sorted(root.glob(pattern))]
+    return first + sorted(own - set(first))
+
+
+@functools.cache
+def long_tests(name: str) -> frozenset[str]:
+    """Ids of the tests of a tier that are long by their recorded seconds."""
+    tier = next(tier for tier in TIERS if tier.name == name)
+    files = [path for path in files_of(tier) if not all_long(path)]
+    return durations.long_of([_id(path) for path in files], durations.recorded(), tier.keep_s)
+
+
+def is_long(path: Path, test: str) -> bool:
+    """Whether the test with this id in this file is left out by ``make test``."""
+    name = tier_of(path)
+    return all_long(path) or test in long_tests(name)
+
+
+def all_long(path: Path) -> bool:
+    """Whether the tier of a file names it as long."""
+    return any(_matches(path, tier.long) for tier in TIERS if tier.name == tier_of(path))
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(path.match(f"tests/{pattern}") for pattern in patterns)
+
+
+def _id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
@@ -155,30 +196,45 @@ def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
     return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=not tier.optional or has_gpu())
 
 
-def parts_of(tier: Tier, folder: Path, must_run: bool = False) -> list[Part]:
-    """What there is to run of a tier, the patient part last; nothing where it has no tests or no machine.
+def parts_of(
+    tier: Tier, folder: Path, must_run: bool = False, long: bool = False, only: Sequence[Path] | None = None
+) -> list[Part]:
+    """Commands of a tier, those of its patient files last; empty if it has no tests or no machine.
 
     Args:
         folder: gets a report for each command of pytest (see ``_report``).
-        must_run: tests, too, may not be skipped for what this machine lacks.
+        must_run: tests may not be skipped either for what this machine lacks.
+        long: its long tests instead of the others.
+        only: those of these files.
     """
     if tier.name == "lint":
-        return [Part(tier.name, LINT)]
-    files = files_of(tier)
-    patient = [path for path in files if any(path.match(f"tests/{pattern}") for pattern in tier.patient)]
-    prompt = [path for path in files if path not in patient]
+        return [] if long else [Part(tier.name, LINT)]
+    files = [path for path in files_of(tier) if _runs(path, tier, long) and (only is None or path in only)]
     if not files or (tier.name == "gpu" and not has_gpu()):
         return []
-    options = ("-q", "--durations=8", *tier.options, *(["--must-run"] if must_run else []))
-    return [
-        Part(tier.name, (("pytest", *options, *_report(folder, tier, number), *map(str, chosen)),), beside)
-        for number, (chosen, beside) in enumerate([(prompt, tier.prompt), (patient, False)])
-        if chosen
-    ]
+    patient = [path for path in files if _matches(path, tier.patient)]
+    prompt = [path for path in files if path not in patient]
+    marks = " and ".join(filter(None, (tier.marks, "long" if long else "not long")))
+    options = ["-q", "--durations=8", *tier.options, "-m", marks]
+    options += ["--must-run"] * must_run
+    parts = []
+    for chosen, beside, number in ((prompt, tier.prompt, 0), (patient, False, 1)):
+        # Forking Ray's workers from a process with torch saves its import; long tests start them as Ray does.
+        forked = ["--forked-workers"] * (beside and not long)
+        command = ("pytest", *options, *forked, *_report(folder, tier, number), *map(str, chosen))
+        parts += [Part(tier.name, (command,), beside)] * bool(chosen)
+    return parts
+
+
+def _runs(path: Path, tier: Tier, long: bool) -> bool:
+    """Whether a file has tests to run: all of it may be long, or none of it."""
+    if all_long(path):
+        return long
+    return not long or any(test.startswith(f"{_id(path)}::") for test in long_tests(tier.name))
 
 
 def _report(folder: Path, tier: Tier, number: int) -> tuple[str, ...]:
-    """Options that let pytest say what happened in two files, which ``failures_of`` reads."""
+    """Options of pytest for the two files with its results that ``failures_of`` reads."""
     stem = f"{folder}/{tier.name}-{number}"
     return "-o", "junit_family=xunit1", f"--junitxml={stem}.xml", f"--complaints={stem}.txt"
 
@@ -188,20 +244,28 @@ def _reports(folder: Path, tier: Tier) -> list[Path]:
     return sorted({path.with_suffix(".xml") for path in folder.glob(f"{tier.name}-*")})
 
 
-def _outcome(tier: Tier, done: Sequence[Done], folder: Path) -> Outcome:
+def _outcome(tier: Tier, done: Sequence[Done], folder: Path, long: bool) -> Outcome:
     if not done:
         if tier.name == "gpu" and files_of(tier):
             return Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False)
-        return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
+        return Outcome("SKIPPED", "no tests", could_run=not (tier.optional or long))
     statuses = [status for one in done for status in one.statuses]
     if tier.name == "lint":
-        failed = [" ".join(command) for command, status in zip(LINT, statuses, strict=True) if status]
-        if failed:
-            return Outcome("FAILED", ", ".join(failed))
-        return Outcome("passed", "ruff format, ruff check, mypy, mkdocs")
-    counts = [counts_of(report) for report in _reports(folder, tier)] or [(0, 0)]
-    total, skipped = (sum(column) for column in zip(*counts, strict=True))
-    return judge(tier, max(statuses, key=abs), total - skipped, skipped)
+        commands = [" ".join(command[:2]) for one in done for command in one.part.commands]
+        failed = [command for command, status in zip(commands, statuses, strict=True) if status]
+        outcome = Outcome("FAILED" if failed else "passed", ", ".join(failed or commands))
+    else:
+        counts = [counts_of(report) for report in _reports(folder, tier)] or [(0, 0)]
+        total, skipped = (sum(column) for column in zip(*counts, strict=True))
+        outcome = judge(tier, max(statuses, key=abs), total - skipped, skipped)
+    cpu_s = sum(one.cpu_s for one in done)
+    if outcome.word == "passed" and not long and cpu_s > tier.cpu_s:
+        return Outcome(
+            "FAILED",
+            f"{outcome.reason}; {cpu_s:.0f} CPU seconds exceed its budget of {tier.cpu_s:.0f}: make its slowest tests "
+            "cheaper, or record their durations",
+        )
+    return outcome
 
 
 def _cores() -> int:
@@ -209,27 +273,29 @@ def _cores() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the asked tiers; 1 when one failed or, with --must-run, was left out; else 0."""
+    """Run the chosen tiers; 1 if one failed or, with --must-run, was left out; else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiers", nargs="*", metavar="TIER", help=", ".join(tier.name for tier in TIERS))
+    parser.add_argument("--long", action="store_true", help="the long tests, instead of the others")
     parser.add_argument("--must-run", action="store_true", help="a tier that this machine can run must run")
     parser.add_argument("--in-turn", action="store_true", help="nothing runs beside anything else")
-    asked = parser.parse_args(arguments)
-    unknown = set(asked.tiers) - {tier.name for tier in TIERS}
+    parser.add_argument("--keep", type=Path, help="folder for the junit reports")
+    options = parser.parse_args(arguments)
+    unknown = set(options.tiers) - {tier.name for tier in TIERS}
     if unknown:
         parser.error(f"no tier {min(unknown)!r}: choose from {', '.join(tier.name for tier in TIERS)}")
-    chosen = [tier for tier in TIERS if not asked.tiers or tier.name in asked.tiers]
+    chosen = [tier for tier in TIERS if not options.tiers or tier.name in options.tiers]
     rows, bad = [], False
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = [part for tier in chosen for part in parts_of(tier, folder, asked.must_run)]
-        done = carry_out(parts, 1 if asked.in_turn else min(2, _cores()))
+    with _folder(options.keep) as folder:
+        parts = [part for tier in chosen for part in parts_of(tier, folder, options.must_run, options.long)]
+        done = carry_out(parts, 1 if options.in_turn else min(2, _cores()))
         for tier in chosen:
             own = [one for one in done if one.part.tier == tier.name]
-            outcome, seconds = _outcome(tier, own, folder), seconds_of(own)
-            late = f"  (aim: {tier.aim_s:.0f} s)" if seconds > tier.aim_s else ""
-            rows.append(f"{tier.name:<8}{outcome.word:<9}{seconds:7.1f} s   {outcome.reason}{late}")
-            left_out = asked.must_run and outcome.word == "SKIPPED" and outcome.could_run
+            outcome, cpu_s = _outcome(tier, own, folder, options.long), sum(one.cpu_s for one in own)
+            rows.append(
+                f"{tier.name:<8}{outcome.word:<9}{seconds_of(own):7.1f} s {cpu_s:7.1f} CPU s   {outcome.reason}"
+            )
+            left_out = options.must_run and outcome.word == "SKIPPED" and outcome.could_run
             if left_out:
                 rows[-1] += "  <- must run on this machine"
             bad = bad or outcome.word == "FAILED" or left_out
@@ -242,6 +308,16 @@ def main(arguments: list[str]) -> int:
     print("\n".join(["", *in_words(failed), "", *rows]))
     print(f"all{seconds_of(done):21.1f} s")
     return int(bad)
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 if __name__ == "__main__":

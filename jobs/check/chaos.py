@@ -8,24 +8,24 @@
     python jobs/check/chaos.py --faults 50 --replicas 2 1               a replica of a stage at a time, without root
     python jobs/check/chaos.py --faults 12 --replicas 2 1 --shard-optimizer --kinds replica sigkill again pair driver
 
-Which kinds there are: jobs/lib/faults.py. The run is on network namespaces with a raylet each, one more than it has
-stages, and a head that stays. Every fault is printed with its step and moment, and the seed makes the same choices
-again, though not the same moments. After the last one the run is stopped, and the same number of steps is trained once
-more without any fault. The last line is JSON:
+Kinds are defined in jobs/lib/faults.py. The run is on network namespaces with a raylet each, one more than it has
+stages, and a head that stays. Every fault is printed with its step and moment; a seed repeats the choices, but not the
+moments. After the last fault the run is stopped, and the same number of steps is trained again without any fault. The
+last line is JSON:
 
-    faults, recoveries          by kind; and by where the state came from, or replayed: only the lost stage went back
-    redone_steps, seconds       steps done again; seconds of recovery, and until the run trained again, p50 and max
+    faults, recoveries          by kind; and by source of the state
+    redone_steps, seconds       replayed steps; seconds of recovery, and until the run trained again, p50 and max
     lost_steps                  steps that are not in the final metrics exactly once
-    same_losses                 losses and gradient norms of all steps are the twin's, so each sample was used once
-    regroups, joins             of replicas: how often the run went on without one, and took another one in
-    replica_pause_seconds       from the kill until those that are left begin the step anew, p50 and max
-    rollbacks                   recoveries in which all go back to an older step; with replicas there should be none,
-                                but where they share out the state of their optimizer
+    same_losses                 losses and gradient norms of all steps equal the twin's, so each sample was used once
+    regroups, joins             of replicas: number of times that the run continued without one, and added one
+    replica_pause_seconds       from the kill until the remaining replicas begin the step again, p50 and max
+    rollbacks                   recoveries in which all roll back to an older step; 0 is expected with replicas,
+                                unless they shard the state of their optimizer
     survivors_lost              stages that no fault hit and that had another process or actor afterwards
     left_behind                 actors, placement groups, CPUs in use, processes, files of shared memory
     equal                       torch.equal of all parameters
 
-Exit status 0 where all is well, 1 where not, 2 where the time limit ended it before the last fault.
+Exit status 0 if all is well, 1 if not, 2 if the time limit ended it before the last fault.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class Pause(torch.nn.Module):
         return x
 
 
-def model(pause_s: float, asked: argparse.Namespace) -> torch.nn.Module:
-    """Dropout and BatchNorm: randomness and buffers that a forward changes, which no replica may, nor 16 bits hold."""
-    coarse = dict(asked.set).get("precision") in ("bf16", "fp16")
+def model(pause_s: float, options: argparse.Namespace) -> torch.nn.Module:
+    """Make a model with randomness and changing buffers; replicas and 16 bits have LayerNorm in place of BatchNorm."""
+    coarse = dict(options.set).get("precision") in ("bf16", "fp16")
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for _ in range(4):
-        norm = torch.nn.LayerNorm(32) if asked.replicas or coarse else torch.nn.BatchNorm1d(32)
+        norm = torch.nn.LayerNorm(32) if options.replicas or coarse else torch.nn.BatchNorm1d(32)
         rest = (norm, torch.nn.Dropout(0.1), Pause(pause_s), torch.nn.Tanh())
         layers += [torch.nn.Linear(32, 32), *rest]
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
@@ -116,42 +116,42 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 
 def field(text: str) -> tuple[str, Any]:
-    """name=value, as in a run file."""
+    """Parse name=value, as in a run file."""
     name, _, value = text.partition("=")
     return name, yaml.safe_load(value)
 
 
-def trainer(folder: Path, name: str, asked: argparse.Namespace, pause_s: float) -> raypipe.PipelineTrainer:
-    """The run; its undisturbed twin has another name, no pauses and no replicas."""
+def trainer(folder: Path, name: str, options: argparse.Namespace, pause_s: float) -> raypipe.PipelineTrainer:
+    """Make the trainer of the run; its undisturbed twin has another name, no pauses and no replicas."""
     fields: dict[str, Any] = {
-        "num_stages": asked.stages, "minibatch_size": 32, "num_microbatches": 4, "partitioner": "parameters",
-        "schedule": asked.schedule, "codec_forward": asked.codec, "codec_backward": asked.codec,
+        "num_stages": options.stages, "minibatch_size": 32, "num_microbatches": 4, "partitioner": "parameters",
+        "schedule": options.schedule, "codec_forward": options.codec, "codec_backward": options.codec,
         "checkpoint_interval_steps": CHECKPOINT_STEPS, "retune_interval_steps": 0,
     }  # fmt: skip
-    if asked.replicas:
-        fields["num_lanes"] = math.lcm(*asked.replicas)
+    if options.replicas:
+        fields["num_lanes"] = math.lcm(*options.replicas)
         if name == TWINS[0]:
-            fields |= {"num_replicas": list(asked.replicas), "shard_optimizer": asked.shard_optimizer}
-    workers = sum(asked.replicas) or asked.stages
+            fields |= {"num_replicas": list(options.replicas), "shard_optimizer": options.shard_optimizer}
+    workers = sum(options.replicas) or options.stages
     return raypipe.PipelineTrainer(
-        model(pause_s, asked),
+        model(pause_s, options),
         loss_fn=functional.cross_entropy,
         optimizer=adamw,
         lr_scheduler=decay,
         train_data=data(),
-        pipeline=raypipe.PipelineConfig(**fields | dict(asked.set)),
+        pipeline=raypipe.PipelineConfig(**fields | dict(options.set)),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
     )  # fmt: skip
 
 
-def disturbed(folder: Path, lab: Hosts | None, asked: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
-    """Train, disturb, stop: what is known of the run alone, and in "checkpoint" where it ended."""
-    dice = random.Random(asked.seed)
-    deadline_s = time.monotonic() + asked.limit
+def disturbed(folder: Path, lab: Hosts | None, options: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+    """Train, disturb, stop; return figures of the run, and its last checkpoint in "checkpoint"."""
+    dice = random.Random(options.seed)
+    deadline_s = time.monotonic() + options.limit
     before, shm = ours(), shared_memory()
-    handle = trainer(folder, "disturbed", asked, STEP_S / 4).start(MOST_STEPS)
-    chaos = Faults(handle, folder / "disturbed", lab, dice, deadline_s, asked.replicas)
+    handle = trainer(folder, "disturbed", options, STEP_S / 4).start(MOST_STEPS)
+    chaos = Faults(handle, folder / "disturbed", lab, dice, deadline_s, options.replicas)
     found: dict[str, Any] = {"ended": "after the last fault"}
     try:
         while handle.status().step < FIRST_STEPS:
@@ -172,7 +172,7 @@ def disturbed(folder: Path, lab: Hosts | None, asked: argparse.Namespace, kinds:
 
 
 def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
-    """What the faults and the run's events say."""
+    """Compute figures from the faults and the run's events."""
     done = [fault for fault in chaos.done if fault.seconds]
     recoveries = events(folder, "recovery")
     seconds = [event["seconds"] for event in recoveries]
@@ -186,8 +186,7 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
         "recoveries": len(recoveries),
         "from_memory": sources["memory"],
         "from_checkpoint": sources["checkpoint"],
-        "replayed": len(recoveries) - len(back),
-        "takeovers": sum("go on" in event["reason"] for event in events(folder, "take over")),
+        "takeovers": sum("step" in event for event in events(folder, "take over")),
         "began_anew": len(events(folder, "not taken over")),
         "moves": len(events(folder, "move")),
         "redone_steps": sum(event["redone_steps"] for event in recoveries),
@@ -206,7 +205,7 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
 
 
 def left_behind(before: Any, shm: set[str], lab: Hosts | None) -> dict[str, Any]:
-    """What the run has left on the cluster and on this machine, once it has had time to go."""
+    """Find remains of the run on the cluster and on this machine, after a grace time."""
     deadline_s = time.monotonic() + GONE_S
     while (ours() != before or processes_of_runs(lab)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -222,7 +221,7 @@ def left_behind(before: Any, shm: set[str], lab: Hosts | None) -> dict[str, Any]
 
 
 def processes_of_runs(lab: Hosts | None) -> list[str]:
-    """Commands of stages, drivers and watchers that still run; Ray calls an actor dead before its process has ended."""
+    """List commands of our processes that still run; Ray lists an actor as dead before its process has ended."""
     known: set[int] = set()
     running = [c for c in survivors(os.getpid(), known, 0.0).values() if any(name in c for name in OURS)]
     if lab is not None:
@@ -231,7 +230,7 @@ def processes_of_runs(lab: Hosts | None) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Files there that no process has mapped: what is used, by other programs too, is none that was left."""
+    """Find shared memory files that no process has mapped."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -239,15 +238,15 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem.")} - used
 
 
-def compared(folder: Path, found: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """The run beside its twin, which nobody disturbs."""
-    twin = trainer(folder, "undisturbed", asked, 0.0).fit(found["steps"], local=True, progress=False)
+def compared(folder: Path, found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the run with its undisturbed twin."""
+    twin = trainer(folder, "undisturbed", options, 0.0).fit(found["steps"], local=True, progress=False)
     rows = [pq.read_table(folder / name / "metrics.parquet").sort_by("step").to_pydict() for name in TWINS]
     first, second = raypipe.load_state_dict(found.pop("checkpoint")), raypipe.load_state_dict(twin.checkpoint)
     steps = Counter(rows[0]["step"])
     return {
         "lost_steps": sum(steps[step] != 1 for step in range(found["steps"])),
-        # As text, for a step that fp16 skips has no norm that equals itself.
+        # As text, because the norm of a step that fp16 skips is NaN, which does not equal itself.
         "same_losses": all(
             str(rows[0][name]) == str(rows[1][name]) for name in ("step", "loss", "grad_norm", "samples")
         ),
@@ -257,22 +256,25 @@ def compared(folder: Path, found: dict[str, Any], asked: argparse.Namespace) -> 
 
 TWINS = ("disturbed", "undisturbed")
 NOTHING = {"equal": False, "same_losses": False, "lost_steps": 0}
-"""Of a run that has no step to compare."""
+"""Outcome of a run that has no step to compare."""
 
 
 @contextlib.contextmanager
-def cluster(asked: argparse.Namespace) -> Iterator[Hosts | None]:
-    """Ray, on hosts of its own where the kinds need them."""
+def cluster(options: argparse.Namespace) -> Iterator[Hosts | None]:
+    """Start Ray, on hosts of its own if the kinds need them."""
     quiet: dict[str, Any] = {"namespace": "raypipe", "log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as ends:
         ends.callback(ray.shutdown)
-        if set(asked.kinds) <= {*ANYWHERE, "replica"}:
+        if set(options.kinds) <= {*ANYWHERE, "replica"}:
             ray.init(
-                address="local", num_cpus=(sum(asked.replicas) or asked.stages) + 1, include_dashboard=False, **quiet
+                address="local",
+                num_cpus=(sum(options.replicas) or options.stages) + 1,
+                include_dashboard=False,
+                **quiet,
             )
             yield None
             return
-        lab = ends.enter_context(hosts((sum(asked.replicas) or asked.stages) + 1))
+        lab = ends.enter_context(hosts((sum(options.replicas) or options.stages) + 1))
         ends.callback(ray.shutdown)
         ray.init(address=lab.address, _node_ip_address=lab.address.split(":")[0], **quiet)
         yield lab
@@ -293,39 +295,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", type=field, default=[], metavar="FIELD=VALUE", help="of PipelineConfig")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no fault is waited for")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which stay there")
-    asked = parser.parse_args()
-    if asked.replicas:
-        asked.stages, asked.kinds = len(asked.replicas), asked.kinds or ["replica"]
-    if asked.kinds is None:
+    options = parser.parse_args()
+    if options.replicas:
+        options.stages, options.kinds = len(options.replicas), options.kinds or ["replica"]
+    if options.kinds is None:
         why_not = missing()
-        asked.kinds = list(ANYWHERE if why_not else KINDS[:-1])
+        options.kinds = list(ANYWHERE if why_not else KINDS[:-1])
         print(f"no hosts can be lost here: {why_not}" if why_not else "all kinds of faults", flush=True)
-    return asked
+    return options
 
 
 def main() -> int:
     """Run, disturb, compare."""
-    asked = arguments()
+    options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # networks and raylets end with this process
-    kinds = (asked.kinds * (1 + asked.faults // len(asked.kinds)))[: asked.faults]
-    random.Random(asked.seed).shuffle(kinds)
+    kinds = (options.kinds * (1 + options.faults // len(options.kinds)))[: options.faults]
+    random.Random(options.seed).shuffle(kinds)
     print(
-        f"seed {asked.seed}, {asked.faults} faults, {asked.schedule}, codec {asked.codec}, {dict(asked.set)}; "
-        f"{machine_line()}",
+        f"seed {options.seed}, {options.faults} faults, {options.schedule}, codec {options.codec}, "
+        f"{dict(options.set)}; {machine_line()}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = asked.keep or Path(name)
+        folder = options.keep or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        with cluster(asked) as lab:
-            found = disturbed(folder, lab, asked, kinds)
-        figures = {**found, **(compared(folder, found, asked) if found.get("steps") else NOTHING)}
+        with cluster(options) as lab:
+            found = disturbed(folder, lab, options, kinds)
+        figures = {**found, **(compared(folder, found, options) if found.get("steps") else NOTHING)}
     figures.pop("checkpoint", None)
-    print(json.dumps({"check": "chaos", "seed": asked.seed, "load": os.getloadavg()[0], "figures": figures}))
+    print(json.dumps({"check": "chaos", "seed": options.seed, "load": os.getloadavg()[0], "figures": figures}))
     good = figures["equal"] and figures["same_losses"] and not figures["lost_steps"] and not figures["left_behind"]
-    if not good or (asked.kinds == ["replica"] and figures["rollbacks"] and not asked.shard_optimizer):
+    if not good or (options.kinds == ["replica"] and figures["rollbacks"] and not options.shard_optimizer):
         return 1
-    return 0 if sum(figures["faults"].values()) == asked.faults else 2
+    return 0 if sum(figures["faults"].values()) == options.faults else 2
 
 
 if __name__ == "__main__":

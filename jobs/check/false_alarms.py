@@ -1,4 +1,4 @@
-"""What slows a run down without harming it: no worker may be taken for lost, and no step may be done again.
+"""Slowness without harm: no worker may be taken for lost, and no step may be done again.
 
     python jobs/check/false_alarms.py [--seconds 60] [--kinds slow stop link load]
 
@@ -10,7 +10,7 @@
 One run of two stages on two raylets in network namespaces gets one after the other, each for so many seconds; without
 root it is on one raylet, and ``link`` is left out. An alarm is any event of the table in docs/design/0039, and any
 failure, recovery or move. In the end the stages must be the processes that they were in the beginning, and parameters
-those of a run in threads, to the bit. The last line is JSON. Exit status 1 where anything is not so.
+those of a run in threads, to the bit. The last line is JSON. Exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
         self.longest_stop_s = 0.0
 
     def stages(self) -> list[int]:
-        """Their processes."""
+        """Return the processes of the stages."""
         return [stage["process"] for stage in self.handle.status().stages]
 
     def reach(self, step: int) -> None:
@@ -88,7 +88,7 @@ class Run:
         self.longest_stop_s = max(self.longest_stop_s, time.monotonic() - begin_s)
 
 
-# Each kind: for so long as the context lasts, or, where it gives something to call, as that is called again and again.
+# Each kind is a context that disturbs the run while it lasts, or yields a function that is called repeatedly.
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ KINDS: dict[str, Callable[[Run], Any]] = {"slow": slow, "stop": stop, "link": li
 
 
 def disturbed(run: Run, kind: str, seconds: float) -> list[str]:
-    """Alarms while a kind lasts, and until the run has trained on."""
+    """Disturb the run by one kind, and return the alarms until it has trained on."""
     before, first, begin_s = len(events(run.folder)), run.handle.status().step, time.monotonic()
     with KINDS[kind](run) as again:
         while time.monotonic() < begin_s + seconds:
@@ -147,7 +147,7 @@ def disturbed(run: Run, kind: str, seconds: float) -> list[str]:
 
 
 def trainer(folder: Path, slow_folder: Path, name: str, layer_s: float) -> PipelineTrainer:
-    """Of two stages, on one CPU each; nobody cuts them again."""
+    """Make a trainer of two stages, on one CPU each, without re-partitioning."""
     return trainer_of_layers(
         LAYERS, layer_s, slow_folder, folder, name, FailureConfig(max_failures=-1),
         scaling=ScalingConfig(num_workers=STAGES, resources_per_worker={"CPU": 1}),
@@ -156,7 +156,7 @@ def trainer(folder: Path, slow_folder: Path, name: str, layer_s: float) -> Pipel
 
 
 def check(folder: Path, lab: Hosts | None, kinds: list[str], seconds: float) -> dict[str, Any]:
-    """All kinds, one after the other; what was found."""
+    """Disturb a run by all kinds, one after the other, and return the figures."""
     slow_folder = folder / "slow"
     slow_folder.mkdir()
     handle = trainer(folder, slow_folder, "disturbed", LAYER_S).start(ENDLESS)
@@ -184,7 +184,7 @@ def check(folder: Path, lab: Hosts | None, kinds: list[str], seconds: float) -> 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Hosts | None]:
-    """Two nodes with a wire between them, or one; this process is connected to it."""
+    """Start two nodes with a wire between them, or one if namespaces are missing, and connect this process."""
     if reason := missing():
         print(f"on one raylet, without link: {reason}")
         with private_cluster() as home:
@@ -209,17 +209,17 @@ def connected(address: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """All kinds that can be had here."""
+    """Run all kinds that this machine allows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="false-alarms-") as made, cluster() as lab:
-        kinds = [kind for kind in asked.kinds if kind != "link" or lab is not None]
-        found = check(Path(made), lab, kinds, asked.seconds)
+        kinds = [kind for kind in options.kinds if kind != "link" or lab is not None]
+        found = check(Path(made), lab, kinds, options.seconds)
     if found["longest_stop_s"] >= STOPPED_S:
-        print(f"A stop took {found['longest_stop_s']} s on this busy machine, and is rightly told as a hang.")
+        print(f"A stop took {found['longest_stop_s']} s on this busy machine, and is rightly reported as a hang.")
     print(json.dumps({"check": "false_alarms", "figures": {"kinds": kinds, **found}}))
     return 0 if not found["alarms"] and found["same_processes"] and not found["different"] else 1
 

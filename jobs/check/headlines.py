@@ -92,7 +92,7 @@ HEADLINES: Sequence[Headline] = (
 
 
 def headline_rows(kept: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each headline: what, figures, and the record with its machine's name.
+    """Build a row for each headline: title, figures, and the record with its machine's name.
 
     Args:
         kept: records by name.

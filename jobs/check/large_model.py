@@ -33,28 +33,34 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from jobs.lib import common
-from jobs.lib.common import machine_line, table
+from jobs.lib.common import Bench, machine_line, table
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--gigabytes": {"type": float, "default": 4.2, "help": "of weights, in fp32"},
-    "--workers": {"type": int, "default": 4},
-    "--precision": {"default": "fp32"},
-    "--only": {"choices": ("train", "plan")},
-}
+BENCH = Bench(
+    "check_large_model",
+    __doc__,
+    layout={"figure": r"(\w+_(?:mb|seconds)|worker_of_share)"},
+    targets={
+        r"(client|driver)_mb": "<= 700",
+        "worker_of_share": "<= 1.15",
+        "plan_seconds": "<= 60",
+        "plan_mb": "<= 2000",
+    },
+    options={
+        "--gigabytes": {"type": float, "default": 4.2, "help": "of weights, in fp32"},
+        "--workers": {"type": int, "default": 4},
+        "--precision": {"default": "fp32"},
+        "--only": {"choices": ("train", "plan")},
+    },
+)
 LIMIT_S = 3600.0
 STEPS, SAMPLES, LENGTH, VOCABULARY = 2, 4, 16, 8192
 MOST_BYTES, MOST_SHARE = 700e6, 1.15
 MOST_PLAN_S, MOST_PLAN_BYTES = 60.0, 2e9
-LAYOUT: dict[str, str] = {"figure": r"(\w+_(?:mb|seconds)|worker_of_share)"}
-TARGETS: dict[str, str] = {
-    r"(client|driver)_mb": "<= 700", "worker_of_share": "<= 1.15", "plan_seconds": "<= 60", "plan_mb": "<= 2000",
-}  # fmt: skip
 
 
 @dataclass
 class Llama:
-    """Builds a Llama; what stands for it before it is built travels."""
+    """Builds a Llama; the unbuilt configuration is sent to workers."""
 
     layers: int
     width: int = 2048
@@ -74,7 +80,7 @@ class Llama:
 
 
 def llama_of(gigabytes: float) -> Llama:
-    """With as many layers as make so much of it; a small one for less than one layer."""
+    """Choose as many layers as make ``gigabytes``; a small model for less than one layer."""
     one = Llama(1)
     layer_bytes = 4 * (4 * one.width**2 + 3 * one.width * (one.width * 11 // 4))
     table_bytes = 2 * 4 * VOCABULARY * one.width
@@ -94,7 +100,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def high_water_bytes(process: int | str = "self") -> int:
-    """Most that was resident of a process so far; 0 of one that is gone."""
+    """Read the peak resident bytes of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -166,12 +172,12 @@ def _shared_bytes(process: int) -> int:
 
 
 def make_shards(folder: Path, llama: Llama) -> dict[str, Any]:
-    """Random weights of this model, a file for about every 250 MB, and their index."""
+    """Write random weights of this model, a file for about every 250 MB, and their index."""
     from safetensors.torch import save_file
 
-    from raypipe.engine.initial.building import built_without_weights
+    from raypipe.engine.initial.meta_init import build_on_meta
 
-    model, _ = built_without_weights(llama, 0)
+    model, _ = build_on_meta(llama, 0)
     generator = torch.Generator().manual_seed(2)
     files: dict[str, list[str]] = {}
     held: dict[str, torch.Tensor] = {}
@@ -193,7 +199,7 @@ def make_shards(folder: Path, llama: Llama) -> dict[str, Any]:
 
 
 def train(folder: Path, llama: Llama, workers: int, precision: str) -> dict[str, Any]:
-    """Two steps from these shards, and what every process needed."""
+    """Train two steps from these shards, and return the memory of every process."""
     import raypipe
 
     notes = folder / f"notes-{time.time_ns()}"
@@ -232,7 +238,7 @@ def train(folder: Path, llama: Llama, workers: int, precision: str) -> dict[str,
 
 
 def plan() -> dict[str, Any]:
-    """Llama-2-7B, planned from its shapes."""
+    """Plan Llama-2-7B from its shapes."""
     import transformers
 
     import raypipe
@@ -255,7 +261,7 @@ def plan() -> dict[str, Any]:
 
 
 def in_process(*words: str) -> dict[str, Any]:
-    """A part of this script in a process of its own."""
+    """Run a part of this script in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--one", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S, check=True, text=True, env=environment)
@@ -264,7 +270,7 @@ def in_process(*words: str) -> dict[str, Any]:
 
 
 def one(words: list[str]) -> dict[str, Any]:
-    """What a process of its own does."""
+    """Run one part in this process."""
     part, rest = words[0], words[1:]
     if part == "plan":
         return plan()
@@ -276,7 +282,7 @@ def one(words: list[str]) -> dict[str, Any]:
 
 
 def trained(asked: Any, raw: dict[str, Any]) -> dict[str, float]:
-    """The figures of memory, printed."""
+    """Train, print the memory figures and return them."""
     workers, gigabytes = asked.workers, 0.001 if asked.quick else asked.gigabytes
     with tempfile.TemporaryDirectory(prefix="large-model-") as name:
         for title, size in (("small", 0.001), ("large", gigabytes)):
@@ -302,24 +308,24 @@ def trained(asked: Any, raw: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    """1 where a limit was passed."""
+    """Return exit status 1 if a limit is exceeded."""
     if len(sys.argv) > 2 and sys.argv[1] == "--one":
         print(json.dumps(one(sys.argv[2:])))
         return 0
-    asked = common.arguments(__doc__, options=OPTIONS)
-    raw: dict[str, Any] = {}
-    figures: dict[str, float] = {}
-    if asked.only != "plan":
-        figures |= trained(asked, raw)
-    if asked.only != "train":
-        found = raw["plan"] = in_process("plan")
-        print(f"\n{found['plan']}\nLlama-2-7B planned in {found['seconds']:.1f} s, {found['bytes'] / 1e6:.0f} MB")
-        figures |= {"plan_seconds": found["seconds"], "plan_mb": found["bytes"] / 1e6}
+    run = BENCH.begin()
+    if run.options.only != "plan":
+        run.figures |= trained(run.options, run.raw)
+    if run.options.only != "train":
+        planned = run.raw["plan"] = in_process("plan")
+        print(f"\n{planned['plan']}\nLlama-2-7B planned in {planned['seconds']:.1f} s, {planned['bytes'] / 1e6:.0f} MB")
+        run.figures |= {"plan_seconds": planned["seconds"], "plan_mb": planned["bytes"] / 1e6}
     most = {"client_mb": MOST_BYTES / 1e6, "driver_mb": MOST_BYTES / 1e6, "worker_of_share": MOST_SHARE,
             "plan_seconds": MOST_PLAN_S, "plan_mb": MOST_PLAN_BYTES / 1e6}  # fmt: skip
-    missed = [name for name, value in figures.items() if value > most[name]]
-    print("\n".join(f"{name} is {figures[name]:.4g}, above {most[name]:g}" for name in missed) or "no limit was passed")
-    common.finish("check_large_model", figures, raw, asked, missed=missed)
+    missed = [name for name, value in run.figures.items() if value > most[name]]
+    print(
+        "\n".join(f"{name} is {run.figures[name]:.4g}, above {most[name]:g}" for name in missed) or "within all limits"
+    )
+    run.end(missed=missed)
     return 1 if missed else 0
 
 

@@ -1,8 +1,8 @@
-"""A newcomer's path from the README to a fine-tuned model, each step carried out and told with what it gave.
+"""A newcomer's path from the README to a fine-tuned model, each step carried out and printed with its result.
 
     python jobs/check/newcomer.py                    on a cluster of its own on this machine
     python jobs/check/newcomer.py --clone            in a clean clone, beginning with its `make train`
-    python jobs/check/newcomer.py --only report hf   some steps; those that they need are done too
+    python jobs/check/newcomer.py --only report hf   some steps, and the steps that they need
     python jobs/check/newcomer.py --pictures DIR     draws the boards in both themes, with matplotlib
 
 train      README's command: a small language model on two stages
@@ -13,7 +13,7 @@ boards     `raypipe dashboards install`; a real Prometheus scrapes the job: ever
            has an answer, and no alert fires
 hf         a model of Hugging Face, made here, trained by LoRA on two stages; loaded again it gives equal logits
 
-Needs prometheus and chromium. The exit status is 1 where a step fails.
+Needs prometheus and chromium. The exit status is 1 if a step fails.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Newcomer:
-    """Where the newcomer is: folders, the cluster, and Prometheus.
+    """Place of the newcomer: folders, the cluster, and Prometheus.
 
     Attributes:
-        source: of the repository.
+        source: folder of the repository.
         folder: for everything that is written.
         python: that has raypipe.
-        home: of the cluster; None before it is needed.
+        home: home of the cluster; None before it is needed.
         prometheus: its address.
         begun_s: when the job was submitted, Unix seconds; 0 before that.
-        pictures: folder for pictures of the boards; None for none.
+        pictures: folder for pictures of the boards; None draws none.
     """
 
     source: Path
@@ -70,14 +70,14 @@ class Newcomer:
 
     @property
     def run(self) -> Path:
-        """Of README's command."""
+        """Train with README's command."""
         return self.folder / "runs" / "first"
 
     def call(self, *command: str, cluster: bool = False) -> str:
-        """What a command says; its end tells why it failed.
+        """Return the output of a command.
 
         Raises:
-            RuntimeError: it did.
+            RuntimeError: the command failed; the error has the end of its output.
         """
         environment = {**os.environ, "PYTHONPATH": str(self.source), "HF_HUB_OFFLINE": "1"}
         if cluster:
@@ -110,7 +110,7 @@ def report(at: Newcomer) -> str:
         pictures = page.locator("svg.rp").count()
     if complaints or not told:
         raise RuntimeError(f"the report complains: {complaints}")
-    return f"{pictures} pictures, an empty console; a click says: {told.splitlines()[0]}"
+    return f"{pictures} pictures, an empty console; a click shows: {told.splitlines()[0]}"
 
 
 def job(at: Newcomer) -> str:
@@ -118,7 +118,7 @@ def job(at: Newcomer) -> str:
     command = [RAY, "job", "submit", "--working-dir", ".", "--", at.python, *TRAIN, *_folders(at, "submitted")]
     said = at.call(*command, "--steps", "200", cluster=True)
     if "held-out loss of this model" not in said:
-        raise RuntimeError(f"the job says nothing of its loss: {said[-800:]}")
+        raise RuntimeError(f"the job printed no loss: {said[-800:]}")
     return f"SUCCEEDED, {len(list((at.folder / 'runs/submitted/checkpoints').iterdir()))} checkpoint in its folder"
 
 
@@ -156,7 +156,7 @@ def boards(at: Newcomer) -> str:
 
 
 def alerts(at: Newcomer, end_s: float) -> list[str]:
-    """What is wrong with the alerts: not evaluated, nothing to measure though the run trained, or a false alarm."""
+    """List faults of the alerts: not evaluated, nothing to measure though the run trained, or a false alarm."""
     rules, wrong = rules_of(at.prometheus), []
     span = {"start": at.begun_s, "end": end_s, "step": step_between(at.begun_s, end_s)}
     for alert in ALERTS:
@@ -192,7 +192,7 @@ def _folders(at: Newcomer, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def cluster(at: Newcomer, folder: Path) -> Iterator[None]:
-    """A head with a token, and a Prometheus that was told by `raypipe dashboards install` where it is."""
+    """Start a head with a token, and a Prometheus that `raypipe dashboards install` has configured."""
     program = shutil.which("prometheus")
     if program is None:
         raise RuntimeError("there is no prometheus on this machine: apt-get install prometheus")
@@ -227,13 +227,13 @@ def _scrapes(prometheus: str) -> bool:
 
 
 def clone(folder: Path) -> Path:
-    """A clean clone of what is committed."""
+    """Clone the committed state."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True, timeout=LIMIT_S)
     return folder
 
 
 def main() -> int:
-    """1 where a step fails."""
+    """Return exit status 1 if a step fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clone", action="store_true", help="in a clean clone with an environment of its own")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))

@@ -1,12 +1,12 @@
 """Pages of the records: docs/results/<topic>.md, the table of benchmarks in jobs/README.md, and that of README.md.
 
-    python jobs/check/results.py            writes them anew
-    python jobs/check/results.py --check    changes nothing; the exit status is 1 where a page would change
+    python jobs/check/results.py            writes them again
+    python jobs/check/results.py --check    changes nothing; the exit status is 1 if a page would change
 
 A page shows the figures of the newest run, those that only older runs have, the targets, a line of history per run, and
-notes of runs whose figures are not shown. The benchmark itself says how figures become a table and what is wanted of
-them: LAYOUT (title of a column -> pattern of figures, whose group is the row), TARGETS (pattern -> "<= 1.03",
-">= 1.25" or "0.95 to 1.05"), and COMPUTED, a pattern of the commands whose figures nothing was run for.
+notes of runs whose figures are not shown. Tables and targets follow from ``layout`` and ``targets`` of the benchmark's
+``Bench`` (jobs/lib/common.py) or of the record of a study, whose ``computed`` is a pattern of commands that computed
+figures without a run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ FIRST_PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- begin: made by python jobs/check/results.py -->", "<!-- end -->"
 MADE = "<!-- made by python jobs/check/results.py from {name}.json: do not edit -->"
 NONE = "--"
-SAID: dict[str, Any] = {"LAYOUT": {}, "TARGETS": {}, "COMPUTED": ""}
-"""What a benchmark's source may say, and what holds where it does not."""
+STUDIES = (
+    "Studies are finished: their records stay, and their code is at the tag `studies-0.1`, commit ebff0cef "
+    "(`git worktree add ../studies studies-0.1`)."
+)
 
 
 class Benchmark(NamedTuple):
-    """What a benchmark's source says of itself.
+    """Description of a benchmark, from its source or, if it is a finished study, from its record.
 
     Attributes:
         topic: its folder in jobs/bench, or its file in jobs/check.
         measures: the first sentence of its docstring.
         layout, targets, computed: see the module.
+        code: tag at which a study's code is; empty if the code is in the tree.
     """
 
     topic: str
@@ -48,42 +51,43 @@ class Benchmark(NamedTuple):
     layout: dict[str, str]
     targets: dict[str, str]
     computed: str = ""
+    code: str = ""
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """All that leave records, by topic. Their sources are read and not imported, so that this needs no torch."""
+    """Find benchmarks and studies by topic. Sources are parsed and not imported, so torch is not needed."""
     found = {}
     for path in [*ROOT.glob("jobs/bench/*/bench.py"), *(ROOT / "jobs" / "check").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        said = {name: value for name, value in map(_assigned, tree.body) if name in SAID}
-        bench = path.name == "bench.py"
-        if not bench and not said:
+        if (literals := _bench_literals(tree)) is None:
             continue
+        bench = path.name == "bench.py"
         topic = path.parent.name if bench else path.stem
         command = f"python {(path.parent if bench else path).relative_to(ROOT)}"
         measures = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
-        layout, targets, computed = (said.get(name, default) for name, default in SAID.items())
-        found[topic] = Benchmark(topic, command, measures, layout, targets, computed)
+        found[topic] = Benchmark(topic, command, measures, literals.get("layout", {}), literals.get("targets", {}))
+    for path in records.FOLDER.glob("*.json"):
+        if study := records.read(path).get("study"):
+            topic = path.stem.partition("-")[0]
+            found[topic] = Benchmark(topic, **study)
     return dict(sorted(found.items()))
 
 
-def _assigned(statement: ast.stmt) -> tuple[str, Any]:
-    """A module's name and its value, where that is one of those looked for, which are literals."""
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-        target, value = statement.target, statement.value
-    elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-        target, value = statement.targets[0], statement.value
-    else:
-        return "", None
-    wanted = target.id in SAID and value is not None
-    return target.id, ast.literal_eval(value) if wanted and value is not None else None
+def _bench_literals(tree: ast.Module) -> dict[str, Any] | None:
+    """Read layout and targets of ``BENCH = Bench(...)``; None if a module has no benchmark."""
+    calls = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    for call in calls:
+        if ast.unparse(call.func) == "Bench":
+            known = {each.arg: each.value for each in call.keywords if each.arg in ("layout", "targets")}
+            return {str(name): ast.literal_eval(value) for name, value in known.items()}
+    return None
 
 
 # Targets.
 
 
 def met(bound: str, value: float) -> bool:
-    """Whether a figure keeps to "<= 1.03", ">= 1.25" or "0.95 to 1.05"."""
+    """Return True if a figure keeps to "<= 1.03", ">= 1.25" or "0.95 to 1.05"."""
     words = bound.split()
     if len(words) == 3 and words[1] == "to":
         return float(words[0]) <= value <= float(words[2])
@@ -93,12 +97,12 @@ def met(bound: str, value: float) -> bool:
 
 
 def matching(pattern: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures that a pattern names whole."""
+    """Return the figures whose whole name matches a pattern."""
     return {name: value for name, value in figures.items() if re.fullmatch(pattern, name)}
 
 
 def missed(targets: Mapping[str, str], name: str, value: float) -> bool:
-    """Whether a figure misses a target that it has."""
+    """Return True if a figure misses one of its targets."""
     return any(re.fullmatch(pattern, name) and not met(bound, value) for pattern, bound in targets.items())
 
 
@@ -115,7 +119,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def figure_tables(figures: Mapping[str, float], benchmark: Benchmark) -> str:
-    """One table of what the layout knows, a row for each case, and one of the rest; bold misses its target."""
+    """Format a table with a row for each case of the layout, and one of the rest; bold figures miss targets."""
 
     def cell(name: str) -> str:
         shown = number(figures[name])
@@ -138,7 +142,7 @@ def figure_tables(figures: Mapping[str, float], benchmark: Benchmark) -> str:
 
 
 def target_table(figures: Mapping[str, float], targets: Mapping[str, str]) -> str:
-    """What is wanted, of how many figures, and how many reach it."""
+    """Format the table of targets: their figures, and how many reach them."""
     rows = []
     for pattern, bound in targets.items():
         found = matching(pattern, figures)
@@ -149,7 +153,7 @@ def target_table(figures: Mapping[str, float], targets: Mapping[str, str]) -> st
 
 
 def plain(pattern: str) -> str:
-    """A pattern as people write it, with a star for what varies, for a cell of a table."""
+    """Format a pattern for a cell of a table, with a star for the variable part."""
     shown = pattern.replace("(_emulated)?", "")
     shown = re.sub(r"(\\[dw]|\[[^]]+\])\+?", "*", shown)
     return f"`{shown}`".replace("|", "\\|")
@@ -163,7 +167,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def told(run: Mapping[str, Any]) -> str:
-    """One line: when, on what, and at which commit a run was."""
+    """Describe a run in one line: date, machine, commit."""
     found = [_day(run), hardware(run), load(run)]
     found += [run["command"]] if run["source"] is None else [f"copied from {run['source']}, without raw trials"]
     found += [f"commit {revision(run)}"] if run["commit"] else []
@@ -191,7 +195,7 @@ def revision(run: Mapping[str, Any]) -> str:
 
 
 def history(runs: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> str:
-    """A line per run: ranges of what has a target or, where nothing has, of the layout's columns."""
+    """Format a line per run: ranges of figures with targets or, without any, of the layout's columns."""
     wanted = {plain(pattern): pattern for pattern in benchmark.targets}
     rows = []
     for run in runs:
@@ -211,8 +215,9 @@ def history(runs: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> str:
 
 
 def page(name: str, record: Mapping[str, Any], benchmark: Benchmark) -> str:
-    """docs/results/<name>.md."""
-    parts = [MADE.format(name=name), f"# {record['bench']}", benchmark.measures, f"`{record['runs'][0]['command']}`"]
+    """Write docs/results/<name>.md."""
+    command = f"`{record['runs'][0]['command']}`" + (f" at the tag `{benchmark.code}`" if benchmark.code else "")
+    parts = [MADE.format(name=name), f"# {record['bench']}", benchmark.measures, command]
     newest: dict[str, float] = {}
     notes = []
     for place, run in enumerate(record["runs"]):
@@ -232,8 +237,8 @@ def page(name: str, record: Mapping[str, Any], benchmark: Benchmark) -> str:
 
 
 def index(found: Mapping[str, Benchmark], kept: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of jobs/README.md: a line for each benchmark and for each way of measuring that has a record."""
-    rows = []
+    """Format the tables of jobs/README.md: a line per benchmark and variant with a record, and per study."""
+    rows, studies = [], []
     for topic, benchmark in found.items():
         for name in [topic, *(name for name in kept if name.startswith(f"{topic}-"))]:
             run = kept[name]["runs"][0] if name in kept else None
@@ -241,12 +246,17 @@ def index(found: Mapping[str, Benchmark], kept: Mapping[str, Mapping[str, Any]])
             results = f"[{name}](../docs/results/{name}.md)" if run else NONE
             command = run["command"] if run and run["source"] is None else benchmark.command
             command += " --" + name.removeprefix(f"{topic}-") if name != topic and "--" not in command else ""
-            rows.append([topic, benchmark.measures.replace("|", "\\|"), f"`{command}`", seconds, results])
-    return markdown(["topic", "what it measures", "command", "seconds", "results"], rows)
+            measures = benchmark.measures.replace("|", "\\|")
+            if benchmark.code:
+                studies.append([measures, f"`{command}` at `{benchmark.code}`", results])
+            else:
+                rows.append([topic, measures, f"`{command}`", seconds, results])
+    benches = markdown(["topic", "what it measures", "command", "seconds", "results"], rows)
+    return f"{benches}\n\n{STUDIES}\n\n{markdown(['what it measured', 'command', 'results'], studies)}"
 
 
 def pages() -> dict[Path, str]:
-    """Every page as it is to be."""
+    """Build the contents of every page."""
     found = benchmarks()
     kept = {path.stem: records.read(path) for path in sorted(records.FOLDER.glob("*.json"))}
     texts = {
@@ -260,14 +270,18 @@ def pages() -> dict[Path, str]:
     return texts
 
 
+BY_HAND = "decisions.md"
+"""Page of measurements that came from decision records: no record makes it."""
+
+
 def main() -> int:
-    """1 where --check finds a page that is not as it would be written."""
+    """Write the pages; return 1 if --check finds an outdated page."""
     check = sys.argv[1:] == ["--check"]
     if sys.argv[1:] and not check:
         raise SystemExit(__doc__)
     texts = pages()
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    stale += sorted(set(records.FOLDER.glob("*.md")) - set(texts))
+    stale += sorted(set(records.FOLDER.glob("*.md")) - set(texts) - {records.FOLDER / BY_HAND})
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is not what the records make' if check else 'written'}")
         if check:

@@ -1,15 +1,15 @@
-"""Whether a long run stays as small as it is after its first steps: memory, descriptors and threads of every process.
+"""Growth of a long run after its first steps: memory, descriptors and threads of every process.
 
     python jobs/check/soak.py                        100,000 steps in threads, and as many on Ray
     python jobs/check/soak.py --steps 10000 --where ray
     python jobs/check/soak.py --folder FOLDER        each of the two is kept there when it has ended
     python jobs/check/soak.py --where threads --trace      and which lines allocated what is left
 
-A tiny model is trained in two stages with checkpoints on the way, and says how far it is; on two processors 100,000
-steps take half an hour in threads, and on Ray as long again. Processes are looked at after 1,000 steps, and at nineteen
-moments after that. The exit status is 1 where one of these looks shows more than 5 MiB above the first, or the last
-ones more descriptors or threads than the first ones (jobs/lib/growth.py). The last line is JSON: whether all stayed
-flat, MiB per 10,000 steps by process (the median slope), and every look.
+A tiny model is trained in two stages with checkpoints, and prints its progress; on two processors 100,000 steps take
+half an hour in threads, and on Ray as long again. Processes are sampled after 1,000 steps, and nineteen times after
+that. The exit status is 1 if one of these samples is more than 5 MiB above the first, or if the last ones have more
+descriptors or threads than the first ones (jobs/lib/growth.py). The last line is JSON: true if all stayed flat, MiB per
+10,000 steps by process (the median slope), and every sample.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def adam(named: Any) -> torch.optim.Optimizer:
 
 
 def trainer(folder: str) -> raypipe.PipelineTrainer:
-    """Two stages of a few hundred parameters."""
+    """Make a trainer of two stages with a few hundred parameters."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 2))
     rows = [(torch.randn(8), torch.tensor(i % 2)) for i in range(64)]
@@ -93,7 +93,7 @@ def _children(process: int) -> list[int]:
 
 
 def soak(steps: int, *, local: bool, trace: bool) -> list[tuple[int, dict[str, Look]]]:
-    """Train so many steps and a few more; (step, what the processes were) at each moment."""
+    """Train ``steps`` steps and a few more; return (step, samples of the processes) at each moment."""
     found: list[tuple[int, dict[str, Look]]] = []
     with tempfile.TemporaryDirectory() as folder:
         handle = trainer(folder).start(num_steps=100 * steps, local=local)
@@ -142,12 +142,12 @@ def wait_for(handle: raypipe.RunHandle, step: int) -> int:
 
 
 def grown(found: list[tuple[int, dict[str, Look]]]) -> dict[str, Growth]:
-    """By process, over all looks."""
+    """Compute growth by process, over all looks."""
     return {name: growth_of([(step, looks[name]) for step, looks in found]) for name in found[0][1]}
 
 
 def per_10000_steps(growth: Growth) -> float:
-    """MiB."""
+    """Convert the slope of a growth to MiB per 10,000 steps."""
     return growth.slope_bytes * SLOPE_STEPS / 2**20
 
 
@@ -176,19 +176,21 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what was allocated and is left, of this process")
     for name, known in OPTION.items():
         parser.add_argument(name, **known)
-    asked = parser.parse_args()
-    if asked.trace and asked.folder is not None:
+    options = parser.parse_args()
+    if options.trace and options.folder is not None:
         parser.error(
             "--trace shows what it finds while it trains, and nothing of a part that is kept: leave --folder out"
         )
-    if asked.steps < FIRST + LOOKS:
-        parser.error(f"--steps {asked.steps}: the first look is at step {FIRST}, and {LOOKS - 1} follow")
-    kinds = {"threads": [True], "ray": [False], "both": [True, False]}[asked.where]
-    kept = KeptCells(asked.folder)
+    if options.steps < FIRST + LOOKS:
+        parser.error(f"--steps {options.steps}: the first look is at step {FIRST}, and {LOOKS - 1} follow")
+    kinds = {"threads": [True], "ray": [False], "both": [True, False]}[options.where]
+    kept = KeptCells(options.folder)
     figures: dict[str, Any] = {"flat": True, "mib_per_10000_steps": {}, "most_mib": {}, "looks": {}}
     for local in kinds:
         where = "threads" if local else "Ray"
-        told = kept.measured(where, {"steps": asked.steps}, partial(soak, asked.steps, local=local, trace=asked.trace))
+        told = kept.measured(
+            where, {"steps": options.steps}, partial(soak, options.steps, local=local, trace=options.trace)
+        )
         found = [(step, {name: Look(*look) for name, look in looks.items()}) for step, looks in told]
         growths = grown(found)
         show(where, found, growths)

@@ -4,16 +4,16 @@
     python jobs/check/strangers.py --strangers 600 --kills 1        a quick one
 
 Garbage, silence, wrong secrets and replayed handshakes. A stage accepts connections only while links are opened; else
-up to 129 wait in the system's queue, and whoever comes after them finds it full. So only those count whose connection
-was accepted, and links are opened anew in the middle of the crowd until there are as many as were asked for:
+up to 129 wait in the system's queue, and later ones find it full. So only accepted connections count, and links are
+opened again and again among the strangers until the requested number of them has connected:
 
-    alone     the run is resized to the stages that it has, again and again, while nobody comes
-    crowd     the same among strangers, until so many have connected; the same processes all the time
-    kills     stages are killed among them, each when the run has done some steps behind the one before
+    alone     the run is resized to its present number of stages, repeatedly, without strangers
+    crowd     the same among strangers, until enough have connected; the processes stay the same
+    kills     stages are killed among them, each when the run has done some steps after the last recovery
 
-The exit status is 0 where so many connected, no step was lost, parameters are those of an undisturbed run, and no stage
-grew by the crowd: no look at it shows more than 5 MiB above the first, apart from what as many resizes add alone, nor
-do the last ones more descriptors or threads than the first (jobs/lib/growth.py). The last line is JSON.
+The exit status is 0 if enough connected, no step was lost, parameters equal those of an undisturbed run, and no stage
+grew by the crowd: no sample is more than 5 MiB above the first, apart from the growth of as many resizes alone, and the
+last ones have no more descriptors or threads than the first (jobs/lib/growth.py). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jobs.lib.growth import Growth, Look, growth_of
 from jobs.lib.machine import machine_line
 from jobs.lib.strangers import Strangers
 from raypipe.engine.setup import RunSetup
-from raypipe.runtime.links.handshake import Hello, run_digest
+from raypipe.runtime.transport.handshake import Hello, run_digest
 
 STAGES = 2
 FIRST_STEPS = 50
@@ -54,9 +54,9 @@ WARM = 3
 """Resizes before the first look: copies of the state under several plans, and what is imported for the first one."""
 ALONE = 10
 TOLD_EVERY = 5
-"""Looks."""
+"""Looks between two printed lines."""
 STEPS_BETWEEN = 50
-"""Behind a kill. A worker and the one that holds its copy, lost in one moment, are another story (chaos.py)."""
+"""Steps after a kill. The loss of a worker together with the holder of its copy is tested by chaos.py."""
 AT_ONCE = 20
 
 
@@ -84,7 +84,7 @@ class Pause(torch.nn.Module):
 
 
 def trainer(folder: Path, name: str, ports: tuple[int, int], pause_s: float) -> Overheard:
-    """The run; its undisturbed twin has another name, and no pauses."""
+    """Make the trainer of the run; its undisturbed twin has another name, and no pauses."""
     torch.manual_seed(0)
     made = torch.Generator().manual_seed(1)
     layers = [torch.nn.Linear(32, 32), Pause(pause_s), torch.nn.Dropout(0.1), torch.nn.Tanh()]
@@ -104,24 +104,24 @@ def trainer(folder: Path, name: str, ports: tuple[int, int], pause_s: float) -> 
 
 
 class Crowd:
-    """Strangers who come without an end, in a thread, while links are opened anew."""
+    """Strangers that connect without end, in a thread, while links are opened again and again."""
 
     def __init__(
-        self, handle: raypipe.RunHandle, strangers: Strangers, asked: argparse.Namespace, folder: Path
+        self, handle: raypipe.RunHandle, strangers: Strangers, options: argparse.Namespace, folder: Path
     ) -> None:
-        self._handle, self._strangers, self._asked, self._folder = handle, strangers, asked, folder
-        self._dice = random.Random(asked.seed)
+        self._handle, self._strangers, self._asked, self._folder = handle, strangers, options, folder
+        self._dice = random.Random(options.seed)
         self._over = threading.Event()
         self.resizes = self.step = 0
 
     def alone(self) -> dict[str, Growth]:
-        """How stages grow while nobody comes; the first resizes are not looked at."""
+        """Measure growth of the stages without strangers; the first resizes are not counted."""
         for _ in range(WARM):
             self._open_links_anew()
         return self._grown(lambda count: count < ALONE)
 
     def crowd(self) -> dict[str, Growth]:
-        """How they grow until enough strangers have connected, or the time is over."""
+        """Measure growth until enough strangers have connected, or the time is over."""
         deadline_s = time.monotonic() + self._asked.limit_s
         return self._grown(
             lambda count: (
@@ -144,7 +144,7 @@ class Crowd:
             self._strangers.visit(AT_ONCE)
 
     def _grown(self, goes_on: Callable[[int], bool]) -> dict[str, Growth]:
-        """By stage, over looks between resizes."""
+        """Compute growth by stage, over looks between resizes."""
         processes = {f"stage {at}": one["process"] for at, one in enumerate(self._handle.status().stages)}
         looks = [{name: Look.at(process) for name, process in processes.items()}]
         while goes_on(len(looks) - 1):
@@ -183,7 +183,7 @@ class Crowd:
 
 
 def flat(alone: Growth, crowd: Growth, resizes: int) -> bool:
-    """Whether a stage did not grow by the crowd: what so many resizes add by themselves is not counted.
+    """Return True if a stage did not grow by the crowd; growth by resizes alone is subtracted.
 
     Args:
         alone, crowd: by resizes.
@@ -201,9 +201,9 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=900.0, help="for so many of them to come")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--low-port", type=int, default=27_000, help="the first of ten ports for the links")
-    asked = parser.parse_args()
-    ports = (asked.low_port, asked.low_port + 9)
-    print(f"seed {asked.seed}, {asked.strangers} strangers, {asked.kills} kills; {machine_line()}", flush=True)
+    options = parser.parse_args()
+    ports = (options.low_port, options.low_port + 9)
+    print(f"seed {options.seed}, {options.strangers} strangers, {options.kills} kills; {machine_line()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="strangers-") as name:
         folder = Path(name)
         made = trainer(folder, "disturbed", ports, PAUSE_S)
@@ -217,8 +217,8 @@ def main() -> int:
             run, host = run_digest(made.setup.run_id), ray.util.get_node_ip_address()
             hellos = [Hello(run, links, me, 1 - me, 4) for links in range(100) for me in (0, 1)]
             places = [(host, port) for port in range(ports[0], ports[0] + STAGES)]
-            strangers = Strangers(places, hellos, made.setup.secret, asked.seed)
-            crowd = Crowd(handle, strangers, asked, folder / "disturbed")
+            strangers = Strangers(places, hellos, made.setup.secret, options.seed)
+            crowd = Crowd(handle, strangers, options, folder / "disturbed")
             growth = {"alone": crowd.alone()}
             print(f"alone: {growth['alone']}", flush=True)
             with crowd:
@@ -226,7 +226,7 @@ def main() -> int:
                 growth["crowd"] = crowd.crowd()
                 in_crowd = crowd.resizes - before
                 print(f"{strangers.connected} connected, {crowd.resizes} resizes: {growth['crowd']}", flush=True)
-                for _ in range(asked.kills):
+                for _ in range(options.kills):
                     crowd.kill()
             handle.stop()
             result = handle.wait(timeout_s=WAIT_S)
@@ -238,7 +238,7 @@ def main() -> int:
         figures = {
             "tried": dict(strangers.tried),
             "connected": strangers.connected,
-            "enough": strangers.connected >= asked.strangers,
+            "enough": strangers.connected >= options.strangers,
             "resizes": crowd.resizes,
             "steps": steps,
             "lost_steps": max(steps, crowd.step) - len(set(result.metrics_dataframe["step"])),
@@ -247,7 +247,7 @@ def main() -> int:
             "flat": all(flat(growth["alone"][name], grown, in_crowd) for name, grown in growth["crowd"].items()),
             "equal": one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one),
         }
-    print(json.dumps({"check": "strangers", "seed": asked.seed, "figures": figures}))
+    print(json.dumps({"check": "strangers", "seed": options.seed, "figures": figures}))
     good = figures["enough"] and figures["flat"] and figures["equal"] and not figures["lost_steps"]
     return 0 if good else 1
 

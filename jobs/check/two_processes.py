@@ -1,17 +1,18 @@
 """Two stages as two processes on one device, beside one process there: the same bits.
 
     python jobs/check/two_processes.py                two Ray actors, each with half of one GPU
-    python jobs/check/two_processes.py --device cpu   on the processor, where no GPU is
+    python jobs/check/two_processes.py --device cpu   on the processor, without a GPU
 
 A small GPT trains for a few steps: as one stage and as two in threads of this process, and as two in actors, whose
 messages go over sockets. Losses and parameters are compared to the bit. One stage trains twice, for where a device's
-kernels round otherwise from run to run there is nothing to compare, and the figures say so.
+kernels round otherwise from run to run there is nothing to compare, as the figures show.
 
-The exit status is 1 where two processes differ from one.
+The exit status is 1 if two processes differ from one.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,10 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
 import raypipe
-from jobs.lib.common import arguments, final_line, machine_line
+from jobs.lib.common import final_line, machine_line
 from jobs.lib.on_device import gpt, pipeline, texts, trainer_of
-from raypipe.engine.cuda_device import CudaDevice, why_not
-from raypipe.engine.device import CPU, Device
+from raypipe.engine.device.cuda_device import CudaDevice, why_not
+from raypipe.engine.device.device import CPU, Device
 
 STEPS, CONTEXT, WIDTH, DEPTH, MINIBATCH = 4, 64, 64, 4, 8
 CONFIG: dict[str, Any] = {
@@ -36,14 +37,14 @@ CONFIG: dict[str, Any] = {
 
 
 class Trained(NamedTuple):
-    """What a run came to: losses of its steps, parameters by name in host memory."""
+    """Result of a run: losses of its steps, parameters by name in host memory."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
 
 
 def in_threads(stages: int, device_of: Callable[[], Device], precision: str) -> Trained:
-    """All stages in this process, on one device."""
+    """Train with all stages in this process, on one device."""
     data = texts(STEPS * MINIBATCH, CONTEXT)
     config = {**CONFIG, "num_stages": stages, "precision": precision}
     with tempfile.TemporaryDirectory() as name:
@@ -55,7 +56,7 @@ def in_threads(stages: int, device_of: Callable[[], Device], precision: str) -> 
 
 
 def in_actors(gpu: bool, precision: str) -> Trained:
-    """Two stages in two processes, which share the device."""
+    """Train two stages in two processes, which share the device."""
     from ray.train import ScalingConfig
 
     share = {"GPU": 0.5, "CPU": 1} if gpu else {"CPU": 1}
@@ -70,19 +71,18 @@ def in_actors(gpu: bool, precision: str) -> Trained:
 
 
 def apart(one: Trained, other: Trained) -> list[str]:
-    """What differs in a bit."""
+    """List losses and parameters that differ in a bit."""
     found = [] if one.losses == other.losses else ["losses"]
     return found + [name for name, x in one.parameters.items() if not torch.equal(x, other.parameters[name])]
 
 
 def main() -> int:
-    """1 where a bit differs that should not."""
-    options: dict[str, dict[str, Any]] = {
-        "--device": {"default": "cuda", "choices": ("cuda", "cpu")},
-        "--precision": {"default": "fp32", "choices": ("fp32", "bf16", "bf16-autocast")},
-    }
-    asked = arguments(__doc__, options=options)
-    gpu = asked.device == "cuda"
+    """Return exit status 1 if a bit differs that should not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "bf16-autocast"))
+    options = parser.parse_args()
+    gpu = options.device == "cuda"
     if gpu and (reason := why_not()):
         print(f"nothing to compare: {reason}")
         return 0
@@ -91,8 +91,11 @@ def main() -> int:
         return CudaDevice() if gpu else CPU
 
     print(f"{device().title}; {machine_line()}", flush=True)
-    one, again = (in_threads(1, device, asked.precision) for _ in range(2))
-    others = {"two_stages": in_threads(2, device, asked.precision), "two_processes": in_actors(gpu, asked.precision)}
+    one, again = (in_threads(1, device, options.precision) for _ in range(2))
+    others = {
+        "two_stages": in_threads(2, device, options.precision),
+        "two_processes": in_actors(gpu, options.precision),
+    }
     steady = not apart(one, again)
     differing = {name: apart(one, other) for name, other in others.items()}
     for name, found in differing.items():

@@ -48,7 +48,7 @@ WRITTEN = (
 
 
 def build(folder: Path) -> Path:
-    """The wheel of these sources, made of a copy, so that an old build folder cannot help."""
+    """Build the wheel of a copy of these sources, so that files of an old build folder cannot be used."""
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
@@ -64,7 +64,7 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, environment: Path, *, borrow: bool) -> None:
-    """A new environment with the wheel in it, and its dependencies."""
+    """Create an environment with the wheel and its dependencies."""
     run([sys.executable, "-m", "venv", str(environment)])
     python = str(environment / "bin" / "python")
     if not borrow:
@@ -85,7 +85,7 @@ def run(command: list[str]) -> None:
 
 
 def use(environment: Path, empty: Path) -> list[str]:
-    """What went wrong when every command was used once."""
+    """Run all commands once and list their faults."""
     home = empty.parent / "home"
     home.mkdir()
     variables = {"HOME": str(home), "PATH": f"{environment / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"}
@@ -102,7 +102,7 @@ def use(environment: Path, empty: Path) -> list[str]:
 
 
 def main() -> int:
-    """1 where anything fails."""
+    """Return exit status 1 if anything fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--borrow", action="store_true", help="take the dependencies from this environment")
     asked = parser.parse_args()

@@ -28,30 +28,29 @@ from tests.runtime.raylets import private_cluster
 __all__ = ["Autoscaled", "autoscaled"]
 
 HEAD_ID = "f" * 51 + "00000"
-"""By which Ray's fake provider knows the head."""
+"""Id of the head in Ray's fake provider."""
 HEAD_TYPE, NODE_TYPE = "ray.head.default", "node"
 STORE_BYTES = 80_000_000
 
 
 class Autoscaled(NamedTuple):
-    """What ``autoscaled`` gives."""
+    """Cluster that ``autoscaled`` yields."""
 
     address: str
     granted: Path
 
     def grant(self, count: int) -> None:
-        """From now on so many nodes can be had at the same time; those that run stay."""
+        """Allow ``count`` nodes at the same time from now on; running nodes stay."""
         new = self.granted.with_suffix(".new")
         new.write_text(str(count))
         new.replace(self.granted)
 
     def nodes(self) -> int:
-        """Nodes besides the head that live; a driver must be connected."""
+        """Count the living nodes besides the head; a driver must be connected."""
         return sum(node["Alive"] for node in ray.nodes()) - 1
 
     def demand(self) -> list[dict[str, float]]:
-        """Resources that are waited for, as the autoscaler counts them: by placement groups, tasks and actors, and
-        what ``request_resources`` keeps."""
+        """List pending demands in the autoscaler: placement groups, tasks, actors, ``request_resources``."""
         found = get_cluster_status(self.address).resource_demands
         demands = [*found.placement_group_demand, *found.ray_task_actor_demand, *found.cluster_constraint_demand]
         return [dict(bundle.bundle) for one in demands for bundle in one.bundles_by_count for _ in range(bundle.count)]
@@ -59,12 +58,12 @@ class Autoscaled(NamedTuple):
 
 @contextmanager
 def autoscaled(resources: Mapping[str, float], most: int, idle_s: float = 10.0) -> Iterator[Autoscaled]:
-    """A head without processors, and nodes when somebody needs them; all of it is gone afterwards.
+    """Start a head without processors, and nodes on demand; everything is removed afterwards.
 
     Args:
-        resources: of each node.
-        most: nodes that the autoscaler may ask for.
-        idle_s: after which a node that nobody uses is stopped.
+        resources: resources of each node.
+        most: most nodes that the autoscaler may request.
+        idle_s: seconds after which an idle node is stopped.
     """
     with private_cluster() as home:
         cluster = Autoscaled(home.address, home.folder / "granted")
@@ -80,7 +79,7 @@ def autoscaled(resources: Mapping[str, float], most: int, idle_s: float = 10.0) 
 
 
 def _configuration(cluster: Autoscaled, resources: Mapping[str, float], most: int, idle_s: float) -> dict[str, Any]:
-    """For ``ray start --autoscaling-config``, with all fields that Ray wants to find there."""
+    """Build the configuration for ``ray start --autoscaling-config``, with all fields that Ray requires."""
     node = {
         "resources": {**resources, "object_store_memory": STORE_BYTES},
         "node_config": {"granted": str(cluster.granted)}, "min_workers": 0, "max_workers": most,

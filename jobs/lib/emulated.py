@@ -1,29 +1,22 @@
-"""Stages that take the seconds they are told to, run by PipelineTrainer.fit: what a plan is worth without its devices.
+"""Emulated accelerators: stages that sleep for given seconds, trained by PipelineTrainer, over links that may be held.
 
-A block sleeps where an accelerator would compute, and hands on a boundary tensor of 16 KiB, whatever the real one
-would be. Links are as good as free, unless each message is held for what a real one would take (held_links.py). Around
-its sleep a block is a Python function that autograd calls, on a core that has been idle, and it wakes late: half a
-millisecond that no accelerator takes. ``own_seconds`` measures that with one lone block, and blocks sleep so much
-shorter.
+A block sleeps while an accelerator would compute, and returns a boundary tensor of 16 KiB. Besides its sleep a block
+takes about half a millisecond, for Python and autograd on a core that was idle. The gradient of a block's weight is 1
+for every micro-batch, so that the final weights show if every stage has computed every micro-batch.
 
-One fleet measures several plans in turn, A B A B, so that whatever else the machine does meets all of them alike:
-
-    step        0  1  2  3  4  5  6  7        a block counts its own micro-batches, so it knows the step,
-    plan        B  C  A  B  C  A  B  C        and with it the plan whose seconds it takes
-                warm
-
-The weight's gradient is 1 + the plan's number for every micro-batch, so that the weights at the end tell whether
-every stage has done every micro-batch of every plan.
+A ``Hold`` is passed as the optimizer factory, so that every stage calls it once in its own process. There it delays the
+messages that the links send: a message waits before it is sent, and later messages wait behind it. The delay depends
+only on hop, direction, step and micro-batch, so that a run can be repeated.
 """
 
 from __future__ import annotations
 
-import functools
-import tempfile
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,127 +25,68 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
-from jobs.lib.held_links import LEARNING_RATE, Hold
+from raypipe.engine.messages import frame
+from raypipe.ir.schedule import Op
+from raypipe.runtime.transport.socket_channel import SocketChannel
 
-__all__ = [
-    "CPU_SHARE",
-    "Block",
-    "StageTimes",
-    "check_trained",
-    "own_seconds",
-    "plan_of_step",
-    "run_in_turn",
-    "trainer_of",
-]
+__all__ = ["CPU_SHARE", "Block", "Delay", "Hold", "check_trained", "loss_of", "moving", "trainer_of"]
 
 WIDTH = 4096  # float32; a micro-batch is one sample
-WARM_UP_STEPS = 2
-CALIBRATIONS = 25
+LEARNING_RATE = 0.0078125  # a power of two: its products with small whole numbers are exact
 CPU_SHARE = 0.1
-"""Logical CPUs of a stage: those that sleep share processors."""
+"""Ray's CPUs per stage: stages that sleep can share processors."""
 
-StageTimes = Sequence[tuple[float, float]]
-"""(forward_s, backward_s) of one micro-batch, by stage."""
+Delay = Callable[[int, bool, int, int], float]
+"""(hop, forward, step, micro-batch of the step) -> seconds."""
 
 
 class _Sleep(torch.autograd.Function):
-    """Hands on the same tensors every time, as if an accelerator had filled them: the host does not."""
+    """Operation that sleeps and returns constant tensors, in place of an accelerator's results."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
-        ctx.block, ctx.plan = block, block.next_forward()
-        time.sleep(max(0.0, block.times[ctx.plan][0] - block.own_s[0]))
+        ctx.block = block
+        time.sleep(block.forward_s)
         return block.output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
-        block, plan = ctx.block, ctx.plan  # of the same step, for steps do not overlap
-        time.sleep(max(0.0, block.times[plan][1] - block.own_s[1]))
-        return block.of_x if ctx.needs_input_grad[0] else None, torch.full((1,), 1.0 + plan), None
+        time.sleep(ctx.block.backward_s)
+        return ctx.block.of_x if ctx.needs_input_grad[0] else None, ctx.block.of_weight, None
 
 
 class Block(nn.Module):
-    """One stage of several plans.
+    """Stage that sleeps instead of computing.
 
     Args:
-        times: (forward_s, backward_s) by plan.
-        num_microbatches: of every step.
-        last: its output is a single feature.
-        own_s: what forward and backward take besides their sleeps, which are shorter by that.
+        forward_s, backward_s: seconds to sleep per micro-batch.
+        last: True for the last stage, whose output has one feature instead of ``width``.
     """
 
-    def __init__(
-        self,
-        times: Sequence[tuple[float, float]],
-        num_microbatches: int,
-        *,
-        last: bool,
-        own_s: tuple[float, float] = (0.0, 0.0),
-    ) -> None:
+    def __init__(self, forward_s: float, backward_s: float, *, last: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.own_s = own_s
-        self.times = tuple(times)
-        self.num_microbatches = num_microbatches
-        self.forwards: torch.Tensor
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.width = 1 if last else width
         self.weight = nn.Parameter(torch.zeros(1))
-        self.output, self.of_x = torch.zeros(1, 1 if last else WIDTH), torch.zeros(1, WIDTH)
-        # A buffer, because a stage is a copy: what else a module remembers between its calls is refused.
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.output, self.of_x, self.of_weight = torch.zeros(1, self.width), torch.zeros(1, width), torch.ones(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
 
-    def next_forward(self) -> int:
-        """The plan of the forward that begins now. Steps do not overlap: each ends with a flush."""
-        self.forwards += 1
-        return plan_of_step((int(self.forwards) - 1) // self.num_microbatches, len(self.times))
-
-
-@functools.cache
-def own_seconds() -> tuple[float, float]:
-    """What forward and backward of a lone block take besides the sleeps that they are asked for: medians, here."""
-    asked_s = 0.01
-    block, x = Block([(asked_s, asked_s)], 1, last=False), torch.ones(1, WIDTH, requires_grad=True)
-    forward_s, backward_s = [], []
-    for _ in range(CALIBRATIONS):
-        outputs: list[torch.Tensor] = []
-        forward_s.append(_seconds(lambda into=outputs: into.append(block(x))) - asked_s)  # type: ignore[misc]
-        gradients = (x, block.weight)
-        backward_s.append(
-            _seconds(lambda of=outputs, to=gradients: torch.autograd.grad(of, to, [block.output])) - asked_s  # type: ignore[misc]
-        )
-    return max(0.0, median(forward_s)), max(0.0, median(backward_s))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    begin_s = time.perf_counter()
-    call()
-    return time.perf_counter() - begin_s
-
-
-def plan_of_step(step: int, num_plans: int) -> int:
-    """The plan whose turn it is; the first one comes right after the steps to warm up."""
-    return (step - WARM_UP_STEPS) % num_plans
-
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One operation; its value does not matter."""
+    """Compute a loss in one operation; its value does not matter."""
     return output.sum()
-
-
-def held_of_plan(holds: Sequence[Sequence[float]], hop: int, forward: bool, step: int, microbatch: int) -> float:
-    """Seconds that a message is held, either way: those of the plan whose turn it is."""
-    return holds[plan_of_step(step, len(holds))][hop]
 
 
 def trainer_of(
     blocks: Sequence[Block], num_microbatches: int, num_steps: int, optimizer: Any, folder: str, **pipeline: Any
 ) -> raypipe.PipelineTrainer:
-    """A trainer with one block for each stage, one sample for each micro-batch, and data for so many steps.
+    """Make a trainer with a block per stage, a sample per micro-batch, and data for ``num_steps`` steps.
 
     Args:
-        optimizer: made from named parameters.
-        folder: where the run's own folder, of the same name, will lie; another one for every run.
+        optimizer: function of named parameters that makes an optimizer.
+        folder: parent of the run's folder, which gets the same name; each run needs another one.
         pipeline: further fields of PipelineConfig.
     """
     count = num_microbatches * num_steps
@@ -173,57 +107,75 @@ def trainer_of(
     )
 
 
-def run_in_turn(
-    plans: Sequence[StageTimes],
-    num_microbatches: int,
-    rounds: int,
-    *,
-    slack: int = 2,
-    holds: Sequence[Sequence[float]] | None = None,
-    local: bool = False,
-) -> list[list[float]]:
-    """Seconds of ``rounds`` steps of every plan, after some to warm up.
-
-    The schedule is 1F1B with ``slack``: a block's backward is one sleep, which no schedule can split.
-
-    Args:
-        plans: all with the same number of stages, two or more.
-        holds: by plan and hop, seconds for which each message occupies its link; None for links that are free.
-        local: in threads of this process, where links cannot be held; otherwise on Ray actors.
-
-    Raises:
-        RuntimeError: a stage has not done what the plans say.
-    """
-    assert not (local and holds)
-    num_stages = len(plans[0])
-    num_steps = WARM_UP_STEPS + rounds * len(plans)
-    own_s = own_seconds()
-    blocks = [
-        Block([times[stage] for times in plans], num_microbatches, last=stage == num_stages - 1, own_s=own_s)
-        for stage in range(num_stages)
-    ]
-    optimizer = Hold(functools.partial(held_of_plan, holds or [[0.0] * (num_stages - 1)]), num_microbatches)
-    fixed = {"schedule": "slack", "slack": slack, "transport": "tcp"}
-    with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
-        trainer = trainer_of(blocks, num_microbatches, num_steps, optimizer, folder, **fixed)
-        result = trainer.fit(num_steps=num_steps, local=local, progress=False)
-        weights = raypipe.load_state_dict(result.checkpoint)
-    done = num_microbatches * sum(1 + plan_of_step(step, len(plans)) for step in range(num_steps))
-    check_trained(weights, num_stages, done)
-    seconds = [record.seconds for record in result.records]
-    return [seconds[WARM_UP_STEPS + plan :: len(plans)] for plan in range(len(plans))]
-
-
 def check_trained(weights: Mapping[str, torch.Tensor], num_stages: int, done: int) -> None:
-    """See to it that every stage trained to what so many gradients of one make.
+    """Check that every stage has computed ``done`` micro-batches, each of which has a gradient of 1.
 
     Raises:
-        RuntimeError: one did not.
+        RuntimeError: a stage's weight shows another number.
     """
     for stage in range(num_stages):
-        found = weights[f"{stage}.weight"].item()
-        if abs(found + LEARNING_RATE * done) > 1e-4 * LEARNING_RATE * done:
+        weight = weights[f"{stage}.weight"].item()
+        if abs(weight + LEARNING_RATE * done) > 1e-4 * LEARNING_RATE * done:
             raise RuntimeError(
-                f"Stage {stage} trained to {found}, but every micro-batch of every plan makes {-LEARNING_RATE * done}: "
+                f"Stage {stage} trained to {weight}, but the micro-batches of all steps make {-LEARNING_RATE * done}: "
                 "what was measured is not what was planned."
             )
+
+
+@dataclass
+class Hold:
+    """Optimizer factory that, in every other process than its own, delays the messages that the process sends.
+
+    Args:
+        delay: seconds by message, see Delay; must be picklable.
+        num_microbatches: number of micro-batches of a step.
+    """
+
+    delay: Delay
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self.home = os.getpid()
+
+    def __call__(self, named: Any) -> torch.optim.Optimizer:
+        if os.getpid() != self.home:
+            _delay_messages(SocketChannel, self)
+        return torch.optim.SGD([parameter for _, parameter in named], lr=LEARNING_RATE)
+
+
+def _delay_messages(channel: type[SocketChannel], hold: Hold) -> None:
+    plain = channel.transmit
+    if getattr(plain, "holds", False):
+        return
+
+    def transmit(self: SocketChannel, message: frame.Frame) -> None:
+        head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
+        stage, op, microbatch = head.action
+        if op in (Op.SEND_F, Op.SEND_B):
+            forward = op is Op.SEND_F
+            step, place = divmod(microbatch, hold.num_microbatches)
+            time.sleep(hold.delay(stage if forward else stage - 1, forward, step, place))
+        plain(self, message)
+
+    transmit.holds = True  # type: ignore[attr-defined]
+    channel.transmit = transmit  # type: ignore[method-assign]
+
+
+def _moving(
+    phases: tuple[tuple[int, int | None], ...], seconds: float, hop: int, forward: bool, step: int, m: int
+) -> float:
+    taken = None
+    for begin, where in phases:
+        if step >= begin:
+            taken = where
+    return seconds if hop == taken else 0.0
+
+
+def moving(phases: tuple[tuple[int, int | None], ...], seconds: float) -> Delay:
+    """Make a Delay that slows one hop at a time.
+
+    Args:
+        phases: (first step of the phase, slow hop, or None for no slow hop), ascending.
+        seconds: delay of a message on the slow hop.
+    """
+    return partial(_moving, phases, seconds)

@@ -1,16 +1,16 @@
-"""Faults of nine kinds, done to a run that trains, and what became of it.
+"""Faults of nine kinds, caused in a run that trains, and their consequences.
 
     sigkill   a stage's process is killed
-    sigstop   a stage's process is stopped, and never goes on
-    again     a stage is killed, and while the run recovers another one, or the driver
-    pair      a stage and the holder of its copy at once: no copy is left, the run goes back to its checkpoint
-    driver    the driver's process is killed; Ray starts it again, and stages go on where they stand
-    raylet    a raylet is killed, so that its node is lost with all that ran there; another node takes its place
-    drain     Ray drains a node that has a stage; once that has left, the node goes, and another one takes its place
-    link      a wire between two nodes with stages is cut for seconds; connections go on after it, or are reset
-    replica   a replica's process is killed, when all of its stage are there; it is over when another one has joined
+    sigstop   a stage's process is stopped for good
+    again     a stage is killed; while the run recovers, another stage or the driver is killed
+    pair      a stage and the holder of its copy are killed at once: the run rolls back to its checkpoint
+    driver    the driver's process is killed; Ray starts it again, and stages continue without a rollback
+    raylet    a raylet is killed, so that its node is lost with all its processes; another node replaces it
+    drain     Ray drains a node that has a stage; when the stage has moved, the node is removed and replaced
+    link      a wire between two nodes with stages is cut for seconds; connections survive that, or are reset
+    replica   a replica's process is killed while its stage has all replicas; the fault ends when a new one has joined
 
-Raylet, drain and link need hosts (jobs/lib/hosts.py), and replica a run with replicas.
+The kinds raylet, drain and link need hosts (jobs/lib/hosts.py); replica needs a run with replicas.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ray.exceptions import RayError
 import raypipe
 from jobs.lib.hosts import Hosts
 from raypipe.errors import StageError
-from raypipe.planner.copies import holders
-from raypipe.runtime.driver.client import driver_name
-from raypipe.runtime.workers.drains import drain_node
-from raypipe.runtime.workers.places import living
+from raypipe.planner.copy_interval import holders
+from raypipe.runtime.driver.driver import driver_name
+from raypipe.runtime.nodes.preemption import drain_node
+from raypipe.runtime.worker.places import living
 from tests.processes import alive, descendants
 
 __all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "driver_processes", "events"]
@@ -52,19 +52,19 @@ MOST_CUT_S = 6.0
 
 
 class LimitReachedError(Exception):
-    """The time is over."""
+    """The deadline passed before the run trained again."""
 
 
 @dataclass
 class Fault:
-    """One of them.
+    """One fault.
 
     Attributes:
-        step: done when it was done to the run.
-        seconds: until the run trained again.
-        pause_s: of a replica, until those that were left were regrouped, and began the step anew.
-        hit: processes that were killed or stopped, by us or with their node.
-        kept, lost: other stages' processes from before that the run had or had not afterwards, with their actor.
+        step: number of steps done when the fault was caused.
+        seconds: seconds from the fault until the run trained again.
+        pause_s: after the loss of a replica, seconds until the other replicas were regrouped.
+        hit: processes that were killed or stopped, directly or with their node.
+        kept, lost: numbers of the other stages' processes that the run still had, or no longer had, afterwards.
     """
 
     kind: str
@@ -77,12 +77,14 @@ class Fault:
 
 
 class Faults:
-    """Does faults to one run.
+    """Causes faults in one run.
 
     Args:
-        lab: whose nodes the run is on; None where it is on this machine's Ray alone.
-        deadline_s: by the monotonic clock, after which LimitReachedError is raised.
-        replicas: workers of each stage.
+        folder: folder of the run.
+        lab: hosts of the run; None if the run is on this machine's Ray alone.
+        dice: source of the random choices.
+        deadline_s: time on the monotonic clock after which LimitReachedError is raised.
+        replicas: number of workers of each stage; () without replicas.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Faults:
         self.done: list[Fault] = []
 
     def strike(self, kind: str) -> None:
-        """One fault at a random moment; returns when the run trains again."""
+        """Cause one fault at a random moment; return when the run trains again."""
         time.sleep(self._dice.uniform(0.2, 1.0))
         before = self._actors()
         fault = Fault(kind, self._handle.status().step)
@@ -114,7 +116,7 @@ class Faults:
         fault.kept = sum(after.get(process) == actor for process, actor in others.items())
         fault.lost = len(others) - fault.kept
 
-    # Each kind: the fault, and until the context ends the run trains again; what the context does then mends the rest.
+    # Each kind is a context: entering it causes the fault, the run recovers inside, leaving it repairs the rest.
 
     @contextlib.contextmanager
     def _sigkill(self, fault: Fault) -> Iterator[None]:
@@ -214,7 +216,7 @@ class Faults:
         yield
         self._until(lambda: len(self._stages()) == len(homes), "another replica has joined")
 
-    # What they are made of.
+    # Helpers of the faults.
 
     def _signal(self, fault: Fault, number: signal.Signals, process: int) -> None:
         fault.hit.add(process)
@@ -236,11 +238,11 @@ class Faults:
         return self._lab
 
     def _stages(self) -> tuple[dict[str, Any], ...]:
-        """By worker."""
+        """Return the status of the stages, by worker."""
         return self._handle.status().stages
 
     def _a_stage(self) -> dict[str, Any]:
-        # A stage that moved a moment ago may be told with the process that it left.
+        # The status of a stage that has just moved may still have its old process.
         self._until(lambda: all(alive(stage["process"]) for stage in self._stages()), "all stages have processes")
         return self._dice.choice(self._stages())
 
@@ -249,7 +251,7 @@ class Faults:
         return self._lab_here().host_at(addresses[stage["node"]])
 
     def _actors(self) -> dict[int, str]:
-        """Ids of the actors of the stages in use, by process."""
+        """Return the ids of the actors of the stages in use, by process."""
         actors = [actor for actor, _ in living(driver_name(self._handle.name)).values()]
         said = {actor: actor.facts.remote() for actor in actors}
         ray.wait(list(said.values()), num_returns=len(said), timeout=10.0)
@@ -263,7 +265,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _one_more(self, *decisions: str) -> Iterator[None]:
-        """Inside, something is done to the run; outside, one of these events has followed."""
+        """Wait, after the block has run, for one of these events."""
         before = self._count(*decisions)
         yield
         self._until(lambda: self._count(*decisions) > before, f"an event {' or '.join(decisions)}")
@@ -287,12 +289,12 @@ class Faults:
 
 
 def driver_processes() -> list[int]:
-    """Of drivers below this process, which adopts its orphans: other runs on this machine have drivers too."""
+    """List the driver processes among the descendants of this process; drivers of other programs are not included."""
     return [pid for pid, command in descendants(os.getpid()).items() if re.search(DRIVER, command.encode())]
 
 
 def events(folder: Path, *decisions: str) -> list[dict[str, Any]]:
-    """Lines of a run's events.jsonl; of these decisions, or all of them."""
+    """Read the events of a run from events.jsonl: those with one of these decisions, or all if none is given."""
     file = folder / "events.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     return [event for event in found if not decisions or event["decision"] in decisions]

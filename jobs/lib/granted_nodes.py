@@ -14,9 +14,9 @@ __all__ = ["GrantedNodes"]
 
 
 class GrantedNodes(FakeMultiNodeProvider):
-    """A node type with ``node_config={"granted": FILE}`` gets as many nodes as the file says at the moment.
+    """Node provider that grants as many nodes as a file allows: ``node_config={"granted": FILE}``.
 
-    What is asked for beyond that does not come, without an error, as from a cloud that has no machine left.
+    Requests beyond that are not fulfilled, without an error, as by a cloud that has no machine left.
     """
 
     def create_node_with_resources_and_labels(

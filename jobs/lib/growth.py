@@ -1,7 +1,7 @@
-"""Whether processes grow: resident memory, descriptors and threads at several moments of a run, and what they come to.
+"""Growth of processes: resident memory, file descriptors and threads, read at several moments of a run.
 
-MiB       .  .:  . .:  .  .     most: the highest look above the first
-       first                    slope: the median over all pairs of looks, which a single high one does not move
+MiB       .  .:  . .:  .  .     most: the highest reading minus the first one
+       first                    slope: the median over all pairs of readings, which a single high one does not change
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MOST_BYTES", "Growth", "Look", "growth_of"]
 
 MOST_BYTES = 5 << 20
 SAMPLES = 5
-"""Looks at a process at each moment, a tenth of a second apart; the least counts. A step has memory and threads too."""
+"""Readings at each moment, 0.1 s apart, of which the least counts: a step takes memory and threads too."""
 
 
 class Look(NamedTuple):
@@ -29,7 +29,7 @@ class Look(NamedTuple):
 
     @classmethod
     def at(cls, process: int) -> Look:
-        """The least of some samples."""
+        """Take several samples of a process, and return the least of each value."""
         found = [cls.now(process)]
         while len(found) < SAMPLES:
             time.sleep(0.1)
@@ -46,12 +46,12 @@ class Look(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Of one process over all looks.
+    """Growth of one process over all looks.
 
     Attributes:
-        slope_bytes: of resident memory per unit of what was counted, such as a step.
-        most_bytes: the highest look above the first.
-        descriptors, threads: by how many the least of the last third of the looks has more than the most of the first.
+        slope_bytes: growth of resident memory per counted unit, such as a step.
+        most_bytes: highest resident memory minus the first.
+        descriptors, threads: least number in the last third of the looks minus the largest in the first third.
     """
 
     slope_bytes: float
@@ -66,10 +66,10 @@ class Growth(NamedTuple):
 
 
 def growth_of(looks: Sequence[tuple[float, Look]]) -> Growth:
-    """What looks come to.
+    """Compute growth from looks.
 
     Args:
-        looks: (what was counted, such as steps; the look), in order, at different counts; two at least.
+        looks: (count, such as steps; look), in order, at different counts; at least two.
     """
     slopes = [
         (later.resident_bytes - earlier.resident_bytes) / (to - since)

@@ -1,15 +1,15 @@
-"""Hosts that can be lost: network namespaces with a raylet each, wires that are cut, and the head that stays.
+"""Emulated hosts that can be lost: network namespaces with a raylet each, and wires between them that can be cut.
 
-    host 0            the head: Ray's GCS, no place for a stage; this process is there too while the context lasts
+    host 0            the head: Ray's GCS, without CPUs for a stage; this process is there while the context lasts
     hosts 1, 2, ...   a raylet each, with places for stages; killed, emptied and started again
 
     with hosts(3) as lab:
-        lab.kill_raylet(1)          Ray's processes there end by themselves, and Ray says so after seconds
-        lab.clear(1)                the machine is gone: whatever still ran there
+        lab.kill_raylet(1)          Ray's processes there end by themselves, and Ray reports it after seconds
+        lab.clear(1)                the machine is gone: kill its remaining processes
         lab.start(1)                another machine at the same address
         lab.cut(1, 2); lab.heal(1, 2, reset=True)
 
-It needs root and iproute2, as tests/lab does whose networks these are. Nothing of it is left afterwards.
+It needs root and iproute2, as the networks of tests/lab do. All of it is removed afterwards.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEWNET = 0x40000000
 
 
 class Hosts:
-    """What ``hosts`` gives."""
+    """Hosts that ``hosts`` yields."""
 
     def __init__(self, lab: Network, home: Home, cpus: int) -> None:
         self._lab, self._home, self._cpus = lab, home, cpus
@@ -58,24 +58,24 @@ class Hosts:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Address of the cluster."""
         return self._home.address
 
     def host_at(self, address: str) -> int:
-        """Number of the host that has this address."""
+        """Return the number of the host that has this address."""
         return self._lab.addresses.index(address)
 
     def build(self) -> None:
-        """The head, and then all others at once."""
+        """Start the head, and then all others at once."""
         self.start(0)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.start, self.workers))
 
     def start(self, host: int) -> None:
-        """A raylet; returns when Ray says that it runs.
+        """Start the raylet of a host, and wait until it runs.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it did not start within START_TIMEOUT_S.
         """
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._runs(host):
@@ -84,12 +84,12 @@ class Hosts:
                 raise RuntimeError(f"The raylet of host {host} did not start within {START_TIMEOUT_S:g} s.")
 
     def kill_raylet(self, host: int) -> None:
-        """SIGKILL; everything else on that host is left to notice it."""
+        """Send SIGKILL to the raylet; the other processes of that host have to detect it."""
         for pid in self.processes(host, rb"/raylet/raylet "):
             os.kill(pid, signal.SIGKILL)
 
     def clear(self, host: int) -> int:
-        """End what runs on a host; how many processes."""
+        """Kill all processes on a host, except this one; return their number."""
         left = self.processes(host, rb"")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -101,18 +101,18 @@ class Hosts:
         return len(left)
 
     def processes(self, host: int, pattern: bytes) -> list[int]:
-        """Processes on a host but this one whose command line matches."""
+        """List processes on a host, except this one, whose command line matches."""
         found = subprocess.run(
             ["ip", "netns", "pids", self._lab.names[host]], capture_output=True, text=True, timeout=60, check=False
         )
         return [pid for pid in map(int, found.stdout.split()) if pid != os.getpid() and _matches(pid, pattern)]
 
     def cut(self, a: int, b: int) -> None:
-        """Nothing passes between two hosts; nobody is told."""
+        """Drop everything between two hosts, silently."""
         self._lab.cut(a, b)
 
     def heal(self, a: int, b: int, *, reset: bool) -> None:
-        """As before; with ``reset`` connections that were open are not, as after a router that forgot them."""
+        """Undo ``cut``; with ``reset`` open connections are lost, as after a router that forgot them."""
         if reset:
             for host, other in ((a, b), (b, a)):
                 command = [*self._lab.prefix(host), "ss", "-K", "dst", self._lab.addresses[other]]
@@ -121,7 +121,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def saturated(self, a: int, b: int, mbit: float) -> Iterator[None]:
-        """The wire has this rate, and flows that take all of it, one each way."""
+        """Limit the wire to this rate, and saturate it with one flow each way."""
         self._lab.rate(a, b, mbit)
         try:
             with self._lab.competing(a, b), self._lab.competing(b, a):
@@ -135,7 +135,7 @@ class Hosts:
             self.clear(host)
 
     def _runs(self, host: int) -> bool:
-        """Start one; False where Ray gave up waiting for it, as it does after 30 s on a busy machine."""
+        """Start one host; False if Ray's wait for it timed out, as after 30 s on a busy machine."""
         where = ["--head", f"--port={self._home.port}", "--include-dashboard=false", "--num-cpus=0"]
         if host:
             where = [f"--address={self.address}", f"--num-cpus={self._cpus}"]
@@ -158,10 +158,10 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, cpus: int = 1) -> Iterator[Hosts]:
-    """A head and so many other hosts.
+    """Start a head and ``count`` other hosts.
 
     Raises:
-        RuntimeError: no network can be made here; says why.
+        RuntimeError: no network can be made here, with the reason.
     """
     if reason := missing():
         raise RuntimeError(f"This needs network namespaces: {reason}")
@@ -177,7 +177,7 @@ def hosts(count: int, cpus: int = 1) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def _inside(name: str) -> Iterator[None]:
-    """This thread, and the threads and processes that it starts, are in a network namespace."""
+    """Enter a network namespace with this thread, and with the threads and processes that it starts."""
     with Path("/proc/self/ns/net").open() as before, Path(f"/var/run/netns/{name}").open() as there:
         _enter(there.fileno())
         try:

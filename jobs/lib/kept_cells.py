@@ -1,14 +1,13 @@
-"""Parts of a long benchmark, kept in a folder as they end: what was cut off goes on where it was.
+"""Cells (independent parts) of a long benchmark, saved in a folder as they end, so that an interrupted run can resume.
 
-    FOLDER/<title>.json    what was asked, what was found, and when, under which load and at which commit
+    FOLDER/<title>.json    settings, result, date, load and commit
 
-A cell that was asked for something else is measured again. ``told`` goes to the raw numbers of the record, so that
-nobody takes figures of several days for those of one hour.
+A cell that was saved with other settings is measured again. ``KeptCells.kept`` belongs into the raw numbers of the
+record, to show when each cell was measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -25,15 +24,16 @@ OPTION: dict[str, dict[str, Any]] = {
 ONLY_KEPT: dict[str, dict[str, Any]] = {
     "--kept": {"action": "store_true", "help": "measure nothing: what --folder has makes the record"}
 }
-"""Of the command line, for ``common.arguments``."""
+"""Options of the command line, for ``Bench``."""
 
 
 class KeptCells:
-    """Of one run of a benchmark.
+    """Cells of one run of a benchmark.
 
     Args:
-        folder: made where it is missing; None keeps nothing. Delete it, or a file in it, to measure anew.
-        only_kept: nothing is to be measured, see ``counts``.
+        folder: folder of the saved cells, created if missing; None saves nothing. Delete it, or a file in it, to
+            measure again.
+        only_kept: True to measure nothing, and to use saved cells only.
 
     Raises:
         SystemExit: ``only_kept`` without a folder.
@@ -49,22 +49,25 @@ class KeptCells:
             folder.mkdir(parents=True, exist_ok=True)
 
     def counts(self, title: str) -> bool:
-        """Whether this cell is to be in the record: any, or where nothing is measured, one that is kept."""
+        """Return True if this cell belongs into the record: with ``only_kept`` if it is saved, else always."""
         return not self._only_kept or (self._folder is not None and (self._folder / f"{title}.json").exists())
 
-    def measured(self, title: str, asked: Any, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` finds, or has found before.
+    def measured(self, title: str, options: Any, measure: Callable[[], Any]) -> Any:
+        """Return the saved result of a cell, or call ``measure`` and save its result.
 
         Args:
-            title: of the cell; a name of a file.
-            asked: all that the outcome depends on, as far as the command line changes it.
-            measure: its result goes through JSON: tuples come back as lists.
+            title: title of the cell, which must be a file name.
+            options: settings of the command line on which the result depends.
+            measure: function that measures the cell; its result is converted to JSON and back, so tuples become lists.
+
+        Raises:
+            SystemExit: ``only_kept``, and the cell was saved with other settings.
         """
-        wanted = json.loads(json.dumps(asked))
+        wanted = json.loads(json.dumps(options))
         file = None if self._folder is None else self._folder / f"{title}.json"
         if file is not None and file.exists():
             cell = json.loads(file.read_text())
-            if cell.get("asked") == wanted:  # an older form says nothing of it
+            if cell.get("options") == wanted:  # missing in an older format
                 print(f"{title}: kept in {file}, of {cell['date']} at {cell['commit']}", flush=True)
                 self._cells[title] = cell
                 self._earlier.add(title)
@@ -76,7 +79,7 @@ class KeptCells:
         revision, dirty = machine.commit()
         cell = {
             "date": began.date, "load": {"before": began.load, "after": machine.load()}, "commit": revision,
-            "dirty": dirty, "took_s": round(time.monotonic() - began.clock_s, 1), "asked": wanted, "found": found,
+            "dirty": dirty, "took_s": round(time.monotonic() - began.clock_s, 1), "options": wanted, "found": found,
         }  # fmt: skip
         self._cells[title] = cell
         if file is not None:  # whole or not at all
@@ -86,24 +89,25 @@ class KeptCells:
         return found
 
     @property
-    def told(self) -> dict[str, dict[str, Any]]:
-        """When and how every cell was measured, by title."""
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """Date and load of every cell, by title."""
         return {
-            title: {name: value for name, value in cell.items() if name not in ("asked", "found")}
+            title: {name: value for name, value in cell.items() if name not in ("options", "found")}
             for title, cell in self._cells.items()
         }
 
-    def date(self, asked: argparse.Namespace) -> None:
-        """Have the record begin with the oldest cell that was kept, if any, and count what these took.
+    def date(self, run: Any) -> None:
+        """Change the begin of a BenchRun in place, if saved cells were used.
 
-        Where nothing was measured now, it ends with the newest cell.
+        The run then begins at the oldest saved cell, and its duration includes the seconds of all saved cells. If no
+        cell was measured now, its load at the end is that of the newest cell.
         """
         if not self._earlier:
             return
         earlier = [self._cells[title] for title in self._earlier]
         first = min(earlier, key=lambda cell: cell["date"])
         spent_s = sum(cell["took_s"] for cell in earlier)
-        asked.began = records.Began(first["date"], asked.began.clock_s - spent_s, first["load"]["before"])
+        run.began = records.Began(first["date"], run.began.clock_s - spent_s, first["load"]["before"])
         if self._earlier == set(self._cells):
             last = max(earlier, key=lambda cell: cell["date"])
-            asked.began = asked.began._replace(load_after=last["load"]["after"])
+            run.began = run.began._replace(load_after=last["load"]["after"])

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: processors, memory, load, versions and commit. Loads neither torch nor Ray."""
+"""Machine of a benchmark: processors, memory, load, versions and commit. Loads neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ROOT", "commit", "hardware", "load", "machine_line", "versions"]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 30.0
 _CODE = ("raypipe", "jobs", "tests", ":(exclude)*.md")
-_PACKAGES = ("raypipe", "torch", "ray", "numpy", "pyarrow", "torchvision", "transformers", "scikit-learn", "torchgpipe")
+_PACKAGES = ("raypipe", "torch", "ray", "numpy", "pyarrow", "transformers", "scikit-learn")
 
 
 def hardware() -> dict[str, Any]:
-    """Processor model, cores that this process sees, memory in bytes, GPUs by name, and the system."""
+    """Describe the machine: processor model, visible cores, memory in bytes, GPUs by name, and the system."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -41,7 +41,7 @@ def _gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter, as far as they are installed."""
+    """Return the versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -50,12 +50,12 @@ def versions() -> dict[str, str]:
 
 
 def load() -> list[float]:
-    """The load averages over 1, 5 and 15 minutes, now."""
+    """Return the load averages over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit that is checked out and whether files differ from it; (None, None) where there is no git."""
+    """Return the checked-out commit and True if files differ from it; (None, None) without git."""
     head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return None, None
@@ -63,7 +63,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it is missing or fails."""
+    """Return the output of a command; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -72,6 +72,6 @@ def _output(*command: str) -> str | None:
 
 
 def machine_line() -> str:
-    """One line for people, printed beside every table."""
+    """Format the line that is printed with every table."""
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"load {' '.join(f'{value:.2f}' for value in load())} on {os.cpu_count()} CPUs; {found}"

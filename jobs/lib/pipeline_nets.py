@@ -23,7 +23,7 @@ VGG16 = (1, 1, "M", 2, 2, "M", 4, 4, 4, "M", 8, 8, 8, "M", 8, 8, 8, "M")
 
 
 def vgg16(classes: int = 10, width: int = 64) -> nn.Module:
-    """VGG-16, dropout included: images (samples, 3, side, side), side at least 32."""
+    """Make VGG-16 with dropout: images (samples, 3, side, side), side at least 32."""
     layers: list[nn.Module] = []
     channels = 3
     for found in VGG16:
@@ -47,7 +47,7 @@ class _Vgg(nn.Module):
     def __init__(self, features: nn.Module, classifier: nn.Module) -> None:
         super().__init__()
         self.features, self.classifier = features, classifier
-        for layer in self.modules():  # sixteen layers without batch statistics: torch's own start would fade away
+        for layer in self.modules():  # without batch norm, activations would vanish over 16 layers of torch's default
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
 
@@ -57,7 +57,7 @@ class _Vgg(nn.Module):
 
 
 def resnet50(classes: int = 10, width: int = 64) -> nn.Module:
-    """ResNet-50: images (samples, 3, side, side), side at least 32."""
+    """Make ResNet-50: images (samples, 3, side, side), side at least 32."""
     return _ResNet(classes, width)
 
 
@@ -107,7 +107,7 @@ class _Bottleneck(nn.Module):
 
 
 def densenet121(classes: int = 10, width: int = 64) -> nn.Module:
-    """DenseNet-121 with growth ``width / 2``: images (samples, 3, side, side), side at least 32."""
+    """Make DenseNet-121 with growth ``width / 2``: images (samples, 3, side, side), side at least 32."""
     return _DenseNet(classes, width)
 
 
@@ -162,7 +162,7 @@ def _transition(channels: int) -> nn.Module:
 
 
 def gpt2(tied: bool = True, width: int = 256, layers: int = 6, words: int = 1024, context: int = 128) -> nn.Module:
-    """GPT-2 of transformers, which makes its own loss of input_ids and labels, both (samples, context)."""
+    """Make GPT-2 of transformers, which computes its own loss of input_ids and labels, both (samples, context)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -187,7 +187,7 @@ class Repeated(Dataset[Any]):
 
 
 def images(side: int, count: int, classes: int = 10, distinct: int = 16) -> Repeated:
-    """Random images (3, side, side) with labels."""
+    """Draw random images (3, side, side) with labels."""
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(distinct, 3, side, side, generator=drawn)
     y = torch.randint(0, classes, (distinct,), generator=drawn)
@@ -195,7 +195,7 @@ def images(side: int, count: int, classes: int = 10, distinct: int = 16) -> Repe
 
 
 def sentences(length: int, count: int, words: int = 1024, distinct: int = 16) -> Repeated:
-    """Random token ids (length,) that are their own labels."""
+    """Draw random token ids (length,) that are their own labels."""
     drawn = torch.Generator().manual_seed(2)
     rows = torch.randint(0, words, (distinct, length), generator=drawn)
     return Repeated([{"input_ids": row, "labels": row.clone()} for row in rows], count)

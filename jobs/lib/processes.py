@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, of which none is left behind. Loads neither torch nor Ray."""
+"""Processes of a benchmark, with cleanup that leaves none behind. Loads neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_with_parent", "in_child", "run_processes"]
+__all__ = ["in_child", "run_processes"]
 
 
 END_S = 60.0
-"""How long a process may take to end what it has started: clusters of several nodes, a run."""
+"""Seconds that a process may take to end what it has started: clusters of several nodes, a run."""
 
 
 def run_processes(processes: Sequence[Any], limit_s: float, end_s: float = 0.0) -> None:
-    """Start processes of multiprocessing and wait until all have ended; none is left, whatever happens.
+    """Start processes of multiprocessing and wait until all have ended; on an error all are killed.
 
     Args:
-        end_s: what the rest of them get to end what they have started, after SIGINT.
+        limit_s: seconds to wait for each process.
+        end_s: seconds between SIGINT and SIGKILL for processes that still run after an error; 0 to kill at once.
 
     Raises:
-        RuntimeError: one failed, or took longer than ``limit_s``.
+        RuntimeError: a process failed, or took longer than ``limit_s``.
     """
     try:
         for process in processes:
@@ -47,10 +47,10 @@ def run_processes(processes: Sequence[Any], limit_s: float, end_s: float = 0.0) 
 
 
 def in_child(work: Callable[..., None], *arguments: Any, limit_s: float) -> Any:
-    """What ``work(*arguments, file)`` writes into its file as JSON, in a process of its own.
+    """Call ``work(*arguments, file)`` in a new process, and return the JSON that it writes into the file.
 
     Raises:
-        RuntimeError: it failed, or took longer than ``limit_s``.
+        RuntimeError: the process failed, or took longer than ``limit_s``.
     """
     with tempfile.TemporaryDirectory(prefix="bench-child-") as folder:
         file = Path(folder) / "found.json"
@@ -60,20 +60,8 @@ def in_child(work: Callable[..., None], *arguments: Any, limit_s: float) -> Any:
 
 
 def _in_session(work: Callable[..., None], *arguments: Any) -> None:
-    """Ctrl-C reaches the parent alone, which tells this process once: a second one would end its ending."""
+    """Run in a new session: the parent alone gets Ctrl-C and signals this process once; twice would stop its
+    cleanup.
+    """
     os.setsid()
     work(*arguments)
-
-
-def end_with_parent() -> None:
-    """For the initializer of a pool's processes: without it they wait for ever when their parent is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def wait() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -1,10 +1,12 @@
 """Records of benchmarks: docs/results/<topic>.json, a list of runs with the newest first.
 
     {"bench": "bench_runtime", "runs": [newest, with its raw trials, the one before, ...]}
+    {"bench": "bench_lv", "study": {"code": "studies-0.1", "command": ..., "measures": ..., ...}, "runs": [...]}
 
-Every run keeps its figures and where, when and how they were measured. Only the newest keeps its raw trials: they are
-what its figures can be computed from again, and git has those of the runs before. Runs that were copied from a page
-name it in ``source``; what the page does not say is null. ``python jobs/check/results.py`` makes pages of the records.
+Every run keeps its figures and where, when and how they were measured. Only the newest run keeps its raw trials, from
+which its figures can be computed again; git has the raw trials of earlier runs. A run that was copied from a page names
+the page in ``source``; fields that the page lacks are null. A study is a finished benchmark: its code is at the git tag
+``code``, and its record has the texts that its page needs. ``python jobs/check/results.py`` makes the pages.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ Run = dict[str, Any]
 
 
 class Began(NamedTuple):
-    """When a benchmark began: the time of day in UTC, the monotonic clock, and the load averages.
+    """Begin of a run: date and time in UTC, monotonic clock, and load averages over 1, 5 and 15 minutes.
 
     Attributes:
-        load_after: of one that ended earlier; None where it ends when its record is made.
+        load_after: load averages at the end of the run; None to take those when the record is made.
     """
 
     date: str
@@ -43,15 +45,15 @@ class Began(NamedTuple):
 
 
 def begin() -> Began:
-    """Now."""
+    """Note the present time and load as the begin of a run."""
     return Began(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic(), machine.load())
 
 
 def run_of(command: str, began: Began, figures: Mapping[str, float], raw: Mapping[str, Any]) -> Run:
-    """A run that ends now.
+    """Build the record of a run that ends now.
 
     Args:
-        raw: the numbers of every trial.
+        raw: numbers of every trial.
     """
     revision, dirty = machine.commit()
     return {
@@ -71,10 +73,10 @@ def run_of(command: str, began: Began, figures: Mapping[str, float], raw: Mappin
 
 
 def read(path: Path) -> Record:
-    """A record.
+    """Read a record.
 
     Raises:
-        ValueError: what it holds is no record; says why.
+        ValueError: the file is not a valid record; names its faults.
     """
     record: Any = json.loads(path.read_text(encoding="utf-8"))
     if wrong := problems(record):
@@ -84,10 +86,10 @@ def read(path: Path) -> Record:
 
 
 def keep(path: Path, bench: str, run: Run) -> None:
-    """Put a run before those that the file has, whose raw trials go.
+    """Add a run to a record file, before its earlier runs, and drop the raw trials of those.
 
     Raises:
-        ValueError: this would be no record, or the file is one of another benchmark.
+        ValueError: the record would be invalid, or the file belongs to another benchmark.
     """
     before: Record = read(path) if path.exists() else {"bench": bench, "runs": []}
     if before["bench"] != bench:
@@ -101,8 +103,9 @@ def keep(path: Path, bench: str, run: Run) -> None:
 
 
 def text_of(record: Record) -> str:
-    """JSON with a line for every field of a run, for every figure and for every top-level part of the raw trials."""
-    lines = [f'{{"bench": {json.dumps(record["bench"])}, "runs": [']
+    """Format a record as JSON, a line for every field of a run, every figure and every part of the raw trials."""
+    study = f' "study": {_compact(record["study"])},' if "study" in record else ""
+    lines = [f'{{"bench": {json.dumps(record["bench"])},{study} "runs": [']
     for place, run in enumerate(record["runs"]):
         fields = []
         for name, value in run.items():
@@ -120,7 +123,7 @@ def _compact(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """With DIGITS significant digits in every fraction."""
+    """Round every fraction to DIGITS significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
@@ -130,7 +133,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# What a record is.
+# Validity of a record.
 
 _FIELDS: dict[str, tuple[type, ...]] = {
     "date": (str, type(None)),
@@ -146,13 +149,17 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "figures": (dict,),
     "raw": (dict, type(None)),
 }
+_STUDY = {"code", "command", "measures", "layout", "targets", "computed"}
 _HARDWARE = {"cpu", "cores", "memory_bytes", "gpus", "system"}
 
 
 def problems(record: Any) -> list[str]:
-    """What keeps this from being a record; nothing where it is one."""
-    if not isinstance(record, dict) or set(record) != {"bench", "runs"} or not isinstance(record["runs"], list):
+    """List the faults of a record; empty if it is valid."""
+    fields = set(record) - {"study"} if isinstance(record, dict) else set()
+    if fields != {"bench", "runs"} or not isinstance(record["runs"], list):
         return ["a record has the fields bench and runs"]
+    if "study" in record and set(record["study"]) != _STUDY:
+        return [f"a study has the fields {', '.join(sorted(_STUDY))}"]
     if not record["runs"]:
         return ["there is no run"]
     found = [f"run {place}: {wrong}" for place, run in enumerate(record["runs"]) for wrong in _of_run(run)]
@@ -174,7 +181,7 @@ def _of_run(run: Any) -> list[str]:
     if found:
         return found
     if run["date"] is not None and not re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d:\d\dZ)?", run["date"]):
-        found.append(f"date {run['date']!r} is none")
+        found.append(f"date {run['date']!r} is not a date")
     if set(run["hardware"]) != _HARDWARE or set(run["load"]) != {"before", "after"}:
         found.append(f"hardware has {', '.join(sorted(_HARDWARE))}, and load has before and after")
     elif run["source"] is None:  # only what was copied from a page may not know these

@@ -1,8 +1,7 @@
-"""Two hosts of our own with a wire between them that has a rate: network namespaces, one raylet with a token on each.
+"""Two emulated hosts with a wire of a given rate between them: network namespaces with one raylet each.
 
-The lab is that of the tests (tests/lab), and it needs what they need: root, iproute2, Linux. A benchmark's driver runs
-inside the first namespace, as do the processes of a peer: ``python(host, script, arguments)`` starts one and gives
-what it printed last.
+The network is that of tests/lab, and needs root, iproute2 and Linux. The processes of a benchmark run inside the
+namespaces: ``Rig.start`` starts a script on a host, and ``Rig.answer`` returns the JSON in its last line of output.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Rig:
-    """The two hosts, 0 and 1."""
+    """The two hosts, with the numbers 0 and 1."""
 
     lab: Network
     home: Home
 
     def rate(self, mbit: float | None) -> None:
-        """Of the wire, both ways; None is as fast as the machine."""
+        """Set the rate of the wire, both ways; None is as fast as the machine."""
         self.lab.rate(0, 1, mbit)
 
     def start(self, host: int, script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """A script, named from jobs/, on a host; its standard output is read by ``answer``."""
+        """Start a script, named from jobs/, on a host; ``answer`` reads its standard output."""
         given = {**os.environ, **TOKEN, "PYTHONPATH": str(ROOT), "RAY_HEAD": self.home.address, **environment}
         command = [str(ROOT / "jobs" / script), *arguments]
         return self.lab.python(host, *command, env=given, stdout=subprocess.PIPE, text=True)
@@ -45,10 +44,13 @@ class Rig:
     def answer(
         self, process: subprocess.Popen[str], limit_s: float, on_line: Callable[[str], None] = lambda line: None
     ) -> Any:
-        """The JSON of its last line; RuntimeError where it failed, or took longer than ``limit_s``.
+        """Wait for a process, and return the JSON in its last line of output.
 
         Args:
-            on_line: called with every line as it comes.
+            on_line: called with every line of output as soon as it is there.
+
+        Raises:
+            RuntimeError: the process failed, printed nothing, or took longer than ``limit_s``.
         """
         assert process.stdout is not None
         last = ""
@@ -67,13 +69,13 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(cpus: int = 1, store_bytes: int = 80_000_000) -> Iterator[Rig]:
-    """The hosts with a raylet on each; nothing is left of them afterwards.
+    """Start the hosts with a raylet on each; everything is removed afterwards.
 
     Args:
-        store_bytes: of each raylet's object store.
+        store_bytes: bytes of each raylet's object store.
 
     Raises:
-        RuntimeError: no network can be made here; says why.
+        RuntimeError: no network can be made here, with the reason.
     """
     if reason := missing():
         raise RuntimeError(f"This benchmark needs network namespaces: {reason}")

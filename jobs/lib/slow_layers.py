@@ -1,6 +1,6 @@
-"""Layers that compute a little and sleep as long as an accelerator would work, longer in processes that were made slow.
+"""Layers that compute a little and sleep for the time of an accelerator; processes can be slowed down while they run.
 
-folder/1234    there: process 1234 takes so many times as long, as the file says
+folder/1234    file with the factor by which process 1234 sleeps longer; without the file it is 1
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORWARD_SHARE = 1 / 3
 
 
 def slow_down(folder: Path, process: int, factor: float) -> None:
-    """From now on layers in this process take so many times as long; 1 is as before."""
+    """Make layers in a process take ``factor`` times as long from now on; 1 is as before."""
     new = folder / f".{process}"
     new.write_text(str(factor))
     new.replace(folder / str(process))
@@ -38,7 +38,7 @@ def _factor(folder: str) -> float:
 
 
 class _Sleep(torch.autograd.Function):
-    """Passes its input on."""
+    """Operation that sleeps in forward and backward, and returns its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float, folder: str) -> torch.Tensor:
@@ -53,7 +53,11 @@ class _Sleep(torch.autograd.Function):
 
 
 class SlowLayer(nn.Module):
-    """A linear layer that takes so long for a micro-batch, forward and backward together."""
+    """Linear layer that sleeps ``seconds`` for a micro-batch, forward and backward together.
+
+    Args:
+        folder: folder of ``slow_down``.
+    """
 
     def __init__(self, seconds: float, folder: Path) -> None:
         super().__init__()
@@ -79,12 +83,12 @@ def trainer_of_layers(
     scaling: Any = None,
     **pipeline: Any,
 ) -> raypipe.PipelineTrainer:
-    """A trainer of so many equal layers, on workers that share processors: sleeping takes none.
+    """Make a trainer of equal layers, on workers that share processors: sleeping takes no processor time.
 
     Args:
-        seconds: of one micro-batch through one layer.
+        seconds: time of one micro-batch through one layer.
         slow: folder of ``slow_down``.
-        runs: where the run's folder, of this name, will lie.
+        runs: parent of the run's folder, which has this name.
         failures: a ray.train.FailureConfig.
         scaling: a ray.train.ScalingConfig; None for a worker of ``cpus`` for each stage.
         pipeline: fields of PipelineConfig.

@@ -1,8 +1,7 @@
-"""Strangers at the ports where workers listen for each other: garbage, silence, wrong secrets, replayed handshakes.
+"""Unwanted connections to the ports of workers: garbage, silence, wrong secrets and replayed handshakes.
 
-They know more than strangers do: the run's name and the greetings of its workers, as if they had listened on the
-network. A replay is what a worker once said: a greeting with the proof of its own connection's challenge, under the
-right secret.
+They use the run's name and the greetings of its workers, as an attacker who reads the network could. A replay is a
+greeting under the right secret, whose proof answers the challenge of an earlier connection.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from raypipe.runtime.links.handshake import Hello, call
+from raypipe.runtime.transport.handshake import Hello, call
 
 __all__ = ["KINDS", "Strangers"]
 
@@ -22,14 +21,14 @@ KINDS = ("garbage", "silence", "wrong secret", "replay")
 
 
 class Strangers:
-    """A crowd of them, from one thread.
+    """Source of unwanted connections, which one thread makes.
 
     Args:
-        ports: (host, port) of the listeners.
+        ports: (host, port) of the workers' listeners.
         hellos: greetings of the run's workers.
-        secret: of the run, which the replayed handshakes were made with.
-        seed: of their choices.
-        open_at_once: connections that they hold; the oldest is closed for a new one.
+        secret: secret of the run, for replayed handshakes.
+        seed: seed of the random choices.
+        open_at_once: number of connections that are held open; the oldest is closed for a new one.
     """
 
     def __init__(
@@ -47,10 +46,10 @@ class Strangers:
         self.tried: Counter[str] = Counter()
         """Connections that were tried, by kind."""
         self.connected = 0
-        """Of those, the ones that the other end's system accepted at once; others wait in vain for its full queue."""
+        """Number of connections that were accepted at once; the others found the listener's queue full."""
 
     def visit(self, count: int) -> None:
-        """So many connections more."""
+        """Make ``count`` further connections."""
         for _ in range(count):
             kind = self._dice.choice(KINDS)
             sock = socket.socket()
@@ -76,5 +75,5 @@ class Strangers:
             return self._dice.randbytes(self._dice.randrange(1, 200))
         secret = self._secret if kind == "replay" else b"a guess"
         conversation = call(self._dice.choice(self._hellos), secret)
-        greeting = next(conversation).say
-        return greeting + conversation.send(secrets.token_bytes(16)).say
+        greeting = next(conversation).message
+        return greeting + conversation.send(secrets.token_bytes(16)).message

@@ -1,4 +1,4 @@
-"""What to rent for Llama-7B: plans for 8 hosts of one GPU each, from shapes alone; no weights, no torch, no Ray.
+"""Machines to rent for Llama-7B: plans for 8 hosts of one GPU each, from shapes alone; no weights, no torch, no Ray.
 
     python jobs/plan/llama.py                       24, 40 and 80 GB at 10 and 25 Gbit/s
     python jobs/plan/llama.py --memory 40 --gbit 25 --table
@@ -14,21 +14,21 @@ import json
 import time
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.planner.tune import Request, decide, plan_of
+from raypipe.planner.search import Request, decide, plan_of
 
 LAYERS, HIDDEN, INNER, HEADS, VOCABULARY = 32, 4096, 11008, 32, 32000
 RATE_FLOPS_S = 60e12
-"""What a GPU of this class keeps up in fp32 with tensor cores (TF32), about 40 % of its peak."""
+"""Rate that a GPU of this class keeps up in fp32 with tensor cores (TF32), about 40 % of its peak."""
 FIXED_S = 2e-3
 """Launches of one micro-batch through the whole model, forward and backward: what makes small ones dear."""
 
 
 def llama(sequence: int, element_bytes: int) -> ModelGraph:
-    """One micro-batch of one sample: every node's operations counted, backward twice the forward.
+    """Build the graph of one micro-batch of one sample, with counted operations; a backward takes twice a forward.
 
     Args:
         sequence: tokens per sample.
@@ -64,23 +64,23 @@ def llama(sequence: int, element_bytes: int) -> ModelGraph:
 
 
 def profiled(sequence: int, element_bytes: int) -> Profile:
-    """The graph with its curve: a part that grows with the samples, and the launches, which do not."""
+    """Build a profile with t(b): a part that grows with the samples, and constant launch times."""
     graph = llama(sequence, element_bytes)
     per_sample_s = graph.busy_s - FIXED_S
     return Profile(graph, 1, tuple((b, FIXED_S + per_sample_s * b) for b in (1, 2, 4, 8)))
 
 
 def cluster(gpus: int, memory_gb: float, gbit_s: float) -> Cluster:
-    """Hosts of one GPU each; GB are 10**9 bytes, and a tenth of them is not ours."""
-    device = Device("gpu", 1.0, round(memory_gb * 0.9e9))
+    """Build a cluster of hosts with one GPU each; GB are 10**9 bytes, of which a tenth is not available."""
+    device = ComputeDevice("gpu", 1.0, round(memory_gb * 0.9e9))
     return Cluster.hosts(gpus, 1, inside=Link(), between=Link(gbit_s * 1e9 / 8, 30e-6), device=device)
 
 
 def planned(memory_gb: float, gbit_s: float, arguments: argparse.Namespace) -> Plan:
-    """The plan for 8 GPUs.
+    """Plan for the GPUs of the cluster.
 
     Raises:
-        PlanError: it does not fit; says what does not.
+        PlanError: the model does not fit; names stage, action and numbers.
     """
     request = Request(
         num_stages=None, num_workers=None, split_points=(), minibatch_size=arguments.minibatch, num_microbatches=None,

@@ -33,7 +33,7 @@ _END_OF_FILE = b"\0"
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where the two splits are, and their text.
+    """Files of the two splits, and their text.
 
     Attributes:
         train, heldout: Parquet files with columns tokens and targets, fixed_size_list<uint8>[context].
@@ -52,7 +52,7 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
     """Write ``train.parquet`` and ``heldout.parquet`` to the folder, replacing older ones.
 
     Args:
-        folder: is made where missing; every node must be able to read it.
+        folder: created if missing; every node must be able to read it.
         context: bytes per row, T.
         max_bytes: of text, nine tenths of it for training; files beyond that are left out.
 
@@ -83,9 +83,9 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
 
 
 def bigram_cross_entropy_nats(train: bytes, heldout: bytes) -> float:
-    """Nats per byte that an add-one-smoothed bigram model of ``train`` needs for ``heldout``.
+    """Compute the cross entropy, in nats per byte, of an add-one-smoothed bigram model of ``train`` on ``heldout``.
 
-    What a model reaches that knows nothing but the byte before: the least that training must beat.
+    A model that reads only the previous byte reaches this; training must be better.
     """
     counts = _pairs(train) + 1.0
     log_p = np.log(counts) - np.log(counts.sum(axis=1, keepdims=True))
@@ -94,7 +94,7 @@ def bigram_cross_entropy_nats(train: bytes, heldout: bytes) -> float:
 
 
 def bigram_entropy_nats(text: bytes) -> float:
-    """H(x_t | x_{t-1}) of the text itself, nats per byte: what the best possible bigram model needs."""
+    """Compute H(x_t | x_{t-1}) of the text itself in nats per byte, the bound of all bigram models."""
     counts = _pairs(text)
     totals = counts.sum(axis=1, keepdims=True)
     p = np.divide(counts, totals, out=np.ones_like(counts), where=counts > 0)
@@ -102,13 +102,13 @@ def bigram_entropy_nats(text: bytes) -> float:
 
 
 def _pairs(text: bytes) -> np.ndarray:
-    """How often byte j follows byte i; shape (256, 256)."""
+    """Count byte j after byte i; shape (256, 256)."""
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
     return np.bincount(codes[:-1] * 256 + codes[1:], minlength=256 * 256).reshape(256, 256).astype(np.float64)
 
 
 def _sources(library: Path) -> Iterator[tuple[str, Path]]:
-    """The library's modules with their names, sorted by name; neither tests nor what pip installed."""
+    """Yield the library's modules with their names, sorted by name; without tests and packages that pip installed."""
     found = []
     for folder, below, files in os.walk(library):
         below[:] = [name for name in below if name not in _LEFT_OUT]  # not entered: site-packages is large
@@ -117,7 +117,7 @@ def _sources(library: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _write(path: Path, text: bytes, context: int) -> None:
-    """One Parquet file, complete or absent: written aside, then renamed."""
+    """Write one Parquet file, complete or absent: to a temporary name, then renamed."""
     codes = np.frombuffer(text, dtype=np.uint8)
     rows = (len(codes) - 1) // context
     if rows < 1:

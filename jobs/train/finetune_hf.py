@@ -38,50 +38,50 @@ PEFT_TASKS = {"causal": "CAUSAL_LM", "classify": "SEQ_CLS", "seq2seq": "SEQ_2_SE
 
 
 def main() -> int:
-    """Tokenise, train, save, and look whether what was saved is what was trained."""
-    asked = parse()
+    """Tokenise, train, save, and check that the saved parameters are the trained ones."""
+    options = parse()
 
-    if not (asked.model / "config.json").is_file():
-        raise ValueError(f"{asked.model} has no config.json. Give the folder of a model.")
-    lines = read_lines(asked.data)
-    held = None if asked.eval_data is None else read_lines(asked.eval_data)
-    task = asked.task or task_of(asked.model, lines)
+    if not (options.model / "config.json").is_file():
+        raise ValueError(f"{options.model} has no config.json. Give the folder of a model.")
+    lines = read_lines(options.data)
+    held = None if options.eval_data is None else read_lines(options.eval_data)
+    task = options.task or task_of(options.model, lines)
     classes = count_classes(lines, held or {}) if task == "classify" else 0
-    tokenizer, folder = _tokenizer(asked.model), data_folder(asked)
-    more: dict[str, Any] = {"train_data": write_rows(task, lines, tokenizer, asked.length, f"{folder}/train.parquet")}
+    tokenizer, folder = _tokenizer(options.model), data_folder(options)
+    more: dict[str, Any] = {"train_data": write_rows(task, lines, tokenizer, options.length, f"{folder}/train.parquet")}
     if held is not None:
-        more["eval_data"] = write_rows(task, held, tokenizer, asked.length, f"{folder}/eval.parquet")
+        more["eval_data"] = write_rows(task, held, tokenizer, options.length, f"{folder}/eval.parquet")
         if task == "classify":
             more["metrics"] = {"accuracy": accuracy}
-    model = _model(asked, task, classes, tokenizer.pad_token_id)
+    model = _model(options, task, classes, tokenizer.pad_token_id)
     cached = getattr(model.config, "use_cache", True)
     model.config.use_cache = False  # while it trains; not in what is saved
-    _, result = train(asked, model, **more)
-    if goes_on(asked, result):
+    _, result = train(options, model, **more)
+    if goes_on(options, result):
         return 0
-    model.load_state_dict(load_state_dict(chosen(asked, result)))
+    model.load_state_dict(load_state_dict(chosen(options, result)))
     model.config.use_cache = cached
-    model.save_pretrained(asked.output)
-    _tokenizer(asked.model).save_pretrained(asked.output)  # the other one pads and truncates as training does
-    again = _loaded(asked, task, model)
-    row = tokenizer(next(iter(lines.values()))["text"], truncation=True, max_length=asked.length, return_tensors="pt")
+    model.save_pretrained(options.output)
+    _tokenizer(options.model).save_pretrained(options.output)  # the other one pads and truncates as training does
+    again = _loaded(options, task, model)
+    row = tokenizer(next(iter(lines.values()))["text"], truncation=True, max_length=options.length, return_tensors="pt")
     if not torch.equal(_logits(task, model, row), _logits(task, again, row)):
-        raise ValueError(f"{asked.output} was saved, but loaded again it gives other logits.")
-    print(f"saved        {asked.output}   (loaded again, it gives the same logits)")
+        raise ValueError(f"{options.output} was saved, but loaded again it gives other logits.")
+    print(f"saved        {options.output}   (loaded again, it gives the same logits)")
     return 0
 
 
 def accuracy(output: Any, batch: Any) -> tuple[torch.Tensor, int]:
-    """(texts that a classifier gives their label, texts)."""
+    """Count (texts that a classifier gives their label, texts)."""
     right = output.logits.argmax(-1) == batch["labels"]
     return right.sum(), len(right)
 
 
 def task_of(folder: Path, rows: Rows) -> str:
-    """What the model's own configuration says, unless the data has labels.
+    """Choose the task by the model's configuration, unless the data has labels.
 
     Raises:
-        ValueError: it is not clear; a causal model that sees the future, as an encoder does, learns nothing.
+        ValueError: the task is unclear: a causal task is useless for a model that attends to the future, as an encoder.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -94,7 +94,7 @@ def task_of(folder: Path, rows: Rows) -> str:
     if not set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         raise ValueError(
             f"{folder} holds {', '.join(names) or 'a model of no known class'}, which is not a causal model, and the "
-            "data has no labels. Give the rows a label each, or say --task causal if the model looks at no later token."
+            "data has no labels. Give the rows labels, or give --task causal if the model looks at no later token."
         )
     return "causal"
 
@@ -110,25 +110,25 @@ def _tokenizer(folder: Path) -> Any:
     return found
 
 
-def _model(asked: argparse.Namespace, task: str, classes: int, pad: int) -> Any:
-    """In training mode, with adapters where they are asked for; new weights are drawn from --seed."""
+def _model(options: argparse.Namespace, task: str, classes: int, pad: int) -> Any:
+    """Load the model in training mode, with adapters for ``--lora-rank``; new weights are drawn from --seed."""
     import transformers
 
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(options.seed)
     config: dict[str, Any] = {"num_labels": classes} if classes else {}
     model, found = getattr(transformers, AUTO_CLASSES[task]).from_pretrained(
-        asked.model, local_files_only=True, dtype=torch.float32, output_loading_info=True, **config
+        options.model, local_files_only=True, dtype=torch.float32, output_loading_info=True, **config
     )
     if task == "classify":
         model.config.pad_token_id = pad
-    if asked.lora_rank:
+    if options.lora_rank:
         from peft import LoraConfig, get_peft_model
 
-        targets = asked.lora_targets or None
+        targets = options.lora_targets or None
         settings = LoraConfig(
-            r=asked.lora_rank,
-            lora_alpha=asked.lora_alpha or 2 * asked.lora_rank,
-            lora_dropout=asked.lora_dropout,
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha or 2 * options.lora_rank,
+            lora_dropout=options.lora_dropout,
             target_modules=targets[0] if targets == ["all-linear"] else targets,
             task_type=PEFT_TASKS[task],
             # The folder has no weights for these, as for a classifier's head: they are trained and saved whole.
@@ -138,19 +138,19 @@ def _model(asked: argparse.Namespace, task: str, classes: int, pad: int) -> Any:
     return model.train()
 
 
-def _loaded(asked: argparse.Namespace, task: str, trained: Any) -> Any:
-    """What was saved, as anybody loads it."""
+def _loaded(options: argparse.Namespace, task: str, trained: Any) -> Any:
+    """Load what was saved, as a user does."""
     import transformers
 
     loads = getattr(transformers, AUTO_CLASSES[task])
-    if not asked.lora_rank:
-        return loads.from_pretrained(asked.output, local_files_only=True, dtype=torch.float32)
+    if not options.lora_rank:
+        return loads.from_pretrained(options.output, local_files_only=True, dtype=torch.float32)
     from peft import PeftModel
 
     labels = {"num_labels": trained.config.num_labels} if task == "classify" else {}
-    base = loads.from_pretrained(asked.model, local_files_only=True, dtype=torch.float32, **labels)
+    base = loads.from_pretrained(options.model, local_files_only=True, dtype=torch.float32, **labels)
     base.config.pad_token_id = trained.config.pad_token_id
-    return PeftModel.from_pretrained(base, asked.output)
+    return PeftModel.from_pretrained(base, options.output)
 
 
 def _logits(task: str, model: Any, row: Any) -> torch.Tensor:
@@ -160,14 +160,14 @@ def _logits(task: str, model: Any, row: Any) -> torch.Tensor:
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common(parser, name="finetune", minibatch_size=16, learning_rate=5e-5)
     parser.add_argument("--model", type=Path, help="folder with config.json, weights and tokenizer; required")
     parser.add_argument("--data", type=Path, help=".jsonl, .parquet or .txt (a row per line); required")
     parser.add_argument("--eval-data", type=Path, help="the same, to evaluate: loss, and accuracy of a classifier")
     parser.add_argument("--output", type=Path, help="folder for what was trained; required")
-    parser.add_argument("--task", choices=TASKS, help="what config.json and the data say, where it is left out")
+    parser.add_argument("--task", choices=TASKS, help="default: that of config.json and the data")
     parser.add_argument("--length", type=int, default=128, help="tokens per row, longer texts are cut")
     parser.add_argument("--lora-rank", type=int, default=0, help="0 trains the whole model")
     parser.add_argument("--lora-alpha", type=int, help="twice the rank, where it is left out")

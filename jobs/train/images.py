@@ -1,4 +1,4 @@
-"""Labelled images as rows of bytes, from where people have them.
+"""Labelled images as rows of bytes, from the usual places.
 
     nothing given                     scikit-learn's digits: 1797 of 8 x 8 grey pixels
     data_batch_1.bin, test_batch.bin  CIFAR-10's binary version: a label, then 3 x 32 x 32 bytes
@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
 
 __all__ = ["Images", "Split", "read_images", "write_split"]
 
 HELD_OUT = 10
-"""Of so many one is held out, where nobody has said which."""
+"""One of this many images is held out, if no split is given."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 _CIFAR_SIZE, _ROWS_PER_GROUP = 32, 1024
 
@@ -47,13 +47,13 @@ class Images:
 
 
 def read_images(folder: Path | None, size: int) -> Images:
-    """All images below a folder, or the digits.
+    """Read all images below a folder, or the digits without a folder.
 
     Args:
-        size: pixels of a side that a folder of images is resized to.
+        size: pixels of a side; images of a folder are resized to it.
 
     Raises:
-        ValueError: there are none, or they are not as they should be; says what was looked for.
+        ValueError: the folder has no images or an unknown layout; names the expected files.
     """
     if folder is None:
         return _digits()
@@ -72,7 +72,7 @@ def read_images(folder: Path | None, size: int) -> Images:
 
 
 def write_split(split: Split, file: str) -> str:
-    """One Parquet file with columns pixels and labels, replaced as a whole; every node must be able to read it."""
+    """Write one Parquet file with columns pixels and labels, replaced as a whole, where every node can read it."""
     width = split.pixels.shape[1]
     pixels = pa.FixedSizeListArray.from_arrays(pa.array(split.pixels.reshape(-1)), width)
     table = pa.table({"pixels": pixels, "labels": pa.array(split.labels)})

@@ -3,7 +3,7 @@
     python jobs/train/lm.py                       Ray embedded, two stage actors
     python jobs/train/lm.py --local               the same plan in threads, without Ray
     python jobs/train/lm.py --stages 4 --schedule kfkb --steps 100
-    python jobs/train/lm.py --name lm             again under the same name: goes on where it was stopped
+    python jobs/train/lm.py --name lm             again under the same name: resumes where it was stopped
     ray job submit --working-dir . -- python jobs/train/lm.py --name lm --storage /shared/runs --data /shared/data
 
 The text is the Python standard library's own source. The yardstick is the corpus's bigram entropy: a model
@@ -74,12 +74,12 @@ class GPT(nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Compute the mean cross entropy in nats per byte."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
 
 
 def main() -> None:
-    """Build the data, plan, train, evaluate, say where everything is."""
+    """Build the data, plan, train, evaluate, print the paths."""
     arguments = parse()
     torch.manual_seed(0)
     corpus = build_corpus(arguments.data, context=arguments.context, max_bytes=arguments.corpus_bytes)
@@ -124,12 +124,12 @@ def main() -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> RunConfig:
-    """Where the run's folder is: a URI (s3://, gs://) as it is, a path as seen from here."""
+    """Make the RunConfig: a URI (s3://, gs://) as it is, a path made absolute."""
     return RunConfig(name=arguments.name, storage_path=absolute(arguments.storage))
 
 
 def warmup_then_cosine(step: int, steps: int) -> float:
-    """Factor on the learning rate: 5 % warm-up, then down to a tenth."""
+    """Compute the factor on the learning rate: 5 % warm-up, then cosine decay to a tenth."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return (step + 1) / warmup
@@ -137,7 +137,7 @@ def warmup_then_cosine(step: int, steps: int) -> float:
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command line; the defaults take under three minutes on two cores."""
+    """Parse the command line; the defaults take under three minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--schedule", default="auto", help="auto, gpipe, 1f1b, kfkb, slack, pipedream or 2bw")

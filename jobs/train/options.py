@@ -35,15 +35,15 @@ LOGGERS: dict[str, Callable[[], Any]] = {"tensorboard": TensorBoard, "mlflow": M
 
 
 def add_common(parser: argparse.ArgumentParser, *, name: str, minibatch_size: int, learning_rate: float) -> None:
-    """What every job has, whatever it trains.
+    """Add the options of every job.
 
     Args:
-        name: that a run has with the time behind it where none is given.
+        name: prefix of the default name of a run, which the time follows.
     """
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the names of these flags")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="optimizer steps in all, those of earlier submissions included")
-    length.add_argument("--epochs", type=int, help="the same in passes over the data; 1 where nothing is said")
+    length.add_argument("--epochs", type=int, help="the same in passes over the data; 1 by default")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--minibatch-size", type=int, default=minibatch_size, help="samples per optimizer step")
@@ -68,7 +68,7 @@ def add_common(parser: argparse.ArgumentParser, *, name: str, minibatch_size: in
 
 
 def arguments_of(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags, and below them those of ``--config``; what is wrong ends the program with status 2."""
+    """Parse flags, with those of ``--config`` as defaults; an error ends the program with status 2."""
     words = list(sys.argv[1:] if given is None else given)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
@@ -85,7 +85,7 @@ def arguments_of(parser: argparse.ArgumentParser, given: Sequence[str] | None = 
 
 
 def _flags(parser: argparse.ArgumentParser, file: Path) -> list[str]:
-    """The file as flags, so that types, choices and what excludes what are looked at in one place."""
+    """Convert the file to flags, so that types, choices and exclusions are checked in one place."""
     try:
         values, _ = parse(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -106,12 +106,12 @@ def _flags(parser: argparse.ArgumentParser, file: Path) -> list[str]:
     return words
 
 
-def data_folder(asked: argparse.Namespace) -> str:
-    """Beside the run's folder, a URI where ``--storage`` is one; every node must be able to read it."""
-    return f"{absolute(asked.storage)}/{asked.name}-data"
+def data_folder(options: argparse.Namespace) -> str:
+    """Return the data path next to the run's folder, a URI if ``--storage`` is one; all nodes must read it."""
+    return f"{absolute(options.storage)}/{options.name}-data"
 
 
-def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineTrainer, Result]:
+def train(options: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineTrainer, Result]:
     """Plan, print the plan, and train with AdamW.
 
     Args:
@@ -123,61 +123,61 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
     """
     import torch
 
-    rate = asked.learning_rate
-    best_every = asked.eval_interval_steps if asked.keep_best else None
+    rate = options.learning_rate
+    best_every = options.eval_interval_steps if options.keep_best else None
     kept = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute=SCORE, checkpoint_score_order="min")
     trainer = PipelineTrainer(
         model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
         pipeline=PipelineConfig(
-            num_stages=asked.stages,
-            schedule=asked.schedule,
-            minibatch_size=asked.minibatch_size,
-            num_microbatches=asked.microbatches,
-            max_grad_norm=asked.max_grad_norm,
-            precision=asked.precision,
-            eval_interval_steps=asked.eval_interval_steps,
-            checkpoint_interval_steps=asked.checkpoint_interval_steps or best_every or "auto",
-            seed=asked.seed,
+            num_stages=options.stages,
+            schedule=options.schedule,
+            minibatch_size=options.minibatch_size,
+            num_microbatches=options.microbatches,
+            max_grad_norm=options.max_grad_norm,
+            precision=options.precision,
+            eval_interval_steps=options.eval_interval_steps,
+            checkpoint_interval_steps=options.checkpoint_interval_steps or best_every or "auto",
+            seed=options.seed,
         ),
-        scaling_config=ScalingConfig(num_workers=asked.stages),
+        scaling_config=ScalingConfig(num_workers=options.stages),
         run_config=RunConfig(
-            name=asked.name,
-            storage_path=absolute(asked.storage),
-            failure_config=FailureConfig(max_failures=asked.max_failures),
-            checkpoint_config=kept if asked.keep_best else None,
+            name=options.name,
+            storage_path=absolute(options.storage),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+            checkpoint_config=kept if options.keep_best else None,
         ),
-        early_stopping=None if asked.patience is None else EarlyStopping(SCORE, patience=asked.patience),
-        callbacks=[LOGGERS[name]() for name in asked.logger],
+        early_stopping=None if options.patience is None else EarlyStopping(SCORE, patience=options.patience),
+        callbacks=[LOGGERS[name]() for name in options.logger],
         **more,
     )
     print(trainer.plan())
-    length = {"num_steps": asked.steps} if asked.epochs is None else {"num_epochs": asked.epochs}
-    result = trainer.fit(**length, local=asked.local)
+    length = {"num_steps": options.steps} if options.epochs is None else {"num_epochs": options.epochs}
+    result = trainer.fit(**length, local=options.local)
     numbers = (f"{key} {result.metrics[key]:.4f}" for key in result.metrics if key == "loss" or key.startswith("eval_"))
     print(f"step {len(result.records)}  {'  '.join(numbers)}")
     if result.stopped:
-        print(f"stopped      {result.stopped}{'; the same command goes on from there' * goes_on(asked, result)}")
-    print(f"run folder   {result.path}\ncheckpoint   {chosen(asked, result)}")
+        print(f"stopped      {result.stopped}{'; the same command goes on from there' * goes_on(options, result)}")
+    print(f"run folder   {result.path}\ncheckpoint   {chosen(options, result)}")
     return trainer, result
 
 
-def goes_on(asked: argparse.Namespace, result: Result) -> bool:
-    """Whether the run was stopped in the middle. With --patience it may have ended before its last step, for good."""
-    if asked.patience is None:
+def goes_on(options: argparse.Namespace, result: Result) -> bool:
+    """Return True if the run was stopped before its end. With --patience an early end may be final."""
+    if options.patience is None:
         return bool(result.stopped)
-    of_interval = [record for record in result.records if (record.step + 1) % asked.eval_interval_steps == 0]
+    of_interval = [record for record in result.records if (record.step + 1) % options.eval_interval_steps == 0]
     scores = [dict(record.evaluation)[SCORE] for record in of_interval if record.evaluation]
-    return result.stopped not in ("", EarlyStopping(SCORE, patience=asked.patience).verdict(scores))
+    return result.stopped not in ("", EarlyStopping(SCORE, patience=options.patience).verdict(scores))
 
 
-def chosen(asked: argparse.Namespace, result: Result) -> str:
-    """The checkpoint that counts: the last one, or with --keep-best that of the lowest eval_loss."""
-    return result.get_best_checkpoint(SCORE, "min") if asked.keep_best else result.checkpoint
+def chosen(options: argparse.Namespace, result: Result) -> str:
+    """Return the checkpoint to use: the last one, or with --keep-best that of the lowest eval_loss."""
+    return result.get_best_checkpoint(SCORE, "min") if options.keep_best else result.checkpoint
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """What ``main`` returns, or 1 and the reason on standard error where the run, a file or a folder is wrong."""
+    """Return what ``main`` returns, or 1 and the reason on standard error if the run, a file or a folder is wrong."""
     try:
         return main()
     except (RaypipeError, OSError, ValueError) as error:

@@ -5,8 +5,8 @@
     ray job submit --working-dir . -- python jobs/train/sweep.py --storage /shared/runs
 
 Ray Tune starts the trials and its ASHA scheduler stops those that fall behind; a trial that is stopped leaves neither
-actors nor places (docs/design/0064). As many runs train at once as the cluster has CPUs for. Prints a row for each rate
-and the best of them; exits with 1 where no run ended well.
+actors nor places (docs/design/0024). As many runs train at once as the cluster has CPUs for. Prints a row for each rate
+and the best of them; exits with 1 if no run succeeded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from jobs.train.vision import Net, loss_fn
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0 where at least one run ended well."""
-    asked = parse(arguments)
+    """Run the sweep; return exit status 0 if at least one run succeeded."""
+    options = parse(arguments)
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="ERROR")
-    found = sweep(asked)
+    found = sweep(options)
     rows = [row_of(one) for one in found]
     print(table("learning rates", ("rate", "steps", "loss", "eval_loss", "what became of it"), rows))
     good = [one for one in found if one.error is None]
@@ -50,56 +50,56 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def sweep(asked: argparse.Namespace) -> tune.ResultGrid:
+def sweep(options: argparse.Namespace) -> tune.ResultGrid:
     """Run all trials."""
-    make = trainers(asked)
-    at_once = asked.at_once or max(1, int(ray.cluster_resources().get("CPU", 1)) // asked.stages)
+    make = trainers(options)
+    at_once = options.at_once or max(1, int(ray.cluster_resources().get("CPU", 1)) // options.stages)
     tuner = tune.Tuner(
-        raypipe.tune.trainable(make, asked.steps, asked.interval),
-        param_space={"rate": tune.grid_search(asked.rates)},
+        raypipe.tune.trainable(make, options.steps, options.interval),
+        param_space={"rate": tune.grid_search(options.rates)},
         tune_config=tune.TuneConfig(
             metric="loss",
             mode="min",
             max_concurrent_trials=at_once,
             scheduler=ASHAScheduler(
-                time_attr="step", max_t=asked.steps, grace_period=asked.interval, reduction_factor=2
+                time_attr="step", max_t=options.steps, grace_period=options.interval, reduction_factor=2
             ),
         ),
-        run_config=tune.RunConfig(name=asked.name, storage_path=absolute(asked.storage), verbose=0),
+        run_config=tune.RunConfig(name=options.name, storage_path=absolute(options.storage), verbose=0),
     )
     return tuner.fit()
 
 
-def trainers(asked: argparse.Namespace) -> Callable[[dict[str, Any], str], raypipe.PipelineTrainer]:
+def trainers(options: argparse.Namespace) -> Callable[[dict[str, Any], str], raypipe.PipelineTrainer]:
     """Write the data, and return what makes the trainer of a trial of its config and its name."""
-    images, folder = read_images(None, 8), f"{absolute(asked.storage)}/{asked.name}-data"
+    images, folder = read_images(None, 8), f"{absolute(options.storage)}/{options.name}-data"
     data = {name: write_split(split, f"{folder}/{name}.parquet") for name, split in images.splits.items()}
     shape = (images.channels, images.size, len(images.classes))
 
     def make(config: dict[str, Any], name: str) -> raypipe.PipelineTrainer:
-        torch.manual_seed(asked.seed)
+        torch.manual_seed(options.seed)
         return raypipe.PipelineTrainer(
-            Net(*shape, asked.width, asked.depth),
+            Net(*shape, options.width, options.depth),
             loss_fn=loss_fn,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=config["rate"]),
             train_data=data["train"],
             eval_data=data["heldout"],
             pipeline=raypipe.PipelineConfig(
-                num_stages=asked.stages,
+                num_stages=options.stages,
                 minibatch_size=64,
                 num_microbatches=4,
                 partitioner="parameters",
-                seed=asked.seed,
+                seed=options.seed,
             ),
-            scaling_config=ScalingConfig(num_workers=asked.stages),
-            run_config=RunConfig(name=name, storage_path=absolute(asked.storage)),
+            scaling_config=ScalingConfig(num_workers=options.stages),
+            run_config=RunConfig(name=name, storage_path=absolute(options.storage)),
         )
 
     return make
 
 
 def row_of(result: Any) -> tuple[Any, ...]:
-    """A trial in a line."""
+    """Format a trial as a row."""
     metrics, rate = result.metrics or {}, (result.config or {}).get("rate", math.nan)  # before its first report
     if result.error is not None:
         became = f"failed: {str(result.error).strip().splitlines()[-1][:100]}"
@@ -109,7 +109,7 @@ def row_of(result: Any) -> tuple[Any, ...]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line; the defaults take a few minutes on two cores."""
+    """Parse the command line; the defaults take a few minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 1e-3, 3e-3, 1e-2, 1e-1])
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run that is not stopped")

@@ -1,4 +1,4 @@
-"""What text_lm.yaml names: the model and the text of lm.py, as functions of plain arguments."""
+"""Functions that text_lm.yaml names: the model and the text of lm.py, as functions of plain arguments."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["GPT", "heldout_text", "loss_fn", "train_text", "warmup"]
 
 
 def train_text(folder: str, context: int, corpus_bytes: int) -> str:
-    """The train split's Parquet file; writes both splits to the folder."""
+    """Return the train split's Parquet file; both splits are written to the folder."""
     return str(_corpus(folder, context, corpus_bytes).train.absolute())
 
 
 def heldout_text(folder: str, context: int, corpus_bytes: int) -> str:
-    """Likewise, the held-out split."""
+    """Return the held-out split's Parquet file, likewise."""
     return str(_corpus(folder, context, corpus_bytes).heldout.absolute())
 
 
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Up during 5 % of ``steps``, then down to a tenth."""
+    """Make a schedule with warm-up during 5 % of ``steps``, then decay to a tenth."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_then_cosine, steps=steps))
 
 

@@ -1,12 +1,12 @@
 """Texts as rows of tokens, all of one length, in a Parquet file.
 
-    causal      input_ids, labels                    labels are the tokens, padding -100; the model shifts them; the
-                                                     end-of-text token stands behind every text that is not cut
+    causal      input_ids, labels                    labels are the tokens, padding -100; the model shifts them; an
+                                                     end-of-text token follows every text that is not truncated
     classify    input_ids, attention_mask, labels    one label per row
     seq2seq     input_ids, attention_mask, labels    labels are the target's tokens, padding -100
 
-Padding stands behind the text, whatever side the tokenizer says, which is for generating: in front of it the positions
-of a text would count from the padding on. Of a causal model no token of the text looks there, so it needs no mask.
+Padding follows the text, whatever the tokenizer's padding side, which is for generation: padding before the text would
+shift its positions. In a causal model no token of the text attends to later padding, so it needs no mask.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
 
 __all__ = ["TASKS", "Rows", "count_classes", "read_lines", "write_rows"]
 
 TASKS = ("causal", "classify", "seq2seq")
 IGNORED = -100
 Rows = Mapping[int, Mapping[str, Any]]
-"""By the line of their file, from 1."""
+"""Rows by the line of their file, from 1."""
 _NEEDS = {"causal": ("text",), "classify": ("text", "label"), "seq2seq": ("text", "target")}
 
 
 def read_lines(file: Path) -> Rows:
-    """The rows of a .jsonl, .parquet or .txt file, those of an empty text left out.
+    """Read the rows of a .jsonl, .parquet or .txt file; rows with an empty text are left out.
 
     Raises:
-        ValueError: it has none, or is no such file; or a line of it is no JSON.
+        ValueError: the file has no rows or another suffix, or a line is not JSON.
     """
     if file.suffix == ".parquet":
         rows = pq.read_table(file).to_pylist()
@@ -52,7 +52,7 @@ def read_lines(file: Path) -> Rows:
 
 
 def count_classes(*files: Rows) -> int:
-    """One more than the greatest label.
+    """Count the classes: one more than the greatest label.
 
     Raises:
         ValueError: a label is missing or is not 0, 1, 2 and so on, or there are not two of them.
@@ -106,7 +106,7 @@ def _require(task: str, rows: Rows) -> None:
 
 
 def _lines(file: Path) -> list[str]:
-    # str.splitlines would also split at separators that stand in texts and need no escape in JSON, U+2028 for one.
+    # str.splitlines would also split at separators that JSON allows in texts without an escape, such as U+2028.
     return file.read_text(encoding="utf-8").split("\n")  # which reads "\r\n" and "\r" as "\n"
 
 
@@ -125,11 +125,11 @@ def _row(file: Path, number: int, line: str) -> Any:
 def _tokens(
     tokenizer: Any, texts: list[str], length: int, *, target: bool = False, ends: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, whether they are of the text), int64 of shape (texts, length).
+    """Tokenise texts to (tokens, mask of real tokens), int64 of shape (texts, length).
 
     Args:
-        target: of a sequence-to-sequence model, which some tokenizers write otherwise: in another language, say.
-        ends: the end-of-text token follows each text, as generating needs to stop; where the text was cut it does not.
+        target: the texts are targets of a sequence-to-sequence model, which some tokenizers encode differently.
+        ends: add the end-of-text token, which generation needs in order to stop, to each text that is not truncated.
     """
     given = {"text_target" if target else "text": texts}
     ids = np.full((len(texts), length), tokenizer.pad_token_id, dtype=np.int64)

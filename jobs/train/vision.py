@@ -6,7 +6,7 @@
     python jobs/train/vision.py --config digits.yaml --local      the same names in a file; in threads, without Ray
     ray job submit --working-dir . -- python jobs/train/vision.py --name digits --storage /shared/runs
 
-It says the accuracy on what was held out, and exits with 1 where anything fails. A name that was used goes on.
+It prints the accuracy on held-out data, and exits with 1 if anything fails. A name that was used resumes its run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jobs.train.options import add_common, arguments_of, chosen, data_folder, ex
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut; x is (batch, width, height, width)."""
+    """Two convolutions with a shortcut; x is (batch, width, height, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,30 +64,30 @@ class Net(nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats."""
+    """Compute the mean cross entropy in nats."""
     return F.cross_entropy(logits, labels.long())
 
 
 def main() -> int:
-    """Read the images, train, and say how many of those held out are classified correctly."""
-    asked = parse()
-    torch.manual_seed(asked.seed)
-    images = read_images(asked.data, asked.size)
-    folder = data_folder(asked)
+    """Read the images, train, and print how many of those held out are classified correctly."""
+    options = parse()
+    torch.manual_seed(options.seed)
+    images = read_images(options.data, options.size)
+    folder = data_folder(options)
     paths = {name: write_split(split, f"{folder}/{name}.parquet") for name, split in images.splits.items()}
-    net = Net(images.channels, images.size, len(images.classes), asked.width, asked.depth)
-    trainer, result = train(asked, net, loss_fn=loss_fn, train_data=paths["train"], eval_data=paths["heldout"])
-    if goes_on(asked, result):
+    net = Net(images.channels, images.size, len(images.classes), options.width, options.depth)
+    trainer, result = train(options, net, loss_fn=loss_fn, train_data=paths["train"], eval_data=paths["heldout"])
+    if goes_on(options, result):
         return 0
     held: Split = images.splits["heldout"]
-    logits = trainer.predict(paths["heldout"], chosen(asked, result), local=asked.local)
+    logits = trainer.predict(paths["heldout"], chosen(options, result), local=options.local)
     right = int((logits.argmax(1) == torch.from_numpy(held.labels).long()).sum())
     print(f"accuracy     {right / len(held.labels):.4f}   ({right} of {len(held.labels)} held out)")
     return 0
 
 
 def parse() -> argparse.Namespace:
-    """Command line; the defaults take about a minute on two cores."""
+    """Parse the command line; the defaults take about a minute on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common(parser, name="vision", minibatch_size=64, learning_rate=3e-3)
     parser.add_argument("--data", type=Path, help="a folder of images or of CIFAR; scikit-learn's digits without it")

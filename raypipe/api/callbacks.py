@@ -1,4 +1,4 @@
-"""The callbacks that a trainer was given: its own, and Ray Train's ``UserCallback`` with the same calls."""
+"""Callbacks of a trainer: checks of raypipe's own, and an adapter that calls a ``ray.train.UserCallback``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from raypipe.config.ray import USER_CALLBACK
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.report import StepRecord
 
-__all__ = ["FromRayTrain", "callbacks_of"]
 
-
-def callbacks_of(given: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """All callbacks of a run, in the order in which they are called.
+def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
+    """Return all callbacks of a run, in the order in which they are called.
 
     Args:
-        given: the trainer's ``callbacks``.
-        run, scaling: ray.train.RunConfig, whose callbacks come behind, and ScalingConfig; or None.
+        callbacks: the trainer's ``callbacks``.
+        run: ray.train.RunConfig, whose callbacks are called after those of the trainer; or None.
+        scaling: ray.train.ScalingConfig, passed on to callbacks of Ray Train; or None.
 
     Raises:
-        ConfigError: one of them is none, has a method that nobody calls, or needs what is not installed.
+        ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not
+            installed.
     """
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ConfigError(f"callbacks={given!r} is no list; give callbacks=[...].")
-    for callback in given:
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise ConfigError(f"callbacks={callbacks!r} is not a list; give callbacks=[...].")
+    for callback in callbacks:
         _check(callback)
     of_ray = [FromRayTrain(callback, run, scaling) for callback in getattr(run, "callbacks", None) or ()]
-    return (*given, *of_ray)
+    return (*callbacks, *of_ray)
 
 
 def _check(callback: Any) -> None:
@@ -52,18 +52,19 @@ def _check(callback: Any) -> None:
         if method not in METHODS:
             close = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"possible are {', '.join(METHODS)}."
-            raise ConfigError(f"The callback {name} has a method {method}, which nobody calls; {hint}")
+            raise ConfigError(f"The callback {name} has a method {method}, which is never called; {hint}")
     check = getattr(callback, "check", None)
     if isinstance(callback, Callback) and check is not None:
         check()
 
 
 class FromRayTrain(Callback):
-    """Tells a ``ray.train.UserCallback`` what it would hear of Ray Train.
+    """Adapter that calls a ``ray.train.UserCallback`` as Ray Train does.
 
-    ``after_report`` is called after every step with the numbers of that step, and after every checkpoint with those of
-    the last one, what was evaluated, and the checkpoint; ``after_exception`` after every failure. There is one
-    report for the whole pipeline, as of worker 0.
+    ``after_report`` is called after every step with the numbers of that step; after every evaluation with its results
+    added to the numbers of the last step; after every checkpoint with these numbers and the checkpoint.
+    ``after_exception`` is called after every failure, and at the end of a run that failed. The list of reports has one
+    item for the whole pipeline, as if it came from worker 0.
     """
 
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:
@@ -79,7 +80,7 @@ class FromRayTrain(Callback):
         self._context.run_id = run.path.rpartition("/")[2]
 
     def on_step(self, record: StepRecord) -> None:
-        self._metrics = {"step": record.step, **scalars(record)}
+        self._metrics = {"step": record.step + 1, **scalars(record)}
         self._report(None)
 
     def on_eval(self, step: int, metrics: Any) -> None:
@@ -104,7 +105,7 @@ class FromRayTrain(Callback):
 
 
 class _Given:
-    """A function that returns this; it travels."""
+    """Callable that returns a constant; in contrast to a lambda it can be pickled."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

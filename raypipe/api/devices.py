@@ -1,4 +1,4 @@
-"""What stages compute on, as far as the process that plans a run can say: GPUs, how fast they are, and their memory."""
+"""Devices on which stages compute, as far as they are known when a run is planned: GPUs, their speed and memory."""
 
 from __future__ import annotations
 
@@ -10,75 +10,84 @@ import torch
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import gpu_share
-from raypipe.engine.cuda_device import CudaDevice, share_of, why_not
-from raypipe.engine.device import CPU, Device
-from raypipe.engine.profiling import Rates, measure_rates
-from raypipe.engine.profiling.gpus import ASSUMED, GPUS, kind_of, rates_of_kind, share_of_rates
+from raypipe.engine.device.cuda_device import CudaDevice, share_of, why_not
+from raypipe.engine.device.device import CPU, Device
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
-
-__all__ = ["gpu_rates", "in_threads", "on_devices"]
+from raypipe.profiling import Rates, measure_rates
+from raypipe.profiling.rates import ASSUMED, GPUS, kind_of, rates_of_kind, share_of_rates
 
 _KIND = "accelerator_type:"
 
 
 def gpu_rates(resources: Mapping[str, float], precision: str) -> Rates | None:
-    """Of the GPUs, or shares of them, that workers with these resources compute on; None where those are CPUs.
+    """Return the speed of the GPU, or the share of a GPU, of a worker; None if workers compute on CPUs.
 
-    By the data sheet of the kind that was asked for, else of the slowest of the cluster that this process is connected
-    to, else of the one in this machine. A kind without one is measured where it is here, and taken for a middling one
-    where it is not.
+    The kind of GPU is the requested accelerator_type, else the slowest kind in the cluster to which this process is
+    connected, else the kind in this machine. Its speed is that of the data sheet. Without a data sheet of any of these
+    kinds, the GPU of this machine is measured; if this machine has no GPU, a GPU of average speed is assumed.
 
     Args:
-        precision: by its name.
+        resources: of one worker: {"GPU": 0.5} for half of a GPU, for example.
+        precision: value of PipelineConfig.precision.
     """
     share, computing = gpu_share(resources), PRECISIONS[precision]
     if not share:
         return None
     here = "" if why_not() else torch.cuda.get_device_name(0)
-    asked = [name.removeprefix(_KIND) for name in resources if name.startswith(_KIND)]
-    kinds = asked or _kinds_of_cluster() or ([kind_of(here)] if here else [])
+    requested = [name.removeprefix(_KIND) for name in resources if name.startswith(_KIND)]
+    kinds = requested or _kinds_of_cluster() or ([kind_of(here)] if here else [])
     known = [rates_of_kind(kind, computing) for kind in kinds if kind in GPUS]
     if known:
-        found = min(known, key=lambda rates: rates.flops_per_s)
+        slowest = min(known, key=lambda rates: rates.flops_per_s)
     elif here:
         dtype = computing.leaves or computing.autocast or "float32"
-        found = measure_rates(torch.device("cuda", 0), getattr(torch, dtype))
+        slowest = measure_rates(torch.device("cuda", 0), getattr(torch, dtype))
     else:
         why = f"nothing is known of {kinds[0]!r}" if kinds else "set ScalingConfig(accelerator_type=...)"
-        found = rates_of_kind(ASSUMED, computing)
-        found = dataclasses.replace(found, device=f"a middling GPU, for {why}: {found.device}")
-    return share_of_rates(found, share)
+        slowest = rates_of_kind(ASSUMED, computing)
+        slowest = dataclasses.replace(slowest, device=f"a middling GPU, for {why}: {slowest.device}")
+    return share_of_rates(slowest, share)
 
 
 def _kinds_of_cluster() -> list[str]:
-    """Of GPUs, by the names that Ray gives them; none where this process is not connected."""
+    """List the kinds of GPU in the cluster, as Ray names them; empty if this process is not connected to a cluster."""
     ray = sys.modules.get("ray")  # who is connected has loaded it
     if ray is None or not ray.is_initialized():
         return []
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    return sorted({name.removeprefix(_KIND) for found in alive for name in found if name.startswith(_KIND)})
+    return sorted({name.removeprefix(_KIND) for resources in alive for name in resources if name.startswith(_KIND)})
 
 
 def on_devices(pipeline: PipelineConfig, resources: Mapping[str, float]) -> PipelineConfig:
-    """With the memory of the smallest GPU that this process sees, of which workers have these shares, as their limit.
+    """Return the configuration with memory_limit_bytes set from the GPUs of this process, if it was "auto".
 
-    Where it sees none the workers say what they have once they are there, see runtime/run/device_limits.py. A limit
-    that was given stands; a partitioner that knows no bytes keeps to none.
+    The limit is the memory of the smallest GPU that this process sees, times the share of a GPU that a worker has. The
+    configuration is returned unchanged if workers use no GPU, if a limit was configured, if partitioner is
+    "parameters" (which ignores limits), or if this process sees no GPU. In the last case the workers report their
+    memory once they have started, see run/plans/later.py.
+
+    Args:
+        resources: of one worker.
     """
     share = gpu_share(resources)
     if not share or pipeline.memory_limit_bytes != "auto" or pipeline.partitioner == "parameters" or why_not():
         return pipeline
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    least = min(share_of(one.name, one.total_memory, share) for one in found)
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    least = min(share_of(one.name, one.total_memory, share) for one in gpus)
     return dataclasses.replace(pipeline, memory_limit_bytes=least)
 
 
 def in_threads(resources: Mapping[str, float]) -> Callable[[int], Device]:
-    """(worker) -> what it computes on, where workers are threads of this process: as Ray would, GPU after GPU.
+    """Return a function (worker) -> device of that worker, for workers that are threads of this process.
+
+    Workers fill one GPU after the other, as under Ray: with half of a GPU each, workers 0 and 1 use GPU 0.
 
     Args:
         resources: of one worker.
+
+    Raises:
+        ConfigError: raised by the returned function, if this machine lacks the worker's GPU.
     """
     share = gpu_share(resources)
     if not share:

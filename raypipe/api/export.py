@@ -1,11 +1,11 @@
-"""A checkpoint as files that others read: one safetensors file, or a folder as Hugging Face's from_pretrained wants it.
+"""Export of a checkpoint for other libraries: one safetensors file, or a folder for Hugging Face's from_pretrained.
 
     step_0000100/  -->  model.safetensors
                    -->  DIR/model-00001-of-00002.safetensors, ..., model.safetensors.index.json, config.json
 
-A shared tensor is stored once, under its first name; its further names stand in the file's metadata, as safetensors'
-own save_model writes them: safetensors.torch.load_model and from_pretrained know what that means. Bytes go from file to
-file, a few megabytes at a time, so that a model larger than this machine can be exported too.
+A shared tensor is stored once, under its first name. The file's metadata maps its further names to the first one, as
+safetensors' own save_model writes it, and as safetensors.torch.load_model and from_pretrained read it. Bytes are copied
+from file to file, a few megabytes at a time, so that a model larger than this machine's memory can be exported too.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ from raypipe.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from raypipe.engine.initial.files import StoredTensor
+    from raypipe.engine.initial.weight_files import StoredTensor
 
-__all__ = ["export_hugging_face", "export_safetensors", "shared_names"]
 
 FILE_BYTES = 5_000_000_000
-"""Largest file of a Hugging Face folder, as their own tools make them."""
+"""Maximum bytes of tensors in one file of a Hugging Face folder; their own tools use the same number."""
 
 _TOGETHER = "model.safetensors"
 
 
 def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Further names of tensors that stand twice in a state -> their first names."""
+    """Map the further names of tensors that a state_dict has several times to their first names.
+
+    Two entries are one tensor if memory address, shape, strides and dtype agree. Empty tensors are ignored.
+    """
     first: dict[tuple[Any, ...], str] = {}
-    found = {}
+    shared = {}
     for name, tensor in state.items():
         if tensor.numel():
             place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             owner = first.setdefault(place, name)
             if owner != name:
-                found[name] = owner
-    return found
+                shared[name] = owner
+    return shared
 
 
 def export_safetensors(checkpoint: str | Path, file: str | Path) -> dict[str, str]:
-    """Write one file with the original parameter names.
+    """Write a checkpoint to one safetensors file, under the original parameter names.
 
     Args:
-        checkpoint: what ``raypipe.load_state_dict`` takes.
-        file: is replaced as a whole; its folder is made.
+        checkpoint: a path as for ``raypipe.load_state_dict``.
+        file: output. Its folder is created if necessary. A local file is replaced only once all bytes are written.
 
     Returns:
-        Further names of shared tensors -> the names that they are stored under.
+        Further names of shared tensors -> names under which they are stored.
 
     Raises:
-        CheckpointError: no checkpoint there, or the file cannot be written.
+        CheckpointError: there is no checkpoint, or the file cannot be written.
     """
     state, shared = _state(checkpoint)
     _write(Path(file), state, shared)
@@ -65,19 +67,20 @@ def export_safetensors(checkpoint: str | Path, file: str | Path) -> dict[str, st
 def export_hugging_face(
     checkpoint: str | Path, folder: str | Path, config: str | Path | None = None, file_bytes: int = FILE_BYTES
 ) -> dict[str, str]:
-    """Write a folder that ``AutoModel.from_pretrained(folder)`` loads.
+    """Write a checkpoint to a folder that ``AutoModel.from_pretrained(folder)`` loads.
 
     Args:
-        folder: must be new or empty, so that no file of another model is left in it.
-        config: folder with the model's config.json (or that file), which is copied.
-        file_bytes: of tensors in one file; more than one file comes with an index.
+        checkpoint: a path as for ``raypipe.load_state_dict``.
+        folder: output, which must be new or empty, so that it has no file of another model.
+        config: config.json of the model, or the folder that has it; the file is copied. None writes no config.json.
+        file_bytes: maximum bytes of tensors in one file; if there are several files, an index is written too.
 
     Returns:
-        Further names of shared tensors -> the names that they are stored under.
+        Further names of shared tensors -> names under which they are stored.
 
     Raises:
-        ConfigError: the folder has files in it, or there is no config.json in ``config``.
-        CheckpointError: no checkpoint there, or a file cannot be written.
+        ConfigError: the folder is not empty, or ``config`` has no config.json.
+        CheckpointError: there is no checkpoint, or a file cannot be written.
     """
     target = Path(folder)
     source = None if config is None else _config_file(Path(config))
@@ -100,11 +103,12 @@ def export_hugging_face(
 
 
 def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Where the tensors to store are, each once, and the names that were left out for that."""
-    from raypipe.engine.initial.files import checkpoint_tensors
-    from raypipe.engine.storage import Place
+    """Return (name -> tensor, each tensor once; further names of shared tensors -> names of the first part)."""
+    from raypipe.engine.initial.weight_files import tensors_of
+    from raypipe.engine.io.checkpoint.run_checkpoints import checkpoint_at
+    from raypipe.engine.io.storage import Place
 
-    state = checkpoint_tensors(Place.of(checkpoint))
+    state = tensors_of(checkpoint_at(Place.of(checkpoint)))
     first: dict[tuple[str, str], str] = {}
     shared = {}
     for name, tensor in state.items():
@@ -115,14 +119,17 @@ def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
 
 
 def _config_file(config: Path) -> Path:
-    found = config / "config.json" if config.is_dir() else config
-    if not found.is_file():
-        raise ConfigError(f"{found} does not exist. Give the folder that the model's config.json is in.")
-    return found
+    file = config / "config.json" if config.is_dir() else config
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist. Give the folder that the model's config.json is in.")
+    return file
 
 
 def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Names by file, in order; a tensor that is larger than a file gets one of its own."""
+    """Distribute tensors over files in their order; return the names in each file.
+
+    A tensor of more than ``file_bytes`` gets a file of its own.
+    """
     parts: list[list[str]] = [[]]
     held_bytes = 0
     for name, size_bytes in sizes_bytes.items():
@@ -139,9 +146,13 @@ def _part_name(index: int, count: int) -> str:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Whole or not at all."""
-    from raypipe.engine.initial.copying import copy_tensors
-    from raypipe.engine.storage import Place, PlaceError
+    """Write tensors to a safetensors file; if that fails, an existing local file is left unchanged.
+
+    Args:
+        shared: further names of shared tensors -> stored names, for the file's metadata.
+    """
+    from raypipe.engine.initial.weight_files import copy_tensors
+    from raypipe.engine.io.storage import Place, PlaceError
 
     try:
         with Place.of(file).writer() as write:

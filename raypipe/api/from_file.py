@@ -1,9 +1,12 @@
-"""From a checked run file to a trainer: what its targets name is imported, Ray's settings become Ray's objects.
+"""Creation of a trainer from a checked run file, and a table of the first mini-batch that it would read.
 
     {target: "torch.optim:AdamW", args: {lr: 3e-4}}  -->  functools.partial(torch.optim.AdamW, lr=3e-4)
 
-Names that Ray's own classes do not have are refused like all others; the fields and their types are read from the
-classes of the Ray that is installed, so that no table here can fall behind them.
+Fields of Ray's classes and their types are read from the installed Ray, and unknown names are refused.
+
+    train_data: 1,024 samples, of which the first 8 of epoch 0
+      input_ids  (8, 128) int64    0 to 511     17 4 99 3 ...
+      labels     (8, 128) int64    -100 to 511  17 4 99 3 ...  -100 in 31 %
 """
 
 from __future__ import annotations
@@ -14,34 +17,42 @@ import importlib
 import inspect
 import types
 import typing
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import faults
+from raypipe.data.open_data import open_data
+from raypipe.data.stream_source import ENDLESS
+from raypipe.engine.stage.losses import IGNORED_TARGET
 from raypipe.errors import ConfigError
-from raypipe.runfile.read import RunFile, as_begun, is_target, refuse, refuse_unknown, to_yaml
+from raypipe.runfile.run_file import RunFile, as_begun, is_target, refuse, refuse_unknown, to_yaml
 from raypipe.runfile.yaml_text import Path as KeyPath
 
-__all__ = ["make_trainer"]
+if TYPE_CHECKING:
+    from raypipe.api.trainer import PipelineTrainer
+
 
 _NESTED = {"checkpoint_config": "CheckpointConfig", "failure_config": "FailureConfig"}
 _PYTHON_ONLY = ("storage_filesystem", "callbacks", "logging_config")
 
 
 def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
-    """The PipelineTrainer that a run file describes.
+    """Create the PipelineTrainer that a run file describes.
+
+    The model is built after ``torch.manual_seed(pipeline.seed)``, so that a file gives the same run each time. Modules
+    are imported from ``sys.path``; the caller adds the working directory if necessary.
 
     Args:
-        planning: only its plan is wanted, so that Ray is not imported: of Ray's settings num_workers counts alone, and
-            what a run would refuse is refused.
-
-    The model is built after ``torch.manual_seed(pipeline.seed)``, so a file gives the same run twice. Modules are
-    looked for where Python looks; a caller that wants the working directory too puts it on ``sys.path``.
+        planning: True if the trainer is only used to plan. Then Ray is not imported, only num_workers and the resources
+            of a worker are used of Ray's settings, and run_config, resume, init_from and callbacks are ignored.
+            Settings that a run would refuse are refused all the same.
 
     Raises:
-        ConfigError: a target cannot be imported or does not take its args, or Ray refuses a setting; names
+        ConfigError: a target cannot be imported or does not accept its args, or Ray refuses a setting; names
             the file, the line and the key.
     """
     from raypipe.api.trainer import PipelineTrainer
@@ -79,8 +90,6 @@ def _pipeline(run: RunFile) -> PipelineConfig:
 
 def _seeded(make: Callable[[], Any], seed: int) -> Callable[[], Any]:
     def build() -> Any:
-        import torch
-
         torch.manual_seed(seed)
         return make()
 
@@ -92,14 +101,17 @@ def _loss_fn(run: RunFile) -> Any:
 
 
 def _metrics(run: RunFile) -> dict[str, Any] | None:
-    given = run.values.get("metrics")
-    return given and {name: _judge(run, ("metrics", name), setting) for name, setting in given.items()}
+    metrics = run.values.get("metrics")
+    return metrics and {name: _judge(run, ("metrics", name), setting) for name, setting in metrics.items()}
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """A function of so many arguments, by default output and target.
+    """Return the function that a target names, such as a loss_fn or a metric, with its args bound.
 
-    A class, such as torch.nn:CrossEntropyLoss, is meant to be made first.
+    If the target is a class, such as torch.nn:CrossEntropyLoss, an instance of it is returned.
+
+    Args:
+        taking: number of positional arguments with which the function will be called.
     """
     target = _imported(run, path, setting)
     bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else taking)
@@ -107,8 +119,8 @@ def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2
 
 
 def _data(run: RunFile, key: str) -> Any:
-    given = run.values.get(key)
-    return _bound(run, key, taking=0)() if is_target(given) else given
+    data = run.values.get(key)
+    return _bound(run, key, taking=0)() if is_target(data) else data
 
 
 def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
@@ -116,7 +128,11 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """The target with its args; ``taking`` further arguments come by position when it is called."""
+    """Return the target with its args bound, after checking that it accepts them.
+
+    Args:
+        taking: number of positional arguments with which the result will be called.
+    """
     target = _imported(run, path, setting)
     args = setting.get("args") or {}
     try:
@@ -139,7 +155,7 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
     module_name, _, names = setting["target"].partition(":")
     path = (*path, "target")
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and something that it imports is not
@@ -147,23 +163,23 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
             run, path, f"there is no module {error.name}; run from the folder that has it, or add that to PYTHONPATH."
         )
     for name in names.split("."):
-        if not hasattr(found, name):
-            refuse_unknown(run, path, [name], [known for known in dir(found) if not known.startswith("_")])
+        if not hasattr(target, name):
+            refuse_unknown(run, path, [name], [known for known in dir(target) if not known.startswith("_")])
             refuse(run, path, f"{setting['target']} does not exist.")
-        found = getattr(found, name)
-    if not callable(found):
-        refuse(run, path, f"{setting['target']} is {type(found).__name__}, which cannot be called.")
-    return found
+        target = getattr(target, name)
+    if not callable(target):
+        refuse(run, path, f"{setting['target']} is {type(target).__name__}, which cannot be called.")
+    return target
 
 
 def _places(run: RunFile) -> Any:
-    """scaling_config as far as a plan needs it; what a run would refuse is refused."""
+    """Return the fields of scaling_config that a plan needs; refuse settings of Ray that a run would refuse."""
     scaling = run.values.get("scaling_config", {})
     _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
     wanted = ("use_gpu", "resources_per_worker", "accelerator_type")
-    given = {name: scaling[name] for name in wanted if name in scaling}
-    return types.SimpleNamespace(num_workers=scaling.get("num_workers"), **given)
+    chosen = {name: scaling[name] for name in wanted if name in scaling}
+    return types.SimpleNamespace(num_workers=scaling.get("num_workers"), **chosen)
 
 
 def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:
@@ -177,7 +193,11 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """One of Ray Train's settings as its own class; None where the file has none."""
+    """Create one of Ray Train's settings from the file, such as ScalingConfig; None if the file does not have it.
+
+    Args:
+        path: keys of the setting in the file.
+    """
     values: Any = run.values
     for key in path:
         values = values.get(key)
@@ -207,7 +227,7 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from YAML has an annotated type; a YAML list may stand for a tuple, an int for a float."""
+    """Return True if a value from YAML has an annotated type; a YAML list may become a tuple, an int a float."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one) for one in inner)
@@ -231,3 +251,52 @@ def _in_words(kind: Any) -> str:
     if len(parts) > 1:
         return " or ".join(filter(None, (_in_words(part) for part in parts if part is not type(None))))
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+
+
+SAMPLES = 8
+"""Number of samples to show if minibatch_size is "auto", which would follow from a profile."""
+SHOWN = 6
+
+
+def first_batches(trainer: PipelineTrainer) -> Iterator[str]:
+    """Yield a table of the first mini-batch of train_data, and one of eval_data if the trainer has it.
+
+    Raises:
+        DataError: the data cannot be opened or read.
+    """
+    arguments, pipeline = trainer._arguments, trainer._pipeline
+    size = SAMPLES if pipeline.minibatch_size == "auto" else pipeline.minibatch_size
+    for name, data, shuffle in (("train_data", arguments.train_data, True), ("eval_data", arguments.eval_data, False)):
+        if data is None:
+            continue
+        source = open_data(data, seed=pipeline.seed, shuffle=shuffle, collate=arguments.collate_fn)
+        count = min(size, source.num_samples)
+        read = source.read(0, 0, count, source.columns)
+        columns = read if isinstance(read, Mapping) else dict(zip(source.columns, read, strict=True))
+        of_epoch = " of epoch 0" if shuffle else ""
+        whole = "a stream" if source.num_samples == ENDLESS else f"{source.num_samples:,} samples"
+        lines = [f"{name}: {whole}, of which the first {count}{of_epoch}"]
+        yield "\n".join(lines + _table([_row(column, value) for column, value in columns.items()]))
+
+
+def _row(column: Any, value: torch.Tensor) -> list[str]:
+    flat = value.reshape(-1)
+    exact = not value.is_floating_point()
+    shown = [f"{number}" if exact else f"{number:.4g}" for number in flat[:SHOWN].tolist()]
+    extent = "" if not len(flat) else f"{_number(flat.min())} to {_number(flat.max())}"
+    ignored = float((flat == IGNORED_TARGET).double().mean()) if exact and len(flat) else 0.0
+    more = f"  {IGNORED_TARGET} in {ignored:.0%}" if ignored else ""
+    kind = str(value.dtype).removeprefix("torch.")
+    first = " ".join(shown) + (" ..." if len(flat) > SHOWN else "") + more
+    return [str(column), str(tuple(value.shape)), kind, extent, first]
+
+
+def _number(value: torch.Tensor) -> str:
+    return f"{value.item():.4g}" if value.is_floating_point() else str(value.item())
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,10 +1,10 @@
-"""RunHandle: a run that goes on while you do something else, here or in another process.
+"""RunHandle: access to a run that continues in the background, from this process or another one.
 
-handle = trainer.start(num_steps=500)       handle = raypipe.attach("lm")
+handle = trainer.start(num_steps=500)       or: handle = raypipe.attach("lm")
 print(handle.status())
-handle.plot()                               a picture in a notebook
-handle.watch()                              in place, until the run ends
-handle.stop()                               after the step that is running, with a checkpoint
+handle.plot()                               draws the loss in a notebook
+handle.watch()                              shows the status in place, until the run ends
+handle.stop()                               ends the run after the current step, with a checkpoint
 result = handle.wait()
 """
 
@@ -19,25 +19,22 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from raypipe.api.notebook import LiveView, run_html
-from raypipe.api.records import Records, table_of_all
-from raypipe.api.result import Result, losses_of, result_of
-from raypipe.engine.metrics import part_before
-from raypipe.engine.storage import Place
+from raypipe.api.result import Records, Result, losses_of, result_of, table_of_all
+from raypipe.engine.io.run_files import part_before
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
-from raypipe.ir.kept_records import KeptRecords
-from raypipe.ir.pictures.chart import Line, chart_svg
+from raypipe.ir.report import KeptRecords
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.run.journal import KEPT_RECORDS, News
-from raypipe.runtime.run.status import RunStatus
-from raypipe.runtime.run.threads import running_here
-
-__all__ = ["Picture", "RunHandle", "attach"]
+from raypipe.run.journal import KEPT_RECORDS, News
+from raypipe.run.status import RunStatus
+from raypipe.run.threads import running_here
+from raypipe.viz.chart import Line, chart_svg
 
 POLL_S = 0.5
 
 
 class Picture:
-    """An SVG that a notebook shows; ``save`` writes it to a file."""
+    """SVG picture that a notebook displays; ``save`` writes it to a file."""
 
     def __init__(self, svg: str) -> None:
         self.svg = svg
@@ -46,12 +43,12 @@ class Picture:
         return self.svg
 
     def save(self, path: str) -> None:
-        """Write the picture; any browser opens it."""
+        """Write the picture to an SVG file, which any browser can open."""
         Path(path).write_text(self.svg)
 
 
 class RunConnection(Protocol):
-    """How a handle reaches its run: over Ray, or within this process."""
+    """Connection of a handle to its run: over Ray, or within this process."""
 
     def news(self, since: int, wait_s: float) -> News: ...
 
@@ -69,14 +66,15 @@ class RunConnection(Protocol):
 
 
 class RunHandle:
-    """A run that was started with ``trainer.start`` or found with ``raypipe.attach``.
+    """Handle of a run that was started with ``trainer.start`` or found with ``raypipe.attach``.
 
-    It keeps the records of the last steps. Those before are read from the run's folder when they are asked for, by the
-    process that runs it: this one need not reach the folder.
+    The handle holds the records of the newest steps. Earlier records are fetched on access: the process that trains
+    the run reads them from the run's folder, so that this process needs no access to the folder.
 
     Args:
-        connection: to the run.
-        ended: called once when the run is over or the handle is closed.
+        name: name of the run.
+        connection: connection to the run.
+        ended: called once, when the run is over or the handle is closed.
     """
 
     def __init__(self, name: str, connection: RunConnection, ended: Callable[[], None] = lambda: None) -> None:
@@ -90,32 +88,35 @@ class RunHandle:
 
     @property
     def path(self) -> str:
-        """The run's folder."""
+        """Path or address of the run's folder."""
         return self.status().path
 
     def status(self) -> RunStatus:
-        """Where the run stands now; prints as one line."""
+        """Return the current status of the run; ``print`` shows it as one line."""
         return self._fetch(0.0).status
 
     def metrics(self) -> Any:
-        """A pandas DataFrame with one row per step so far."""
+        """Return a pandas DataFrame with one row per step so far; the column "step" counts from 0."""
         return self._table().to_pandas()
 
     def timeline(self) -> Timeline | None:
-        """The predicted timeline of one step; the measured one lies in the run's folder at the end."""
+        """Return the predicted timeline of one step; None if the plan was made without a profile.
+
+        The measured timeline is written to the run's folder at the end of the run.
+        """
         return self._connection.predicted()
 
     def plot(self) -> Picture:
-        """Loss over steps as a picture."""
+        """Draw the loss over steps."""
         return Picture(chart_svg([Line("loss", losses_of(self._table()))], f"{self.name}: loss", "step", "loss"))
 
     def watch(self, every_s: float = 1.0) -> None:
-        """Show the run in place until it ends; interrupting the cell ends the view, and the run goes on.
+        """Show the run in place until it ends. Interrupting the cell ends the view; the run continues.
 
-        Outside of a notebook it prints a line where something is new.
+        Outside of a notebook the status is printed as a line whenever it has changed.
 
         Args:
-            every_s: seconds between two looks.
+            every_s: seconds between two updates.
         """
         view = LiveView()
         try:
@@ -135,10 +136,11 @@ class RunHandle:
         return run_html(status, [(step + 1.0, loss) for step, loss in zip(steps, losses, strict=False)])
 
     def checkpoint(self, timeout_s: float = 600.0) -> str:
-        """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
+        """Save a checkpoint after one of the next steps, wait until it is complete, and return its folder.
 
         Raises:
-            CheckpointError: the run ended before, or it could not be written, or not in time.
+            CheckpointError: the run ended before, the checkpoint could not be written, or it was not complete within
+                ``timeout_s``.
         """
         news = self._fetch(0.0)
         before = news.status
@@ -156,25 +158,28 @@ class RunHandle:
                 break
         raise CheckpointError(
             f"Run {self.name!r} is {self._fetch(0.0).status.state} and wrote no new checkpoint within {timeout_s:g} s; "
-            "events.jsonl in its folder says why."
+            "see events.jsonl in its folder for the reason."
         )
 
     def resize(
         self, num_stages: int, timeout_s: float = 600.0, *, num_replicas: int | Sequence[int] | None = None
     ) -> None:
-        """Give the run another number of stages, or of their replicas, between two steps; returns when it has it.
+        """Change the number of stages, or of their replicas, between two steps; return when the change is done.
 
-        No bit of the result changes, but with the asynchronous schedules ("pipedream", "2bw"): they run empty for it,
-        and how old weights are may follow from the number of stages. Layers whose stage changes move to its worker; new
-        workers are started where the plan needs them, others end.
+        With synchronous schedules no bit of the result changes. With asynchronous ones ("pipedream", "2bw") bits may
+        change: the pipeline drains for the resize, and the age of weights may depend on the number of stages. Layers
+        whose stage changes move to the worker of their new stage. Missing workers are started, surplus ones end.
 
         Args:
-            num_replicas: workers per stage, one number for all or one for each, at most as many as the run has lanes
-                (num_lanes); None for as many as it was configured with.
+            num_stages: new number of stages.
+            timeout_s: seconds to wait for the resize.
+            num_replicas: workers per stage, one number for all stages or one number for each, at most num_lanes of the
+                run; None for the configured number of replicas.
 
         Raises:
-            ConfigError: no number of stages, or of replicas.
-            PlanError: there is no such plan, or no place for it; the run goes on as it was.
+            ConfigError: ``num_stages`` or ``num_replicas`` is not a possible number.
+            PlanError: no such plan exists, no workers are available for it, or the resize took longer than
+                ``timeout_s``. Unless it took too long, the run continues unchanged.
         """
         if not _is_count(num_stages):
             raise ConfigError(f"num_stages={num_stages!r} is not possible: give an integer of at least 1.")
@@ -188,29 +193,32 @@ class RunHandle:
         self._connection.resize(num_stages, timeout_s, replicas)
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """Ask the run to end after the step that is running, with a checkpoint; ``wait`` tells when it has."""
+        """Request the end of the run after the current step, with a checkpoint; ``wait`` returns once it has ended."""
         if not self._fetch(0.0).ended:
             self.request_stop(reason)
 
     def request_stop(self, reason: str) -> None:
-        """``stop`` without a look at the run first: safe while another thread waits for it."""
+        """Request the end of the run like ``stop``, without fetching its status first.
+
+        Therefore it can be called while another thread waits in ``wait``.
+        """
         self._connection.stop(reason)
 
     @property
     def last_status(self) -> RunStatus | None:
-        """What was last heard of the run, without asking."""
+        """Last received status of the run; None before the first. Reading it sends no request."""
         return self._news.status if self._news else None
 
     def wait(self, timeout_s: float | None = None, on_news: Callable[[News], None] = lambda news: None) -> Result:
-        """Wait for the end of the run.
+        """Wait for the end of the run, close the handle and return the result.
 
         Args:
-            timeout_s: None waits for ever.
-            on_news: called with what is new, a few times per second.
+            timeout_s: seconds to wait; None for no limit.
+            on_news: called with new records and status, a few times per second.
 
         Raises:
-            TimeoutError: the run goes on.
-            RaypipeError: the root cause of its failure.
+            TimeoutError: the run had not ended after ``timeout_s``; it continues, and the handle stays open.
+            RaypipeError: the root cause of the run's failure.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -231,14 +239,14 @@ class RunHandle:
         return result_of(news.status, news.outcome, records)
 
     def close(self) -> None:
-        """Let go of the run; the process that started it (not detached) ends it."""
+        """Disconnect from the run. The handle of ``start`` also ends it, unless it was started with detached=True."""
         ended, self._ended = self._ended, None
         if ended is not None:
             self._connection.close()
             ended()
 
     def _fetch(self, wait_s: float) -> News:
-        """What is new since the last call; the last word once the run is over."""
+        """Return the news since the last call; the final state once the run is over."""
         with self._fetching:
             if self._news is not None and self._news.ended:
                 return self._news._replace(records=[])
@@ -254,7 +262,7 @@ class RunHandle:
             return news
 
     def _table(self) -> pa.Table:
-        """One row per step so far."""
+        """Return a table with one row per step so far."""
         with self._fetching:
             self._fetch(0.0)
             return table_of_all(self._records, self._part_before)
@@ -267,13 +275,18 @@ class RunHandle:
 
 
 def attach(name: str) -> RunHandle:
-    """A handle to a run that threads of this process train, else to one that is on the cluster.
+    """Connect to a run that is training: in threads of this process, else on the cluster.
 
-    For a notebook that comes later, another process, or a cell whose handle was lost.
+    Useful in another process, in a later notebook, or if the handle of the run was lost.
+
+    Args:
+        name: name of the run, or the path or address of its folder, as in ``Result.path``.
 
     Raises:
-        ConfigError: there is no such run; says which there are.
+        ConfigError: no such run was found; the message lists the runs that exist.
     """
+    if "/" in name:
+        name = Place.of(name).name
     if (here := running_here(name)) is not None:
         return RunHandle(name, here)
 

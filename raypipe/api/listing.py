@@ -1,32 +1,32 @@
-"""Runs by their folders, without a cluster: what each is called, how far it is, and whether somebody trains it."""
+"""List of runs, read from their folders without a cluster and without torch: name, state and progress."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from raypipe.engine.metrics import METRICS, steps_written
-from raypipe.engine.rundir import EVENTS, read_events
-from raypipe.engine.storage import Place
+from raypipe.engine.io.run_files import EVENTS, METRICS, read_events, steps_written
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
-from raypipe.runtime.run.lease import LEASE, read_lease
+from raypipe.run.lease import LEASE, read_lease
 
-__all__ = ["DEFAULT_STORAGE", "RunSummary", "last_word", "runs_in", "summary_of"]
-
-DEFAULT_STORAGE = "~/ray_results"
-"""Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
 _ENDS = {"finish": "finished", "fail": "failed", "stop": "stopped"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run.
+    """Summary of one run.
 
     Attributes:
-        state: finished, stopped or failed, as it said itself; running while its lease is held (of another machine:
-            look at last_write_s); killed where its process is gone; unknown where an old release left no lease.
-        step, num_steps: done, as far as metrics were written, and wanted.
-        last_write_s: seconds since 1970, of its newest file; None where the place does not say.
+        name: name of the run, which is that of its folder.
+        state: "finished", "stopped" or "failed", as recorded by the run; "failed" too if it released its lease without
+            recording an end; "running" while its lease is held (if the holder is on another machine, it may be dead:
+            see last_write_s); "killed" if its process is gone; "unknown" if its lease is missing or unreadable.
+        step: optimizer steps done, as far as they were written to the folder.
+        num_steps: total number of steps wanted; 0 if unknown.
+        last_write_s: time of the last write to the run's files, in seconds since 1970; None if the storage does not
+            report it.
+        folder: path or address of its folder.
     """
 
     name: str
@@ -37,22 +37,30 @@ class RunSummary:
     folder: str
 
 
-def runs_in(storage: Place) -> list[RunSummary]:
-    """All runs of a folder, the one that was written last at the end; other folders are left out.
+def runs_in(storage: Place, *, deeper: bool = False) -> list[RunSummary]:
+    """List the runs in a folder, ordered by the time of their last write, the newest one last.
+
+    Args:
+        deeper: also list runs one level below, in folders that are not runs: jobs with a relative storage_path put
+            their runs there.
 
     Raises:
-        CheckpointError: the place cannot be reached.
+        CheckpointError: the storage cannot be reached.
+        ConfigError: events.jsonl of a run cannot be read.
     """
     folders = [storage / entry.name for entry in storage.list() if entry.is_folder]
-    found = [summary_of(folder) for folder in folders if folder.exists(EVENTS)]
-    return sorted(found, key=lambda run: (run.last_write_s or 0.0, run.name))
+    if deeper:
+        others = [folder for folder in folders if not folder.exists(EVENTS)]
+        folders += [folder / entry.name for folder in others for entry in folder.list() if entry.is_folder]
+    runs = [summary_of(folder) for folder in folders if folder.exists(EVENTS)]
+    return sorted(runs, key=lambda run: (run.last_write_s or 0.0, run.name))
 
 
 def summary_of(folder: Place) -> RunSummary:
-    """One run by its folder, which has an events.jsonl.
+    """Summarise the run in a folder that has an events.jsonl.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: events.jsonl cannot be read.
     """
     events = _events(folder)
     begun = max((i for i, event in enumerate(events) if event["decision"] == "start"), default=0)
@@ -66,7 +74,10 @@ def summary_of(folder: Place) -> RunSummary:
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """How a run that is over has ended: its last event and its state; None while nobody has said so.
+    """Read how the newest submission of a run ended; None if no end was recorded.
+
+    Returns:
+        Name, path and state of the run, and all fields of its last "finish", "stop" or "fail" event.
 
     Raises:
         ConfigError: events.jsonl cannot be read.

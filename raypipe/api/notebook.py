@@ -1,8 +1,8 @@
-"""A run in a notebook: what a cell shows of it, and the view that stays up to date.
+"""HTML of a run for notebooks, and a view that is updated in place.
 
-handle               a table of where the run stands, and its loss        _repr_html_
-handle.watch()       the same, updated in place until the run ends        an interrupt ends the view, not the run
-result               the last step's numbers, and the loss of all steps
+handle               a table of the run's status, and a chart of its loss (_repr_html_)
+handle.watch()       this table and chart, updated in place until the run ends; an interrupt ends the view, not the run
+result               a table of the last step's numbers, and a chart of the loss
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from raypipe.ir.cost import human_price
-from raypipe.ir.pictures.chart import Line, chart_svg
-from raypipe.runtime.run.status import RunStatus
-
-__all__ = ["LiveView", "result_html", "run_html"]
+from raypipe.ir.units import human_price
+from raypipe.progress import say
+from raypipe.run.status import Alert, RunStatus
+from raypipe.viz.chart import Line, chart_svg
 
 Points = Sequence[tuple[float, float]]
 
 
 def run_html(status: RunStatus, losses: Points) -> str:
-    """Where a run stands.
+    """Render the status of a run as HTML: name, state, a progress bar, a table, and a chart of the loss.
 
     Args:
-        losses: (step, loss) of the last steps.
+        losses: (step, loss) of the last steps, steps counted from 1.
     """
     share = status.step / status.num_steps if status.num_steps else 0.0
     minutes, seconds = divmod(round(status.seconds_left), 60)
     rows = {
-        "step": f"{status.step:,} of {status.num_steps:,}",
+        "step": f"{status.step:,} of {status.num_steps:,}" if status.num_steps else "",
         "samples per second": f"{status.samples_per_s:,.0f}",
         "tokens per second": f"{status.tokens_per_s:,.0f}" if status.tokens_per_s else "",
         "learning rate": f"{status.lr:.3g}" if status.lr else "",
@@ -41,6 +40,7 @@ def run_html(status: RunStatus, losses: Points) -> str:
         "cost so far": "" if status.cost is None else human_price(status.cost),
         "last recovery": status.recovery,
         "checkpoint": status.checkpoint,
+        "alerts": "; ".join(map(str, status.alerts)),
         "message": (status.message.splitlines() or [""])[0],
     }
     workers = ", ".join(f"{stage.get('host', '?')}:{stage.get('process', '?')}" for stage in status.stages)
@@ -51,14 +51,26 @@ def run_html(status: RunStatus, losses: Points) -> str:
     )
 
 
-def result_html(metrics: Mapping[str, Any], losses: Points, path: str, stopped: str) -> str:
-    """How a run ended."""
+def result_html(
+    metrics: Mapping[str, Any], losses: Points, path: str, stopped: str, alerts: Sequence[Alert] = ()
+) -> str:
+    """Render the result of a run as HTML; arguments as in ``Result``.
+
+    Args:
+        losses: (step, loss) of all steps, steps counted from 1.
+    """
     numbers = {
         name: f"{value:.6g}" if isinstance(value, float) else str(value)
         for name, value in metrics.items()
         if value not in ("", False, None)
     }
-    rows = {**numbers, "stopped": stopped, "folder": path, "report": f"raypipe report {path}"}
+    rows = {
+        **numbers,
+        "stopped": stopped,
+        "alerts": "; ".join(map(str, alerts)),
+        "folder": path,
+        "report": f"raypipe report {path}",
+    }
     chart = chart_svg([Line("loss", losses)], "Loss", "step", "loss")
     return f"{_table(rows)}{chart}"
 
@@ -78,17 +90,22 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 class LiveView:
-    """Shows HTML in place where a notebook is, and lines of text elsewhere."""
+    """View of a run that is updated: HTML in one place in a notebook, lines of text elsewhere."""
 
     def __init__(self) -> None:
         self._cell: Any = None
         self._said = ""
 
     def show(self, html: str, text: str) -> None:
-        """Replace what is shown."""
+        """Replace the HTML in a notebook; elsewhere print the text if it differs from the last one.
+
+        Args:
+            html: for a notebook.
+            text: one line, for standard output.
+        """
         if not _in_notebook():
             if text != self._said:
-                sys.stdout.write(f"{text}\n")
+                say(sys.stdout, f"{text}\n")
                 self._said = text
             return
         from IPython.display import HTML, display
@@ -100,7 +117,7 @@ class LiveView:
 
 
 def _in_notebook() -> bool:
-    """Whether a kernel runs this process; IPython is not imported to find out."""
+    """Return True if a kernel runs this process; IPython is not imported for it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None

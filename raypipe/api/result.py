@@ -1,47 +1,109 @@
-"""Result: what a run leaves in your hands when it is over, and what its folder says of it later.
-
-result = trainer.fit(num_steps=500)            result = raypipe.Result.from_path("runs/lm")
-result.metrics_dataframe                       a row per step
-result.get_best_checkpoint("eval_loss", "min")
-"""
+"""Result of a run, returned by ``fit`` or read from its folder, and the sequence of its records."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.api.listing import last_word, summary_of
 from raypipe.api.notebook import result_html
-from raypipe.api.records import Records, table_of_all
-from raypipe.engine.checkpoint import best_checkpoint, checkpoint_name, newest_step
-from raypipe.engine.metrics import EVALUATION, part_before
-from raypipe.engine.rundir import EVENTS
-from raypipe.engine.storage import Place
+from raypipe.engine.io.checkpoint import best_checkpoint, checkpoint_name, newest_step
+from raypipe.engine.io.run_files import (
+    EVALUATION,
+    EVENTS,
+    part_before,
+    records_of,
+    table_of,
+    table_read,
+)
+from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.report import StepRecord
 from raypipe.report.page import write_report
-from raypipe.runtime.run.spec import Outcome
-from raypipe.runtime.run.status import RunStatus
+from raypipe.run.spec import Outcome
+from raypipe.run.status import Alert, RunStatus, alerts_in
 
-__all__ = ["Result", "losses_of", "result_of"]
+ANY_STEP = 1 << 62
+BLOCK = 4096
+"""Number of rows that are converted to records at once."""
+
+
+class Records(Sequence[StepRecord]):
+    """Sequence of one StepRecord per step, in order, read from a table on access. A slice is a tuple.
+
+    Args:
+        table: one row per step, as ``table_of`` builds it.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self._block = -1
+        self._records: list[StepRecord] = []
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @overload
+    def __getitem__(self, place: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[StepRecord, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> StepRecord | tuple[StepRecord, ...]:
+        if isinstance(place, slice):
+            return tuple(self[one] for one in range(len(self))[place])
+        block, row = divmod(range(len(self))[place], BLOCK)
+        if block != self._block:
+            self._block, self._records = block, records_of(self.table.slice(block * BLOCK, BLOCK))
+        return self._records[row]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Records | tuple) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return f"<records of {len(self)} steps>"
+
+
+def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | None]) -> pa.Table:
+    """Build the table with one row per step of the run.
+
+    Args:
+        last: records of the newest steps.
+        before: (step) -> bytes of the newest part of metrics.parquet that has steps below ``step``; None if there is
+            no such part. It is called until the table begins at step 0.
+    """
+    tables = [table_of(last)]
+    first = last[0].step if last else ANY_STEP
+    while first > 0 and (part := before(first)) is not None:
+        table = table_read(part, "A part of metrics.parquet")
+        table = table.filter(pc.less(table["step"], first))
+        if not table.num_rows:
+            break
+        tables.append(table)
+        first = table["step"][0].as_py()
+    return pa.concat_tables(tables[::-1], promote_options="default")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run leaves in your hands.
+    """Result of a finished run.
 
     Attributes:
-        metrics: the last step's numbers, None for those that are not known (tokens of data without), and those of the
-            last evaluation: eval_loss, eval_<name> of a metric.
-        records: every step, those of earlier submissions of the run included.
-        checkpoint: folder of the last checkpoint; ``raypipe.load_state_dict`` reads it.
-        path: the run's folder: plan, config, metrics, events, timeline.
-        stopped: why the run ended before its last step; empty when it did not.
-        error: why the run failed, where ``from_path`` read it; ``fit`` and ``wait`` raise it instead.
+        metrics: numbers of the last step, and those of the last evaluation: eval_loss, and eval_<name> of each metric.
+            "step" is the number of steps done, counted from 1. A number that is not known is None, such as tokens of
+            data without token ids.
+        records: one record per step, those of earlier submissions of the run included. ``record.step`` counts from 0.
+        checkpoint: folder of the last checkpoint, for ``raypipe.load_state_dict``; "" without a checkpoint.
+        path: the run's folder, with plan, config, metrics, events and timeline.
+        stopped: why the run ended before its last step; "" if it did not.
+        error: error of a failed run that was read with ``from_path``; else None, because ``fit`` and ``wait`` raise it.
+        alerts: alerts of the last submission, one of each kind with its count: checkpoints that failed, callbacks that
+            raised, files that could not be written, stages that were lost.
     """
 
     metrics: dict[str, Any]
@@ -50,73 +112,75 @@ class Result:
     path: str
     stopped: str = ""
     error: Exception | None = None
+    alerts: tuple[Alert, ...] = ()
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str], *, storage_filesystem: Any = None) -> Result:
-        """What a run has left in its folder, whoever trained it: from the command line, detached, on another day.
+        """Read the result of a run from its folder, without a cluster.
 
-        Needs no cluster. Of a run that has not ended, ``stopped`` says so.
+        It works for any run, also for one that was started detached or from the command line. If the run has not
+        ended, the attribute ``stopped`` states that.
 
         Args:
             path: the run's folder, a local path or a URI such as s3://bucket/runs/lm.
-            storage_filesystem: a pyarrow.fs.FileSystem on which ``path`` is.
+            storage_filesystem: pyarrow.fs.FileSystem on which ``path`` is; None derives it from ``path``.
 
         Raises:
-            ConfigError: it is no run's folder.
+            ConfigError: ``path`` is not the folder of a run, or its events.jsonl cannot be read.
             CheckpointError: its metrics cannot be read.
         """
         return _read(Place.of(path, storage_filesystem))
 
     @property
     def metrics_dataframe(self) -> Any:
-        """A pandas DataFrame with one row per step."""
+        """pandas DataFrame with one row per step; the column "step" counts from 0."""
         return self.records.table.to_pandas()
 
     def get_best_checkpoint(self, metric: str, mode: str, *, storage_filesystem: Any = None) -> str:
-        """The folder of the best checkpoint that was kept; ``raypipe.load_state_dict`` reads it.
+        """Return the folder of the best checkpoint among those that were kept, for ``raypipe.load_state_dict``.
 
         Args:
             metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
             mode: "max" or "min".
-            storage_filesystem: a pyarrow.fs.FileSystem on which the run's folder is, where RunConfig named one.
+            storage_filesystem: storage_filesystem of the run's RunConfig, if that was set.
 
         Raises:
-            ConfigError: another mode, or a number that no checkpoint has; says which there are.
-            CheckpointError: none is there.
+            ConfigError: ``mode`` is neither, or no checkpoint has this metric; names the metrics that exist.
+            CheckpointError: the run has no checkpoint.
         """
         return best_checkpoint(Place.of(self.path, storage_filesystem), metric, mode)
 
     def report(self, output: str = "") -> str:
-        """Write all of the run as one HTML file, as ``raypipe report`` does; returns where it is.
+        """Write a report of the run to one HTML file, as ``raypipe report`` does; return the path of the file.
 
         Args:
-            output: file of this machine; "" is report.html in the run's folder.
+            output: file on this machine; "" for report.html in the run's folder.
         """
         return write_report(Place.of(self.path), "stopped" if self.stopped else "finished", output)
 
     def _repr_html_(self) -> str:
         table = self.records.table
-        return result_html(self.metrics, losses_of(table), self.path, self.stopped)
+        return result_html(self.metrics, losses_of(table), self.path, self.stopped, self.alerts)
 
 
 def losses_of(table: pa.Table) -> list[tuple[float, float]]:
-    """(step, loss) of every row; steps count from 1, as people do."""
+    """Return (step, loss) of every row; steps count from 1."""
     return [(step + 1.0, loss) for step, loss in zip(table["step"].to_pylist(), table["loss"].to_pylist(), strict=True)]
 
 
 def result_of(status: RunStatus, outcome: Outcome, records: Records) -> Result:
-    """The result of a run that has just ended."""
+    """Build the result of a run that has just ended."""
     metrics = _metrics(records) | dict(outcome.evaluation)
-    return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped)
+    return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped, alerts=status.alerts)
 
 
 def _metrics(records: Records) -> dict[str, Any]:
-    """Numbers of the last step, without an evaluation's."""
+    """Return the numbers of the last step by name, without those of an evaluation; empty without records."""
     if not records:
         return {}
     last = records[-1]
     metrics: dict[str, Any] = {name: getattr(last, name) for name in StepRecord.__slots__ if name != "evaluation"}
-    metrics |= {"samples_per_s": last.samples_per_s, "tokens_per_s": last.tokens_per_s}
+    metrics |= {"step": last.step + 1, "samples_per_s": last.samples_per_s, "tokens_per_s": last.tokens_per_s}
     return metrics | dict.fromkeys(last.unknown)
 
 
@@ -131,10 +195,18 @@ def _read(folder: Place) -> Result:
     reason = "" if end is None else str(end.get("reason", ""))
     stopped = {"finished": "", "failed": "", "stopped": reason}.get(state, f"the run has not ended, it is {state}")
     error = StageError(reason) if state == "failed" else None
-    return Result(_metrics(records) | _last_evaluation(records), records, checkpoint, str(folder), stopped, error)
+    return Result(
+        _metrics(records) | _last_evaluation(records),
+        records,
+        checkpoint,
+        str(folder),
+        stopped,
+        error,
+        alerts_in(folder),
+    )
 
 
 def _last_evaluation(records: Records) -> dict[str, float]:
     columns = (records.table[name] for name in records.table.column_names if name.startswith(EVALUATION))
-    rows = [found[-1].as_py() for column in columns if len(found := pc.indices_nonzero(pc.is_valid(column)))]
+    rows = [rows_with[-1].as_py() for column in columns if len(rows_with := pc.indices_nonzero(pc.is_valid(column)))]
     return dict(records[max(rows)].evaluation) if rows else {}

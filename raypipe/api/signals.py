@@ -1,4 +1,10 @@
-"""Ctrl-C and SIGTERM stop a run after the step that is running, with a checkpoint. The second one does not wait."""
+"""Signal handling: Ctrl-C, SIGTERM or SIGHUP stops a run after the current step, with a checkpoint.
+
+A second Ctrl-C or SIGTERM ends the run at once. A second SIGHUP does not: when a terminal is closed, SIGHUP arrives
+twice, from the shell and from the kernel, and systemd sends it after SIGTERM. SIGHUP is not handled if it is ignored
+(nohup) or the user has a handler for it. SIGQUIT (Ctrl-\\) ends the process at once, so that the run can resume from
+its last checkpoint; SIGTSTP (Ctrl-Z) and SIGCONT keep their meaning.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +17,55 @@ from types import FrameType
 from typing import Any
 
 from raypipe.api.handle import RunHandle
-
-__all__ = ["GRACE_S", "Stop", "stopping_on_signals"]
+from raypipe.progress import say
 
 GRACE_S = 3.0
-"""What ``ray job stop`` leaves between SIGTERM and SIGKILL by default."""
+"""Seconds between SIGTERM and SIGKILL of ``ray job stop`` by default."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which a second one ends the run at once: its sender does not want to wait."""
 
 
 class Stop:
-    """Turns the first signal into a request to the run, outside the signal handler's frame.
+    """Signal handler that requests the end of a run at the first signal, from a thread of its own.
 
     Attributes:
-        received: the first signal that came.
+        received: first signal that was received, or the one that ended the run at once; None before.
+        signals: signals that it handles.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        ignored_or_own = signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        self.signals = _IMPATIENT if ignored_or_own else (*_IMPATIENT, signal.SIGHUP)
         self._handle: RunHandle | None = None
+        self._impatient = 0  # signals that came, SIGHUP left out
 
     def install(self) -> None:
-        """Take the signals; once more after ray.init, which takes SIGTERM for itself. In the main thread only."""
+        """Install the handler; does nothing outside the main thread.
+
+        Call it again after ray.init, which installs its own handler of SIGTERM.
+        """
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in self.signals:
                 signal.signal(number, self)
 
     def watch(self, handle: RunHandle) -> None:
-        """From now on there is a run to stop; at once, if a signal came while it was being started."""
+        """Register the run to stop; request its end now if a signal was received while it was being started."""
         self._handle = handle
         self.install()
         if self.received is not None:
             self._ask(self.received.name)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, signal.Signals(number)
-        if again:
-            sys.stderr.write("\nending at once, without a checkpoint of the last steps\n")
+        first, self.received = self.received is None, self.received or signal.Signals(number)
+        self._impatient += number in _IMPATIENT
+        if number in _IMPATIENT and self._impatient > 1:
+            self.received = signal.Signals(number)
+            say(sys.stderr, "\nending at once, without a checkpoint of the last steps\n")
             raise KeyboardInterrupt
+        if not first:
+            return
         # A thread, because the handler may have interrupted a call into Ray that is not reentrant.
         threading.Thread(target=self._ask, args=(signal.Signals(number).name,), daemon=True).start()
 
@@ -60,27 +77,30 @@ class Stop:
             handle.request_stop(name)
         status = handle.last_status
         step_s = status.step_s if status else 0.0
-        sys.stderr.write(f"\n{name}: stopping after the step that is running, with a checkpoint\n")
+        say(sys.stderr, f"\n{name}: stopping after the step that is running, with a checkpoint\n")
         if step_s > GRACE_S / 2:
-            sys.stderr.write(
+            say(
+                sys.stderr,
                 f"A step takes {step_s:.1f} s, and `ray job stop` waits {GRACE_S:g} s before it kills: set "
-                "RAY_JOB_STOP_WAIT_TIME_S on the head node, or expect to go on from the checkpoint before.\n"
+                "RAY_JOB_STOP_WAIT_TIME_S on the head node, or expect to go on from the checkpoint before.\n",
             )
 
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[Stop]:
-    """Inside, a signal asks the run to stop; at the end the process goes on to die of it, as its sender expects.
+    """Stop the run on signals while the context lasts, and end the process as the signal requires afterwards.
+
+    Outside the main thread no signal is handled.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came, and the run has stopped.
-        SystemExit: SIGTERM came (code 143), and the run has stopped.
+        KeyboardInterrupt: Ctrl-C was received, and the run has stopped.
+        SystemExit: SIGTERM (code 143) or SIGHUP (code 129) was received, and the run has stopped.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may handle signals
         return
-    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in stop.signals}
     stop.install()
     try:
         yield stop
@@ -89,5 +109,5 @@ def stopping_on_signals() -> Iterator[Stop]:
             signal.signal(number, handler)
     if stop.received is signal.SIGINT:
         raise KeyboardInterrupt
-    if stop.received is signal.SIGTERM:
-        raise SystemExit(128 + signal.SIGTERM)
+    if stop.received is not None:
+        raise SystemExit(128 + stop.received)

@@ -1,4 +1,4 @@
-"""PipelineTrainer: what a person calls."""
+"""PipelineTrainer: the entry point for training a model as a pipeline."""
 
 from __future__ import annotations
 
@@ -13,43 +13,58 @@ from typing import Any
 
 import torch
 
-from raypipe.api import launch
-from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
-from raypipe.api.callbacks import callbacks_of
-from raypipe.api.devices import gpu_rates, on_devices
+from raypipe.api.callbacks import FromRayTrain, callbacks_of
+from raypipe.api.devices import gpu_rates, in_threads, on_devices
+from raypipe.api.evaluate import (
+    Stages,
+    actors,
+    evaluating,
+    evaluation,
+    predicting,
+    predictions,
+    threads,
+    with_checkpoint,
+)
 from raypipe.api.handle import RunHandle
-from raypipe.api.listing import DEFAULT_STORAGE
+from raypipe.api.initial_weights import begun_with, weights_for
 from raypipe.api.result import Result
 from raypipe.api.signals import stopping_on_signals
-from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
+from raypipe.config.paths import DEFAULT_STORAGE
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.config.ray import check_ray_settings, most_workers, resources_of, worker_range
-from raypipe.engine.data.loader import notes_on
-from raypipe.engine.state import MakeOptimizer, MakeScheduler
-from raypipe.engine.storage import Place
+from raypipe.config.ray import check_ray_settings, failures_of, most_workers, resources_of, worker_range
+from raypipe.data.open_data import notes_on
+from raypipe.engine.io.storage import Place
+from raypipe.engine.local import LocalFleet
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.prepare.arguments import Arguments, check_arguments, check_travel, in_one_paragraph
+from raypipe.preflight.arguments import Arguments, check_arguments, check_operations, check_travel, in_one_paragraph
 from raypipe.prepare.identity import settings_of
+from raypipe.prepare.inputs import resolve_defaults
 from raypipe.prepare.job import Job
-from raypipe.prepare.planning import prepare, profile
-from raypipe.prepare.resume import free_name
-from raypipe.progress import RunProgress, heard
-from raypipe.runfile.write import describe
-from raypipe.runtime.run.blueprint import Blueprint, predicted_step
-from raypipe.runtime.run.resuming import refuse_another_run
-from raypipe.runtime.run.spec import RunSpec
-from raypipe.runtime.run.threads import ThreadConnection
-
-__all__ = ["PipelineTrainer"]
+from raypipe.prepare.policies import (
+    checkpoint_policy,
+    evaluated_as,
+    evaluations_of,
+    refuse_in_threads,
+    refuse_replicas,
+)  # fmt: skip
+from raypipe.prepare.prepare import prepare, profile
+from raypipe.prepare.resume import continued, free_name
+from raypipe.progress import RunProgress, progress_shown
+from raypipe.run.plans.blueprint import Blueprint, Charter, predicted_step
+from raypipe.run.same_run import refuse_another_run
+from raypipe.run.spec import RunSpec
+from raypipe.run.threads import ThreadConnection
+from raypipe.runfile.config_yaml import describe
 
 
 class PipelineTrainer:
-    """Trains a model as a pipeline of Ray actors.
+    """Trainer of a model as a pipeline of Ray actors.
 
         trainer = raypipe.PipelineTrainer(
             model, loss_fn=torch.nn.functional.cross_entropy,
@@ -60,33 +75,36 @@ class PipelineTrainer:
 
     Args:
         model: nn.Module, or a function without arguments that builds one. It is read, never changed.
-        loss_fn: (output, target) -> scalar; None where the model returns its own loss.
+        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
         optimizer: ([(name, parameter), ...]) -> torch optimizer; every stage makes one for its own parameters.
-        lr_scheduler: (optimizer) -> scheduler; it steps once per optimizer step.
+        lr_scheduler: (optimizer) -> scheduler, which steps once per optimizer step; None keeps the learning rate.
         train_data, eval_data: path of Parquet or Arrow, pyarrow.dataset, map-style Dataset or DataLoader of torch. A
             sample is a tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments.
             Items may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch,
-            row) around each item, under one lock of the process. Items that come differently each time are refused.
+            row) around each item, under one lock of the process. A dataset whose Python state changes when an item is
+            read again is refused. eval_data is for evaluations; None evaluates nothing.
         pipeline: see PipelineConfig.
-        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, or a pair of the least
-            and the most of a run that grows; resources_per_worker is what each takes of the cluster.
-        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is (``~/ray_results/TIME`` by
-            default), checkpoint_config what is kept, callbacks who is told. Other fields are refused.
-        resume: where that folder has a run, None goes on if it is the same and else names every difference; True goes
-            on with what may change (options of the optimizer, scheduler, clipping, schedule); False begins another one
-            in ``<name>-2`` and so on.
-        collate_fn: makes a batch of a list of items of a Dataset; it is called with those of a mini-batch.
-        metrics: by name, (output, target) -> a number, or (total, count), or an object of torchmetrics; evaluations
-            tell them as eval_<name>. Without a loss_fn they are given what the model returns, and the batch.
+        scaling_config: ray.train.ScalingConfig; num_workers is a number, or the pair (minimum, maximum) of an elastic
+            run; resources_per_worker is what each worker takes of the cluster.
+        run_config: ray.train.RunConfig. The run's folder is <storage_path>/<name>, by default
+            ``~/ray_results/raypipe-<time>-<id>``. checkpoint_config sets which checkpoints are kept, failure_config how
+            many failures the run survives; callbacks and storage_filesystem are used too. Other fields are refused.
+        resume: decides what happens if that folder has a run. None resumes it if it is the same run, and otherwise
+            raises ConfigError with every difference. True also accepts new values of settings that may change (options
+            of the optimizer, scheduler, clipping, schedule). False begins another run in ``<name>-2`` and so on.
+        collate_fn: ([item, ...]) -> batch, for a Dataset; it is called with the items of a mini-batch.
+        metrics: {name: metric}, reported by evaluations as eval_<name>. A metric is an object of torchmetrics, or a
+            function (output, target) -> number or (total, count). Without a loss_fn its arguments are the output of
+            the model and the batch.
         early_stopping: see EarlyStopping.
-        init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
-            checkpoints, of a .pt or .safetensors file with a state_dict, or of a folder of Hugging Face. A run that
-            goes on keeps its own. Of a model larger than this machine, see PipelineConfig.weights_on.
+        init_from: initial weights of a new run: the name of another run, or a path: of a run, of one of its
+            checkpoints, of a .pt or .safetensors file with a state_dict, or of a folder of Hugging Face. A resumed
+            run keeps its own weights. For a model larger than this machine, see PipelineConfig.weights_on.
         callbacks: objects whose on_start, on_step and so on are called while a run trains, in the process that runs its
-            loop (see raypipe.callbacks); those of RunConfig(callbacks=...) are called behind them.
+            loop (see raypipe.callbacks); those of RunConfig(callbacks=...) are called after them.
 
     Raises:
-        ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
+        ConfigError: an argument is missing or of the wrong kind, or a field of Ray's classes would have no effect.
     """
 
     def __init__(
@@ -109,10 +127,8 @@ class PipelineTrainer:
         callbacks: Sequence[Any] = (),
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
-        self._pipeline = launch.settled(train_data, pipeline or PipelineConfig())
-        self._evaluations = launch.evaluations_of(
-            self._pipeline, metrics, early_stopping, evaluates=eval_data is not None
-        )
+        self._pipeline = resolve_defaults(train_data, pipeline or PipelineConfig())
+        self._evaluations = evaluations_of(self._pipeline, metrics, early_stopping, evaluates=eval_data is not None)
         check_ray_settings(scaling_config, run_config, self._evaluations.names)
         self._callbacks = callbacks_of(callbacks, run_config, scaling_config)
         self._scaling = scaling_config
@@ -120,7 +136,7 @@ class PipelineTrainer:
         self._resume = resume
         self._weights = weights_for(model, init_from, self._pipeline, self._storage())
         built, unfilled = begun_with(model, self._weights)
-        survives = launch.survives_with(run_config, scaling_config, self._pipeline)
+        survives = failures_of(run_config) != 0
         self._arguments = Arguments(
             built, loss_fn, optimizer, lr_scheduler, train_data, eval_data,
             survives, metrics, early_stopping, collate_fn, unfilled,
@@ -133,21 +149,22 @@ class PipelineTrainer:
         self._job: Job | None = None
         self._checked: Job | None = None
         self._forward: Job | None = None
-        self._begun: Place | None = None  # the folder of the run that was started last
+        self._begun: Place | None = None  # folder of the run that was started last
         self.config_yaml: Callable[[str], str] | None = None
-        """What the config.yaml of a run of this name says; None for a description of the arguments."""
+        """Function (name of the run) -> text of its config.yaml; None to describe the trainer's arguments there."""
 
     def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None, explain: bool = False) -> Plan:
-        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows four lines.
+        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a summary of four lines.
 
         Args:
-            cluster: plan for these devices and links instead of scaling_config's workers; what ``fit`` runs is
-                the plan without it.
-            profiled: seconds measured before, by ``profile``; None measures here where the plan needs them.
-            explain: printed, the plan shows all of it (``Plan.explain``): tables, every reason, what was not chosen.
+            cluster: devices and links to plan for, instead of scaling_config's workers. ``fit`` ignores such a plan and
+                makes its own.
+            profiled: result of ``profile``; None measures the model in this process if the plan needs seconds.
+            explain: True if ``print`` shall show the complete plan (``Plan.explain``): tables, every reason, rejected
+                options.
 
         Raises:
-            RaypipeError: one paragraph that says what to change.
+            RaypipeError: no plan could be made; the message is one paragraph with the fix.
         """
         self._check_travel()
         own = cluster is None and profiled is None
@@ -156,16 +173,22 @@ class PipelineTrainer:
         return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
-        """Seconds and bytes of every operation, and seconds by micro-batch size, measured here; of GPUs, estimated.
+        """Measure seconds and bytes of every operation, and seconds by micro-batch size, on this machine's CPU.
+
+        If stages compute on GPUs, the seconds are estimated from the GPU's speed.
 
         Raises:
-            RaypipeError: one paragraph that says what to change.
+            RaypipeError: the model could not be profiled; the message is one paragraph with the fix.
         """
         return profile(*self._for_planning(self._arguments, self._pipeline))
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
-        """One step as the plan predicts it; a plan that was made without seconds has the model profiled for this."""
+        """Simulate one step of the plan. If the plan was made without a profile, the model is profiled for this.
+
+        Raises:
+            RaypipeError: no plan could be made; the message is one paragraph with the fix.
+        """
         job = self._prepared()
         if job.plan.prediction is None:
             job = self._prepare(self._continued(), predict=True)
@@ -181,19 +204,20 @@ class PipelineTrainer:
         local: bool = False,
         progress: bool = True,
     ) -> Result:
-        """Train to the end; a run of this name that was stopped or failed goes on from its newest checkpoint.
+        """Train to the end. A stopped or failed run of the same name resumes from its newest checkpoint.
 
-        Ctrl-C and SIGTERM stop it after the step that is running, with a checkpoint.
+        Ctrl-C, SIGTERM and SIGHUP (the terminal was closed) stop the run after the current step, with a checkpoint.
+        SIGHUP does so only if it is neither ignored, as under nohup, nor handled by the caller.
 
         Args:
-            num_steps, num_epochs: how long, steps of earlier submissions included; exactly one of them.
+            num_steps, num_epochs: length of the whole run, earlier submissions included; give exactly one of them.
             local: run the same plan in threads of this process, without Ray.
             progress: show what a start waits for, the plan's notes, the run's folder and a live line on standard error.
 
         Raises:
-            RaypipeError: the root cause of a failure; nothing is left running.
+            RaypipeError: the root cause of a failure; no actor or thread of the run continues.
         """
-        with heard(progress):
+        with progress_shown(progress):
             watch = RunProgress(self._prepared().plan.notes) if progress else None
             with stopping_on_signals() as stop:
                 handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
@@ -208,53 +232,57 @@ class PipelineTrainer:
         local: bool = False,
         detached: bool = False,
     ) -> RunHandle:
-        """Like ``fit``, without waiting for the end.
+        """Start a run like ``fit``, and return its handle without waiting for the end.
 
         Args:
             num_steps, num_epochs, local: as in ``fit``.
-            detached: the run outlives this process, on the cluster that RAY_ADDRESS names; ``raypipe.attach(name)``
-                finds it again. Otherwise it ends with this process and leaves nothing behind.
+            detached: True if the run shall outlive this process, on the cluster of RAY_ADDRESS;
+                ``raypipe.attach(name)`` connects to it again. Otherwise the run and its actors end with this process.
 
         Raises:
-            ConfigError: detached without a cluster that would outlive this process, or the name is taken.
+            ConfigError: detached=True without a cluster that would outlive this process, or the name is in use.
         """
         return self._start(num_steps, num_epochs, local=local, detached=detached)
 
     def evaluate(
         self, checkpoint: str | os.PathLike[str] | None = None, data: Any = None, *, local: bool = False
     ) -> dict[str, Any]:
-        """The loss of a checkpoint over some data, weighed as in ``fit``'s evaluation; nothing is trained or written.
+        """Compute the loss of a checkpoint over data, weighted as in evaluations of ``fit``; trains and writes nothing.
 
         Args:
-            checkpoint: what init_from takes; None is the newest checkpoint of this trainer's run, and the weights that
-                a run would begin with before there is one.
-            data: as eval_data; None for eval_data itself.
-            local: in threads of this process, without Ray.
+            checkpoint: a value as for init_from; None for the newest checkpoint of this trainer's run, or for the
+                initial weights if the run has no checkpoint yet.
+            data: data in a form as for eval_data; None for the trainer's eval_data.
+            local: evaluate in threads of this process, without Ray.
 
         Returns:
-            eval_loss, eval_<name> of each metric, samples, and checkpoint: where the weights came from, "" for those
-            that a run would begin with.
+            {"eval_loss", "eval_<name>" of each metric, "samples": number of samples, "checkpoint": path of the weights,
+            or "" for initial weights}.
 
         Raises:
-            RaypipeError: one paragraph that says what to change.
+            RaypipeError: the evaluation failed; the message is one paragraph with the fix.
         """
         if data is None and self._arguments.eval_data is None:
             raise ConfigError("evaluate() has no data: give data=..., or eval_data to the trainer.")
         job = self._forward_job() if data is None else evaluating(self._forward_job(), data)
         job, source = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
         with self._stages(job, data, local=local) as stages:
-            found = evaluation(job, stages)
-        return {**found, "samples": job.sources["eval"].num_samples, "checkpoint": source}
+            numbers = evaluation(job, stages)
+        return {**numbers, "samples": job.sources["eval"].num_samples, "checkpoint": source}
 
     def predict(self, data: Any, checkpoint: str | os.PathLike[str] | None = None, *, local: bool = False) -> Any:
-        """What the model returns for these rows in evaluation mode, in their order: one output, tensors of all rows.
+        """Compute the output of the model for every row of data, in evaluation mode.
 
         Args:
-            data: as train_data; the target may be left out.
+            data: data in a form as for train_data; the target may be left out.
             checkpoint, local: as in ``evaluate``.
 
+        Returns:
+            One output of the model's structure, whose tensors have the rows of all data, in order.
+
         Raises:
-            RaypipeError: one paragraph that says what to change; the model returns its own loss, for one.
+            RaypipeError: the prediction failed, for example because the model returns its own loss; the message is one
+                paragraph with the fix.
         """
         job = predicting(self._forward_job(), data)
         job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
@@ -262,31 +290,41 @@ class PipelineTrainer:
             return predictions(job, stages)
 
     def _forward_job(self) -> Job:
-        """With evaluation's mode, whether there is eval_data or not; checked as for training."""
+        """Return a planned and checked job whose stages have an evaluation mode.
+
+        Without eval_data, train_data take its place for the capture of that mode.
+        """
         if self._arguments.eval_data is not None:
             job = self._prepared()
         else:
-            given = self._arguments._replace(eval_data=self._arguments.train_data)
-            job = self._forward = self._forward or self._prepare(self._continued(), given)
+            arguments = self._arguments._replace(eval_data=self._arguments.train_data)
+            job = self._forward = self._forward or self._prepare(self._continued(), arguments)
         self._check(job)
         return job
 
     def _own_run(self) -> Place | None:
-        """The folder of the run that was started last, or that would go on."""
+        """Return the folder of the run that was started last, else of the run that would be resumed; else None."""
         name = getattr(self._run, "name", None)
         return self._begun or (self._storage() / name if name and self._resume is not False else None)
 
     def _stages(self, job: Job, data: Any, *, local: bool) -> contextlib.AbstractContextManager[Stages]:
-        launch.refuse_replicas(job.plan)
         if local:
             return threads(self._resources())
         self._check_travel(job)
         check_travel({"data": data})
-        setup = partial(launch.run_setup, place=self._storage(), pipeline=self._pipeline)
+        setup = partial(Job.run_setup, place=self._storage(), links=self._pipeline)
         return actors(job.num_workers, self._resources(), setup)
 
     def _check_travel(self, job: Job | None = None) -> None:
-        launch.check_sent(self._arguments, self._pipeline, self._callbacks, job)
+        """Refuse arguments that cannot be serialised for workers. The model is not checked: stages get its capture.
+
+        Args:
+            job: job whose captured operations are checked too; None if nothing was captured yet.
+        """
+        check_operations(job.programs if job else ())
+        sent = {**self._arguments._asdict(), "loss_reduction": self._pipeline.loss_reduction}
+        sent["callbacks"] = self._callbacks
+        check_travel({name: value for name, value in sent.items() if name not in ("model", "unfilled")})
 
     def _prepared(self) -> Job:
         if self._job is None:
@@ -296,19 +334,19 @@ class PipelineTrainer:
             self._job = reduce(Job.noting, notes_on(self._arguments.train_data), job)
         return self._job
 
-    def _prepare(self, pipeline: PipelineConfig, given: Arguments | None = None, **more: Any) -> Job:
-        return prepare(*self._for_planning(given or self._arguments, pipeline), **more)
+    def _prepare(self, pipeline: PipelineConfig, arguments: Arguments | None = None, **more: Any) -> Job:
+        return prepare(*self._for_planning(arguments or self._arguments, pipeline), **more)
 
-    def _for_planning(self, given: Arguments, pipeline: PipelineConfig) -> tuple[Any, ...]:
-        return given, pipeline, most_workers(self._scaling), gpu_rates(self._resources(), pipeline.precision)
+    def _for_planning(self, arguments: Arguments, pipeline: PipelineConfig) -> tuple[Any, ...]:
+        return arguments, pipeline, most_workers(self._scaling), gpu_rates(self._resources(), pipeline.precision)
 
     def _continued(self) -> PipelineConfig:
         pipeline = on_devices(self._pipeline, self._resources())
-        return launch.continued(pipeline, getattr(self._run, "name", None), self._storage(), self._resume)
+        return continued(pipeline, getattr(self._run, "name", None), self._storage(), self._resume)
 
     def _storage(self) -> Place:
         storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
-        return Place.of(storage, getattr(self._run, "storage_filesystem", None))
+        return Place.of(storage, getattr(self._run, "storage_filesystem", None), written=True)
 
     def _start(
         self,
@@ -320,47 +358,45 @@ class PipelineTrainer:
         connected_to_ray: Callable[[], None] = lambda: None,
     ) -> RunHandle:
         job = self._prepared()
-        launch.refuse_replicas(job.plan, self._scaling)
-        blueprint = self._blueprint(job, launch.steps_of(job, num_steps, num_epochs), local=local)
+        refuse_replicas(job.plan, self._scaling)
+        blueprint = self._blueprint(job, job.steps(num_steps, num_epochs), local=local)
         self._begun = blueprint.spec.place
         if local:
-            launch.refuse_in_threads(self._scaling, detached=detached)
+            refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
-            stages = partial(launch.threads_of, job, self._resources())
+            device_of = in_threads(self._resources())
+            stages = lambda plan: LocalFleet(blueprint.setup, plan.setup, job.initial, device_of)  # noqa: E731
             return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, stages))
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
     def _start_on_ray(
         self, job: Job, blueprint: Blueprint, detached: bool, connected_to_ray: Callable[[], None]
     ) -> RunHandle:
-        from raypipe.runtime.driver.client import connected
-        from raypipe.runtime.driver.starting import start_run
+        from raypipe.runtime.driver.client import start_run
+        from raypipe.runtime.driver.ray_cluster import connected
 
         self._check_travel(job)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                connected(
-                    launch.places_of(job, most_workers(self._scaling), self._run), self._resources(), detached=detached
-                )
-            )
-            connected_to_ray()  # which takes signals for itself
-            line = start_run(blueprint, job.initial, self._resources(), partial(self._check, job), detached=detached)
+            spares = most_workers(self._scaling) if blueprint.spec.max_failures else None
+            # A cluster that raypipe starts must have room for the plan's workers, and for spares.
+            stack.enter_context(connected(max(job.num_workers, spares or 0), self._resources(), detached=detached))
+            connected_to_ray()  # Ray sets its own signal handlers
+            charter = Charter(blueprint, job.planned)
+            line = start_run(charter, job.initial, partial(self._check, job), detached=detached)
             return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
-        """The model against its stages, once for every plan."""
+        """Compare the model with its stages, unless this was the last job that was compared."""
         if self._checked is not job:
             job.check()
             self._checked = job
 
     def _blueprint(self, job: Job, num_steps: int, *, local: bool) -> Blueprint:
-        """What becomes a run wherever it is planned and assembled."""
+        """Build the blueprint of a run of ``num_steps`` steps in total."""
         spec = self._spec(job, num_steps)
-        if spec.max_failures:
-            spec = dataclasses.replace(spec, copy_interval_steps=launch.copy_interval(job))
-        setup = launch.run_setup(job, spec.place, None if local else self._pipeline)
-        return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local)
+        setup = job.run_setup(spec.place, None if local else self._pipeline)
+        return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local, resources=dict(self._resources()))
 
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan
@@ -382,9 +418,10 @@ class PipelineTrainer:
             seed=job.settings.seed,
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
-            checkpoints=launch.policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
-            evaluations=launch.evaluated_as(self._evaluations, job, self._run),
-            max_failures=launch.failures_of(self._run),
+            checkpoints=checkpoint_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
+            evaluations=evaluated_as(self._evaluations, job, self._run),
+            max_failures=failures_of(self._run),
+            copy_interval_steps=job.copy_interval_steps if failures_of(self._run) else None,
             num_workers=most_workers(self._scaling),
             workers=worker_range(self._scaling),
             wanted_workers=job.num_workers,
@@ -392,8 +429,14 @@ class PipelineTrainer:
         )
 
     def _described(self, name: str, num_steps: int) -> str:
-        given = launch.described_parts(self._arguments, self._weights, self._callbacks)
-        return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
+        # ``survives`` and Ray's callbacks follow from run_config
+        parts = {name: x for name, x in self._arguments._asdict().items() if name not in ("survives", "unfilled")}
+        if self._weights is not None:
+            source = self._weights.source
+            parts |= {"model": self._weights.model} | ({} if source is None else {"init_from": source})
+        if own := [callback for callback in self._callbacks if not isinstance(callback, FromRayTrain)]:
+            parts["callbacks"] = own
+        return describe(self._pipeline, self._scaling, self._run, parts, name, num_steps)
 
     def _resources(self) -> Mapping[str, float]:
         return resources_of(self._scaling)

@@ -1,40 +1,32 @@
 """The command line: one thin function per verb, one file per group of verbs.
 
-    cli/init.py      init                     a YAML file that trains as it stands
-    cli/train.py     train                    from a YAML file
-    cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
-    cli/data.py      data                     the first batch of a YAML file
-    cli/simulate.py  simulate                 a YAML file, or a schedule on paper
-    cli/runs.py      list                     the runs of a folder
-                     status, stop, resize, trace, report   of a run, by its name or folder
-    cli/export.py    export                   a checkpoint for others
-    cli/doctor.py    doctor                   this machine and cluster
-    cli/probe.py     probe                    the links between a cluster's nodes
-    cli/dashboards.py  dashboards install     boards for Grafana, alerts for Prometheus
+    cli/machine_commands.py  init                     a YAML file that trains as it stands
+                             doctor, probe            this machine and cluster, and the links between nodes
+                             dashboards install       boards for Grafana, alerts for Prometheus
+    cli/plan_commands.py     plan, profile, data      of a YAML file, for here or for a described cluster
+    cli/simulate.py          simulate                 a YAML file, or a schedule on paper
+    cli/run_commands.py      train                    from a YAML file
+                             list                     the runs of a folder
+                             status, stop, resize, trace, report   of a run, by its name or folder
+                             export                   a checkpoint for others
 
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
-comes from), 2 a mistake in the command itself, 130 after Ctrl-C. torch, Ray and numpy are
-imported by the verbs that need them.
+comes from), 2 a mistake in the command itself, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. torch, Ray and
+numpy are imported by the verbs that need them.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from raypipe import __version__
-from raypipe.cli.dashboards import app as dashboards
-from raypipe.cli.data import data
-from raypipe.cli.doctor import doctor
-from raypipe.cli.export import export
-from raypipe.cli.init import init
-from raypipe.cli.plan import plan, profile
-from raypipe.cli.probe import probe
-from raypipe.cli.runs import list_runs, report, resize, status, stop, trace
+from raypipe.cli.machine_commands import dashboards, doctor, init, probe
+from raypipe.cli.plan_commands import data, plan, profile
+from raypipe.cli.run_commands import export, list_runs, report, resize, status, stop, trace, train
 from raypipe.cli.simulate import simulate
-from raypipe.cli.train import train
 from raypipe.errors import RaypipeError
 
 __all__ = ["app", "main"]
@@ -47,8 +39,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from raypipe import __version__  # runs git
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    shown: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
@@ -61,11 +63,11 @@ app.add_typer(dashboards, name="dashboards")
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(__version__)
+    _print_version(True)
 
 
 _INTERRUPTED = 130
-"""What typer ends with after Ctrl-C, as shells do."""
+"""Exit code after Ctrl-C, as of shells."""
 
 
 def main() -> None:
@@ -84,9 +86,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("RAYPIPE_DEBUG") == "1":
             raise
-        said = " ".join(str(error).split())
+        words = " ".join(str(error).split())
         sys.stderr.write(
-            f"raypipe: {type(error).__name__}: {said} Nobody has foreseen this; RAYPIPE_DEBUG=1 shows where it comes "
-            "from, which is what a report needs.\n"
+            f"raypipe: {type(error).__name__}: {words} This error is not raypipe's own; set RAYPIPE_DEBUG=1 for "
+            "its traceback, and add it to a bug report.\n"
         )
         sys.exit(1)

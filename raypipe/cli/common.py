@@ -1,4 +1,4 @@
-"""What several verbs share: their arguments, and the way from a YAML file to a trainer."""
+"""Shared parts of the commands: their arguments, and the trainer of a YAML file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from raypipe.runfile.read import RunFile
+    from raypipe.engine.io.storage import Place
+    from raypipe.runfile.run_file import RunFile
 
 from raypipe.errors import ConfigError
-
-__all__ = [
-    "ConfigFile", "Overrides", "Run", "check_output", "is_run_folder", "known_folder", "open_runfile", "trainer_of",
-    "unheard", "write",
-]  # fmt: skip
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="changes a setting; C is YAML; may be repeated")
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="name or folder of a run")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="name, folder or address of a run")]
 
 
 def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
     """The settings of a file; from now on its targets may lie in the working directory, as with ``python -m``."""
-    from raypipe.runfile.read import read_runfile
+    from raypipe.runfile.run_file import read_runfile
 
     here = str(Path.cwd())
     if here not in sys.path:
@@ -46,17 +42,21 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
     return make_trainer(run, planning=planning)
 
 
-def is_run_folder(path: Path) -> bool:
-    """Whether a run has written here."""
-    return (path / "events.jsonl").is_file()
+def known_folder(run: str) -> Place | None:
+    """Return the folder of this path or address, or of this name in the usual place, if a run has written there.
 
+    Raises:
+        ConfigError: it is an address, and no run has.
+    """
+    from raypipe.config.paths import DEFAULT_STORAGE, is_address
+    from raypipe.engine.io.run_files import EVENTS
+    from raypipe.engine.io.storage import Place
 
-def known_folder(run: str) -> Path | None:
-    """The folder itself, or the usual place of that name, if there is a run."""
-    from raypipe.api.listing import DEFAULT_STORAGE
-
-    folders = (Path(run), Path(DEFAULT_STORAGE).expanduser() / run)
-    return next((folder for folder in folders if is_run_folder(folder)), None)
+    folders = [Place.of(run)] if is_address(run) else [Place.of(run), Place.of(f"{DEFAULT_STORAGE}/{run}")]
+    known = next((folder for folder in folders if folder.exists(EVENTS)), None)
+    if known is None and is_address(run):
+        raise ConfigError(f"{folders[0]} is no folder of a run: it has no {EVENTS}. Give <storage_path>/<name>.")
+    return known
 
 
 def check_output(path: Path | None) -> None:
@@ -80,7 +80,7 @@ def check_output(path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that was asked for.
+    """Write an output file of a command.
 
     Raises:
         ConfigError: names the file.
@@ -93,8 +93,7 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Inside, nothing is written to standard error, by libraries in C++ neither: what they complain of ends in an error
-    that says it in a line."""
+    """Context that discards standard error, of C++ libraries too: their complaints end in one line of an error."""
     sys.stderr.flush()
     own = os.dup(_STDERR)
     try:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raypipe.cli.common import Overrides, check_output, open_runfile, trainer_of, write
-from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec, takes
 from raypipe.ir.timeline import Timeline
-from raypipe.ir.trace import chrome_trace_json
+from raypipe.viz.chrome_trace import chrome_trace_json
+from raypipe.viz.timeline_svg import timeline_svg
 
 if TYPE_CHECKING:
     from raypipe.ir.schedule import Schedule
 
-__all__ = ["simulate"]
 
 WIDEST_PICTURE = 200
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.synchronous)
@@ -60,19 +59,19 @@ def simulate(
         timeline = trainer_of(open_runfile(config, overrides)).simulate()
         typer.echo(
             f"predicted: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
-            "of it, as its plan says"
+            "of it, as in its plan"
         )
     else:
         if overrides:
             raise typer.BadParameter("--set changes the settings of a CONFIG.yaml: name one, or leave --set out.")
-        made = _made(schedule, stages, microbatches, group_size, slack, chunks)
-        timeline = _on_paper(made, forward_ms / 1e3, backward_ms / 1e3, latency_ms / 1e3, occupancy_ms / 1e3)
-        whole_ms = stages / made.num_workers * (forward_ms + backward_ms)  # 1f1b has one stage on each of them
-        _say(made, timeline, (microbatches + made.num_workers - 1) * whole_ms)
+        on_paper = _made(schedule, stages, microbatches, group_size, slack, chunks)
+        timeline = _on_paper(on_paper, forward_ms / 1e3, backward_ms / 1e3, latency_ms / 1e3, occupancy_ms / 1e3)
+        whole_ms = stages / on_paper.num_workers * (forward_ms + backward_ms)  # 1f1b has one stage on each of them
+        _say(on_paper, timeline, (microbatches + on_paper.num_workers - 1) * whole_ms)
         if csv is not None:
             from raypipe.planner.schedule.text import to_csv
 
-            _write(csv, to_csv(made))
+            _write(csv, to_csv(on_paper))
     typer.echo(f"micro-batches held at once, by stage: {' '.join(map(str, timeline.peak_in_flight))}")
     if trace is not None:
         _write(trace, chrome_trace_json([timeline]))
@@ -93,23 +92,28 @@ def _made(
 ) -> Schedule:
     from raypipe.planner.schedule import schedule_of
 
-    given = {"group_size": group_size, "slack": None if slack is None else (slack,) * (stages - 1), "chunks": chunks}
-    for name, value in given.items():
+    numbers_by_name = {
+        "group_size": group_size,
+        "slack": None if slack is None else (slack,) * (stages - 1),
+        "chunks": chunks,
+    }
+    for name, value in numbers_by_name.items():
         if value is None and takes(schedule, name):
-            raise typer.BadParameter(f"The schedule {schedule!r} needs --{name.replace('_', '-')}: say how many.")
+            raise typer.BadParameter(f"The schedule {schedule!r} needs --{name.replace('_', '-')}.")
     if schedule in KINDS and not KINDS[schedule].synchronous:
         raise typer.BadParameter(f"{schedule!r} does not run empty between steps: take one of {', '.join(_KINDS)}.")
-    numbers: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    numbers: dict[str, Any] = {name: value for name, value in numbers_by_name.items() if value is not None}
     return schedule_of(ScheduleSpec(schedule, microbatches, **numbers), stages)
 
 
-def _on_paper(made: Schedule, forward_s: float, backward_s: float, latency_s: float, occupancy_s: float) -> Timeline:
-    from raypipe.planner.schedule.lower import lower
-    from raypipe.planner.schedule.validate import validate
-    from raypipe.planner.simulate.serial import Costs
-    from raypipe.planner.simulate.serial import simulate as run_on_paper
+def _on_paper(
+    schedule: Schedule, forward_s: float, backward_s: float, latency_s: float, occupancy_s: float
+) -> Timeline:
+    from raypipe.planner.schedule.lower import lower, validate
+    from raypipe.planner.simulator import Costs
+    from raypipe.planner.simulator import simulate as run_on_paper
 
-    stages, hops = made.num_stages, made.num_stages - 1
+    stages, hops = schedule.num_stages, schedule.num_stages - 1
     costs = Costs(
         forward_s=(forward_s,) * stages,
         backward_s=(backward_s,) * stages,
@@ -118,19 +122,19 @@ def _on_paper(made: Schedule, forward_s: float, backward_s: float, latency_s: fl
         forward_occupancy_s=(occupancy_s,) * hops,
         backward_occupancy_s=(occupancy_s,) * hops,
     )
-    lowered = lower(made)
+    lowered = lower(schedule)
     validate(lowered)
     return run_on_paper(lowered, costs)
 
 
-def _say(made: Schedule, timeline: Timeline, ideal_ms: float) -> None:
+def _say(schedule: Schedule, timeline: Timeline, ideal_ms: float) -> None:
     from raypipe.planner.schedule.text import draw
 
-    picture = draw(made)
+    picture = draw(schedule)
     if max(map(len, picture.splitlines())) <= WIDEST_PICTURE:
         typer.echo(picture)
     typer.echo(
-        f"{made.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
+        f"{schedule.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
         f"of it; 1f1b takes {ideal_ms:.1f} ms where sending takes no time"
     )
 

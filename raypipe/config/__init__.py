@@ -1,8 +1,8 @@
-"""What a person may choose, frozen and checked once.
+"""Configuration of a pipeline, frozen and checked once.
 
     fields.py             every field: what it means, its type and its default
         |
-    checks.py             fields that are possible alone and at odds together
+    combinations.py       fields that exclude each other
         |
     PipelineConfig(...)   pipeline.py   what each field may hold, and whether this release runs it
 

@@ -1,4 +1,4 @@
-"""EarlyStopping: when a run ends before its last step, because evaluations get no better."""
+"""EarlyStopping: ends a run before its last step if evaluations do not improve any more."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import Literal
 
 from raypipe.errors import ConfigError
 
-__all__ = ["EarlyStopping", "may_give"]
-
 
 @dataclass(frozen=True, slots=True)
 class EarlyStopping:
-    """End a run whose evaluations get no better.
+    """Rule that ends a run if its evaluations do not improve any more.
 
-    What decides is the whole row of evaluations that eval_interval_steps asks for, those of earlier submissions
-    included: a run that was stopped and goes on ends where it would have ended. Evaluations at the end of a submission
-    and with checkpoints do not count.
+    Only the evaluations at eval_interval_steps count, those of earlier submissions included. So a run that was stopped
+    and resumed ends at the same step as without the interruption. Evaluations at the end of a submission, or for a
+    checkpoint, do not count.
 
     Attributes:
-        metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics; "eval_<name>_<key>" where it gives
-            several numbers.
-        patience: evaluations in a row that are no better than the best before them.
-        mode: "min" where less is better, "max" where more is.
-        min_delta: by how much better an evaluation must be to count.
+        metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics, or "eval_<name>_<key>" if that metric
+            returns several numbers.
+        patience: number of consecutive evaluations, none better than the best one before, after which the run ends.
+        mode: "min" if smaller values are better, "max" if larger ones are.
+        min_delta: difference to the best value by which an evaluation must be better to count as an improvement.
 
     Raises:
         ConfigError: names the field.
@@ -47,7 +45,7 @@ class EarlyStopping:
             raise ConfigError(f"EarlyStopping(min_delta={self.min_delta!r}): give a number of at least 0.")
 
     def verdict(self, values: Iterable[float]) -> str:
-        """Why the run ends after these evaluations, in their order; empty where it goes on. nan is never better."""
+        """Explain why the run ends after these evaluations, in their order; "" if it goes on. NaN is never better."""
         sign = 1.0 if self.mode == "max" else -1.0
         best, waited = -math.inf, 0
         for value in values:
@@ -61,10 +59,10 @@ class EarlyStopping:
 
 
 def may_give(names: Collection[str], wanted: str) -> bool:
-    """Whether evaluations may have this number.
+    """Return True if evaluations may have a result with the name ``wanted``.
 
     Args:
-        names: "eval_loss" and "eval_<name>" of the metrics, each of which may give several numbers, as
-            eval_<name>_<key>; which ones is known once they were called.
+        names: "eval_loss" and "eval_<name>" of each metric. A metric may return several numbers; their names,
+            eval_<name>_<key>, are found by a trial of the metrics and are not known here, so any key is accepted.
     """
     return wanted in names or any(wanted.startswith(f"{name}_") for name in names if name != "eval_loss")

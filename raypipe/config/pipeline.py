@@ -1,9 +1,8 @@
-"""PipelineConfig: every choice a person can make about a pipeline, frozen and checked once.
+"""PipelineConfig: configuration of a pipeline, frozen, and checked when it is created.
 
-A table decides what is accepted, ``_ALLOWED``; anything else is refused by its field's name instead of being ignored.
-``"auto"``: the plan says what it became.
-
-The model leaves out what depends on the model, the data or the cluster: PlanError speaks of those.
+The table ``_ALLOWED`` has the values that each field accepts; any other value, or field, is refused. The plan shows the
+values that were chosen for ``"auto"``. Limits that depend on the model, the data or the cluster are not checked here:
+planning checks them, and raises PlanError.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from raypipe.config.checks import check_together
+from raypipe.config.combinations import check_combinations
 from raypipe.config.fields import PipelineFields
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS
 
-__all__ = ["SUPPORTED", "PipelineConfig"]
-
 _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "schedule": tuple(KINDS),
-    "transport": ("tcp", "object_store", "collective", "ray_collective"),
+    "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),
@@ -38,7 +35,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a field may hold: the predicate, and the same in words."""
+    """Rule for the values of a field: the predicate, and its description."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -93,9 +90,9 @@ _ALLOWED: Mapping[str, _Rule] = {
     "num_lanes": _AUTO | _integer(1),
     "minibatch_size": _AUTO | _integer(1),
     "num_microbatches": _AUTO | _integer(1),
-    "loss_reduction": _one_of("auto", "mean", "sum", "valid_tokens")
+    "loss_reduction": _one_of("auto", "mean", "sum", "valid_tokens", "per_microbatch")
     | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
-    "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
+    "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
     "profile_budget_s": _number(0),
     "schedule": _one_of("auto", *SUPPORTED["schedule"]),
@@ -127,7 +124,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "seed": _SEED,
     "on_nonfinite": _one_of("stop", "skip"),
     "driver_grace_s": _seconds(5.0),
-    "replay": _one_of("auto", "off"),
+    "resource_timeout_s": _AUTO | _NONE | _number(0),
     "worker_price_per_hour": _NONE | _number(0),
     "verify": _one_of("first_step", "off"),
     "weights_on": _one_of("auto", "client", "workers"),
@@ -135,7 +132,7 @@ _ALLOWED: Mapping[str, _Rule] = {
 
 
 def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
-    """Turn the TypeError for an unknown keyword into a ConfigError that knows the right name."""
+    """Make a dataclass raise ConfigError for an unknown keyword, with the most similar field. Changes ``cls``."""
     generated = cls.__init__
 
     @functools.wraps(generated)
@@ -161,21 +158,21 @@ class PipelineConfig(PipelineFields):
             value = _plain(getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             _check_allowed(field.name, value)
-        check_together(self)
+        check_combinations(self)
 
     @property
     def several_microbatches(self) -> bool:
-        """Whether a mini-batch is more than one micro-batch, or may become so while the run trains."""
+        """True if a mini-batch has more than one micro-batch, or may get more while the run trains."""
         return self.num_microbatches != 1 or self.retune_microbatches
 
     @property
     def one_microbatch(self) -> str:
-        """What to set so that mini-batches stay whole, in messages."""
+        """Setting that keeps mini-batches whole, for messages."""
         return "num_microbatches=1" + " and retune_microbatches=False" * self.retune_microbatches
 
 
 def _plain(value: Any) -> Any:
-    """Lists become tuples and foreign numbers (numpy's) Python's own, so that configs compare and hash."""
+    """Convert lists to tuples and numbers of numpy to Python's, so that configurations can be compared and hashed."""
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     if isinstance(value, bool | int | float):
@@ -193,7 +190,7 @@ def _check_allowed(name: str, value: Any) -> None:
 
 
 def _nearest(word: str, names: Sequence[str]) -> str:
-    """End of one sentence and, where some name is close to the word, a question."""
+    """Return ". ", or ". Did you mean NAME? " if one of the names is similar to the word."""
     lowered = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
     return f". Did you mean {lowered[close[0]]!r}? " if close else ". "

@@ -1,4 +1,4 @@
-"""Ray Train's settings, as far as raypipe reads them: what has no effect here is refused by name.
+"""Ray Train's settings as raypipe reads them: fields without an effect are refused by name.
 
     ScalingConfig(num_workers=4, use_gpu=True, resources_per_worker={"GPU": 0.5})
                   ^ read: four workers, each on half of a GPU     topology="2x2"
@@ -6,7 +6,7 @@
     ScalingConfig(num_workers=(2, 8), elastic_resize_monitor_interval_s=60)
                   ^ a run that begins with 2 and grows up to 8, looking for more workers once a minute
 
-A field counts as said where it differs from what its class makes of no arguments. Fields that Ray adds later are
+A field counts as set if it differs from its class's default. Fields that Ray adds later are
 refused by the same rule, so that no table here can fall behind.
 """
 
@@ -19,10 +19,6 @@ from typing import Any, NamedTuple
 
 from raypipe.config.early_stopping import may_give
 from raypipe.errors import ConfigError
-
-__all__ = [
-    "READ", "WorkerRange", "check_ray_settings", "faults", "gpu_share", "most_workers", "resources_of", "worker_range",
-]  # fmt: skip
 
 READ: Mapping[str, tuple[str, ...]] = {
     "ScalingConfig": (
@@ -46,12 +42,12 @@ _PLACED = "every worker is placed by itself, by its resources_per_worker alone"
 _REASONS: Mapping[str, str] = {
     "use_tpu": _NO_TPU,
     "topology": _NO_TPU,
-    "trainer_resources": "the driver of a run computes nothing and asks for nothing",
+    "trainer_resources": "the driver of a run computes nothing and reserves nothing",
     "placement_strategy": _PLACED,
     "label_selector": _PLACED,
     "worker_runtime_env": "workers have the environment of the cluster or job; set it with ray.init(runtime_env=...)",
     "logging_config": "what a run does stands in events.jsonl of its folder",
-    "checkpoint_frequency": "PipelineConfig(checkpoint_interval_steps=...) says how often a run saves",
+    "checkpoint_frequency": "PipelineConfig(checkpoint_interval_steps=...) sets how often a run saves",
     "checkpoint_at_end": "a run always saves at its end",
 }
 
@@ -61,12 +57,12 @@ RESIZE_INTERVAL_S = 60.0
 
 
 class WorkerRange(NamedTuple):
-    """Of a run whose number of workers may change.
+    """Range of the number of workers of an elastic run.
 
     Attributes:
-        least: it waits for as many.
-        most: it grows up to as many.
-        interval_s: least time between two looks for more.
+        least: minimum; the run waits until as many workers are available.
+        most: maximum, up to which the run grows.
+        interval_s: minimum seconds between two checks for further workers.
     """
 
     least: int
@@ -75,7 +71,7 @@ class WorkerRange(NamedTuple):
 
 
 def worker_range(scaling: Any) -> WorkerRange | None:
-    """What a ScalingConfig says of it; None where the number of workers is one number, or nothing is said."""
+    """Return the range of a ScalingConfig's num_workers; None if it is one number or not set."""
     value = getattr(scaling, "num_workers", None)
     if not isinstance(value, tuple | list):
         return None
@@ -84,57 +80,66 @@ def worker_range(scaling: Any) -> WorkerRange | None:
 
 
 def most_workers(scaling: Any) -> int | None:
-    """Places for stages that a ScalingConfig offers at most; None where nothing is said."""
+    """Return the maximum number of workers of a ScalingConfig; None if not set."""
     value = getattr(scaling, "num_workers", None)
     return value[1] if isinstance(value, tuple | list) else value
 
 
 ACCELERATOR_SHARE = 0.001
-"""Of Ray's resource for a kind of accelerator, which a node has one of: what Ray Train asks for."""
+"""Amount of Ray's accelerator_type resource, of which a node has 1, that a worker reserves, as Ray Train does."""
 
 
 def resources_of(scaling: Any) -> dict[str, float]:
-    """What one worker takes of the cluster, by a ScalingConfig or None; one CPU where nothing is said.
+    """Return the resources of one worker by a ScalingConfig or None; one CPU by default.
 
     Args:
         scaling: anything with the fields as attributes.
     """
-    found: dict[str, float] = {"CPU": 1, **({"GPU": 1} if getattr(scaling, "use_gpu", False) else {})}
-    found |= getattr(scaling, "resources_per_worker", None) or {}
+    resources: dict[str, float] = {"CPU": 1, **({"GPU": 1} if getattr(scaling, "use_gpu", False) else {})}
+    resources |= getattr(scaling, "resources_per_worker", None) or {}
     if kind := getattr(scaling, "accelerator_type", None):
-        found.setdefault(f"accelerator_type:{kind}", ACCELERATOR_SHARE)
-    return found
+        resources.setdefault(f"accelerator_type:{kind}", ACCELERATOR_SHARE)
+    return resources
+
+
+def failures_of(run: Any) -> int:
+    """Return the number of failures that a run survives, from ray.train.RunConfig; -1 is no limit."""
+    return getattr(getattr(run, "failure_config", None), "max_failures", 0)
 
 
 def gpu_share(resources: Mapping[str, float]) -> float:
-    """Of a GPU, what a worker with these resources has; 0 for one that computes on the CPU."""
+    """Return the share of a GPU that a worker with these resources has; 0 for one that computes on the CPU."""
     return float(resources.get("GPU", 0))
 
 
 def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) -> None:
-    """Refuse what a run would not read, before anything is looked at or started.
+    """Refuse settings of Ray Train that would have no effect on a run.
 
     Args:
         scaling, run: ray.train.ScalingConfig and RunConfig, or None.
-        evaluated: names of the numbers that evaluations give; none without eval_data.
+        evaluated: names of the results of evaluations; empty without eval_data.
 
     Raises:
         ConfigError: names the field, its value, why it has no effect, and what to do.
     """
     checkpoints = getattr(run, "checkpoint_config", None)
-    for argument, kind, given in (
+    for argument, kind, settings in (
         ("scaling_config", "ScalingConfig", scaling),
         ("run_config", "RunConfig", run),
         ("checkpoint_config", "CheckpointConfig", checkpoints),
         ("failure_config", "FailureConfig", getattr(run, "failure_config", None)),
     ):
-        if given is None:
+        if settings is None:
             continue
-        if isinstance(given, Mapping | type) or not hasattr(given, "__dict__"):
-            found = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__} {given!r}"
-            raise ConfigError(f"{argument} is {found}; give ray.train.{kind}({_EXAMPLES[kind]}).")
-        for name, why in faults(kind, given):
-            raise ConfigError(f"{kind}({name}={getattr(given, name)!r}): {why}")
+        if isinstance(settings, Mapping | type) or not hasattr(settings, "__dict__"):
+            shown = (
+                f"the class {settings.__name__}"
+                if isinstance(settings, type)
+                else f"{type(settings).__name__} {settings!r}"
+            )
+            raise ConfigError(f"{argument} is {shown}; give ray.train.{kind}({_EXAMPLES[kind]}).")
+        for name, why in faults(kind, settings):
+            raise ConfigError(f"{kind}({name}={getattr(settings, name)!r}): {why}")
     score = getattr(checkpoints, "checkpoint_score_attribute", None)
     if score is not None and score not in SCORES and not may_give(evaluated, score):
         why = f"checkpoints of this run have {', '.join((*SCORES, *evaluated))}."
@@ -151,21 +156,21 @@ _EXAMPLES = {
 }
 
 
-def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
-    """Fields of one of Ray's settings that say something which would have no effect, and what to do instead.
+def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield the fields of one of Ray's settings that would have no effect, with the fix.
 
     Args:
-        kind: name of the class of Ray Train that ``given`` stands for.
-        given: any object with the fields as attributes.
+        kind: name of the class of Ray Train.
+        settings: an object of this class, or any object with its fields as attributes.
     """
     fresh: Any = None
     with suppress(Exception):  # a class of its own, whose defaults nobody knows
-        fresh = type(given)()
-    for name, value in vars(given).items():
+        fresh = type(settings)()
+    for name, value in vars(settings).items():
         if name.startswith("_"):
             continue
         if name in READ[kind]:
-            why = _CHECKS[name](value, given) if name in _CHECKS and value is not None else ""
+            why = _CHECKS[name](value, settings) if name in _CHECKS and value is not None else ""
             if why:
                 yield name, why
         elif value and value != getattr(fresh, name, None):
@@ -175,7 +180,7 @@ def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
             yield name, f"it would have no effect: {reason}. Leave it out{'' if name in _REASONS else f'; {of}'}."
 
 
-def _check_name(value: Any, given: Any) -> str:
+def _check_name(value: Any, settings: Any) -> str:
     if not isinstance(value, str) or value in (".", "..") or "/" in value or not value.strip():
         return (
             "it is the name of one folder, in which the run is found again. Give one without a slash, and what stands "
@@ -184,7 +189,7 @@ def _check_name(value: Any, given: Any) -> str:
     return ""
 
 
-def _check_workers(value: Any, given: Any) -> str:
+def _check_workers(value: Any, settings: Any) -> str:
     if isinstance(value, tuple | list):
         if len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
             return ""
@@ -194,10 +199,10 @@ def _check_workers(value: Any, given: Any) -> str:
     return ""
 
 
-def _check_interval(value: Any, given: Any) -> str:
+def _check_interval(value: Any, settings: Any) -> str:
     if type(value) not in (int, float) or not 0 <= value < math.inf:
         return "it is the seconds between two looks for more workers; give a number from 0 on."
-    if value != RESIZE_INTERVAL_S and worker_range(given) is None:
+    if value != RESIZE_INTERVAL_S and worker_range(settings) is None:
         return (
             "it would have no effect: a run with one number of workers does not look for more. Give a pair, as in "
             "num_workers=(2, 8), or leave it out."
@@ -205,13 +210,13 @@ def _check_interval(value: Any, given: Any) -> str:
     return ""
 
 
-def _check_resources(value: Any, given: Any) -> str:
+def _check_resources(value: Any, settings: Any) -> str:
     good = isinstance(value, Mapping) and all(
         isinstance(name, str) and type(n) in (int, float) and n >= 0 for name, n in value.items()
     )
     if not good:
-        return "it says how much of each resource a worker takes, as in {'CPU': 1}; give numbers from 0 on by name."
-    gpus, wanted = value.get("GPU"), bool(getattr(given, "use_gpu", False))
+        return "it is what a worker reserves of each resource, as in {'CPU': 1}; give numbers from 0 on by name."
+    gpus, wanted = value.get("GPU"), bool(getattr(settings, "use_gpu", False))
     if gpus and not wanted:
         return "a GPU would be reserved and left idle. Set use_gpu=True, or leave out 'GPU'."
     if wanted and gpus == 0:
@@ -224,37 +229,37 @@ def _check_resources(value: Any, given: Any) -> str:
     return ""
 
 
-def _check_gpu(value: Any, given: Any) -> str:
-    return "" if isinstance(value, bool) else "it says whether stages compute on GPUs; give True or False."
+def _check_gpu(value: Any, settings: Any) -> str:
+    return "" if isinstance(value, bool) else "it places stages on GPUs; give True or False."
 
 
-def _check_accelerator(value: Any, given: Any) -> str:
-    if not getattr(given, "use_gpu", False):
+def _check_accelerator(value: Any, settings: Any) -> str:
+    if not getattr(settings, "use_gpu", False):
         return "it names the kind of GPU that workers are placed on, and use_gpu is False. Set use_gpu=True."
     return "" if isinstance(value, str) and value else "give the name of a kind of GPU, as in 'A100'."
 
 
-def _check_kept(value: Any, given: Any) -> str:
+def _check_kept(value: Any, settings: Any) -> str:
     return "" if type(value) is int and value >= 1 else "give an integer of at least 1, or None to keep all."
 
 
-def _check_failures(value: Any, given: Any) -> str:
+def _check_failures(value: Any, settings: Any) -> str:
     if type(value) is not int or value < -1:
         return "it is the number of failures that a run survives; give an integer from 0 on, or -1 for any number."
     return ""
 
 
-def _check_score(value: Any, given: Any) -> str:
+def _check_score(value: Any, settings: Any) -> str:
     if value not in SCORES and not (isinstance(value, str) and value.startswith("eval_")):
         return (
             f"no checkpoint has such a number; give one of {', '.join(SCORES)}, eval_loss, or eval_<name> of a metric."
         )
-    if getattr(given, "num_to_keep", None) is None:
-        return "it says which checkpoints are kept, but without num_to_keep all are. Give num_to_keep too."
+    if getattr(settings, "num_to_keep", None) is None:
+        return "it ranks checkpoints, but without num_to_keep all are. Give num_to_keep too."
     return ""
 
 
-def _check_callbacks(value: Any, given: Any) -> str:
+def _check_callbacks(value: Any, settings: Any) -> str:
     if not isinstance(value, list | tuple):
         return f"it takes a list of ray.train.UserCallback. {_OWN_CALLBACKS}"
     for one in value:
@@ -267,17 +272,17 @@ def _check_callbacks(value: Any, given: Any) -> str:
         others = [method for method in dir(one) if method.startswith(_HOOKS) and method not in USER_CALLBACK]
         if others:
             return (
-                f"{name} has the method {others[0]}, which nobody would call: of a callback of Ray Train a pipeline "
+                f"{name} has the method {others[0]}, which is never called: of a callback of Ray Train a pipeline "
                 f"calls {' and '.join(USER_CALLBACK)}. Leave it out, or give it another name if you call it yourself. "
                 f"{_OWN_CALLBACKS}"
             )
     return ""
 
 
-def _check_order(value: Any, given: Any) -> str:
+def _check_order(value: Any, settings: Any) -> str:
     if value not in ("max", "min"):
         return "give 'max' or 'min'."
-    if value == "min" and getattr(given, "checkpoint_score_attribute", None) is None:
+    if value == "min" and getattr(settings, "checkpoint_score_attribute", None) is None:
         return "it orders by checkpoint_score_attribute, which is not given. Give 'loss' or 'eval_loss' there."
     return ""
 

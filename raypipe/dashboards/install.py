@@ -22,10 +22,8 @@ import yaml  # type: ignore[import-untyped]
 
 from raypipe.errors import ConfigError
 
-__all__ = ["contents", "install"]
-
 DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
-"""Where Ray's head writes which nodes there are, unless it is told another --temp-dir."""
+"""File in which Ray's head lists the nodes, unless it was started with another --temp-dir."""
 POD_METRICS = "metrics"
 """Name that KubeRay gives to port 8080 of head and workers."""
 
@@ -38,7 +36,7 @@ def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[P
         discovery: Ray's file of nodes, for Prometheus.
 
     Raises:
-        ConfigError: the address is none, or the folder cannot be written; says why.
+        ConfigError: the address is not an address, or the folder cannot be written.
     """
     if not re.match(r"https?://[^\s/]+", prometheus):
         raise ConfigError(f"--prometheus {prometheus} is no address: give it as in http://localhost:9090.")
@@ -56,18 +54,18 @@ def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[P
 
 def contents(folder: Path, prometheus: str, discovery: str) -> dict[str, str]:
     """Text of every file, by its name below the folder."""
-    boards = {found.name: found.read_text("utf-8") for found in files(__package__).iterdir() if _is_board(found.name)}
+    boards = {file.name: file.read_text("utf-8") for file in files(__package__).iterdir() if _is_board(file.name)}
     rules = (files(__package__) / "rules.yaml").read_text("utf-8")
     grafana = folder / "grafana"
-    made = {f"grafana/dashboards/{name}": text for name, text in sorted(boards.items())}
-    made["grafana/provisioning/dashboards/raypipe.yaml"] = _yaml(_provider(grafana / "dashboards"))
-    made["grafana/provisioning/datasources/raypipe.yaml"] = _yaml(_source(prometheus))
-    made["prometheus/prometheus.yml"] = _yaml(_scraping(discovery))
-    made["prometheus/rules.yaml"] = rules
-    made["kuberay/dashboards.yaml"] = _yaml(_config_map(boards))
-    made["kuberay/podmonitor.yaml"] = _yaml(_pod_monitor())
-    made["kuberay/rules.yaml"] = _yaml(_prometheus_rule(yaml.safe_load(rules)))
-    return made
+    texts = {f"grafana/dashboards/{name}": text for name, text in sorted(boards.items())}
+    texts["grafana/provisioning/dashboards/raypipe.yaml"] = _yaml(_provider(grafana / "dashboards"))
+    texts["grafana/provisioning/datasources/raypipe.yaml"] = _yaml(_source(prometheus))
+    texts["prometheus/prometheus.yml"] = _yaml(_scraping(discovery))
+    texts["prometheus/rules.yaml"] = rules
+    texts["kuberay/dashboards.yaml"] = _yaml(_config_map(boards))
+    texts["kuberay/podmonitor.yaml"] = _yaml(_pod_monitor())
+    texts["kuberay/rules.yaml"] = _yaml(_prometheus_rule(yaml.safe_load(rules)))
+    return texts
 
 
 def _is_board(name: str) -> bool:

@@ -1,19 +1,20 @@
-"""Data as it lies around, made into what a pipeline trains on: samples of equal shape, each found by its number.
+"""Training data: samples of equal shape, read by position, with equal values in every process.
 
     ragged token lists ----> Pad        a collate_fn: to one length, or to the smallest of a few that holds a mini-batch
     documents of tokens ---> Packed     a dataset of blocks of one length, without padding
     folders of images -----> Images     a dataset of (image, label)
     iterables -------------> Stream     epochs of a number of samples
 
-The first three keep no position: which sample comes next is two integers of a checkpoint, wherever and however often a
-run goes on. A stream has a mark in every checkpoint beside them.
+A checkpoint stores the next sample as two integers, (epoch, offset). For a stream it stores a mark too.
+
+    open_data.py    which source reads the user's data: arrow_source.py, map_source.py or stream_source.py
+    epoch_order.py  the order of the rows of an epoch
+    stacking.py     items -> columns of a mini-batch
 """
 
 from __future__ import annotations
 
-from raypipe.data.images import Images
-from raypipe.data.packing import Packed
-from raypipe.data.padding import Pad
-from raypipe.engine.data.stream_source import Stream
+from raypipe.data.datasets import Images, Packed, Pad
+from raypipe.data.stream_source import Stream
 
 __all__ = ["Images", "Packed", "Pad", "Stream"]

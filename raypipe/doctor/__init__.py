@@ -1,9 +1,9 @@
-"""``raypipe doctor``: what this machine and cluster can and cannot do, and the fix for what is missing.
+"""``raypipe doctor``: checks of this machine and a cluster, with a fix for every problem.
 
-ask.py  --a process of its own-->  cluster.py  --an actor per node-->  node.py
-   |                                                                     |
-   v                             facts as plain values                   |
-checks.py  <-------------------------------------------------------------+
+collect.py  --starts a process-->  collect.py as a program  --starts an actor per node-->  node.py
+   |                                                                                     |
+   v                               facts as plain values                                 |
+checks.py  <-----------------------------------------------------------------------------+
    |
    v
 findings: ok | warning | problem, each with its fix

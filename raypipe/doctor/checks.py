@@ -1,6 +1,6 @@
-"""What this machine and cluster can and cannot do: facts in, findings out, each with its cure.
+"""Checks of a machine and a cluster: facts in, findings out, each with its fix.
 
-facts (doctor/cluster.py asks every node)  -->  checks: pure functions  -->  ok | warning | problem
+facts of every node (doctor/collect.py)  -->  checks: pure functions  -->  ok | warning | problem
 
 problem  versions   node 10.0.0.2 has torch 2.12.0, this machine 2.13.0
          cure: install the same everywhere: pip install torch==2.13.0 there, then start its Ray again
@@ -9,20 +9,19 @@ problem  versions   node 10.0.0.2 has torch 2.12.0, this machine 2.13.0
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from raypipe.ir.plan import human_bytes
-
-__all__ = ["Facts", "Finding", "Node", "Wishes", "examine"]
+from raypipe.ir.units import human_bytes
 
 LEAST_SHM_BYTES = 256 << 20
-"""Containers get 64 MiB where nobody asks for more, which does not hold one small model's weights."""
+"""Minimum size of /dev/shm. Containers get 64 MiB by default, too little even for the weights of a small model."""
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``cure`` is empty where nothing is wrong."""
+    """One line of the report; ``cure`` is empty if nothing is wrong."""
 
     level: Literal["ok", "warning", "problem"]
     subject: str
@@ -35,26 +34,31 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One machine, as it was found. Sizes are in bytes.
+class NodeFacts:
+    """Facts of one machine. Sizes are in bytes.
 
     Attributes:
-        address: of the node, or "this machine".
-        error: why a node did not answer; then the rest is not known.
-        versions: of python, torch, ray and raypipe; "" for what cannot be imported.
-        ray_cpus, ray_gpus: what Ray hands out there.
-        object_store_bytes: of Ray's store; 0 without Ray.
-        gpus: device files.
-        visible: CUDA_VISIBLE_DEVICES where Ray was started; None if not set.
-        cuda_build: CUDA version that torch was built for, "" for none.
+        address: address of the node, or "this machine".
+        error: reason why the node did not answer, so that the other facts are unknown; "" if it did.
+        node_id: Ray's id of the node.
+        host: host name.
+        versions: versions of python, torch, ray and raypipe; "" for a package that cannot be imported.
+        cpus: processors that this process may use.
+        ray_cpus, ray_gpus: CPUs and GPUs that Ray assigns there.
+        object_store_bytes: size of Ray's object store; 0 without Ray.
+        shm_bytes, shm_free_bytes: size of /dev/shm, and free part of it.
+        gpus: number of GPU device files.
+        visible: CUDA_VISIBLE_DEVICES of the process that started Ray; None if not set.
+        cuda_build: CUDA version for which torch was built; "" without CUDA.
         cuda_gpus: GPUs that torch sees.
-        cuda_driver: newest CUDA version that the driver runs; "" where its library is not found.
+        cuda_driver: newest CUDA version that the driver runs; "" if its library is not found.
         cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
-        nccl: version of torch's NCCL; "" for none.
-        port: that it could listen on; 0 for none, with port_error.
-        unreachable: address and reason of every listener that it could not connect to.
-        storage_error: why the storage folder cannot be written to.
-        storage_shared: the storage folder is the same as that of the machine that asked.
+        nccl: version of torch's NCCL; "" without NCCL.
+        port: port on which the node could listen; 0 if it could listen on no port.
+        port_error: reason if ``port`` is 0.
+        unreachable: {"address:port" of a listener to which the node could not connect: reason}.
+        storage_error: reason why the storage folder cannot be written; "" if it can.
+        storage_shared: True if the storage folder is the same as that of this process.
     """
 
     address: str
@@ -83,16 +87,16 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a run asks for.
+class Requirements:
+    """Requirements of a run.
 
     Attributes:
-        ports: lowest and highest port that the nodes may use among each other; None for any.
-        storage: storage_path.
-        num_workers: places for stages (the fewest of an elastic run); 0 if not known.
-        resources: of one worker.
-        transport: of its links.
-        codecs: it names a codec, or leaves it to the controller to take one.
+        ports: lowest and highest port for links between nodes; None for any port.
+        storage: storage_path of the run.
+        num_workers: number of workers (the minimum of an elastic run); 0 if unknown.
+        resources: resources of one worker.
+        transport: transport of its links.
+        codecs: True if the run uses a codec, or the controller may choose one.
     """
 
     ports: tuple[int, int] | None = None
@@ -104,24 +108,26 @@ class Wishes:
 
     @property
     def gpus(self) -> float:
-        """That all workers want together."""
+        """Number of GPUs that all workers need together."""
         return self.num_workers * self.resources.get("GPU", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that was found.
+    """Facts of the whole cluster.
 
     Attributes:
-        address: of the cluster; "" where only this machine was looked at.
-        error, kind: why there was no connection, in Ray's words, and what kind of failure that was.
-        auth_mode: RAY_AUTH_MODE as it counts here, "token" or "disabled".
-        token: where a token was found, "" for nowhere.
-        here: versions of the process that asked.
+        address: address of the cluster; "" if only this machine was examined.
+        nodes: facts of every node.
+        here: versions of python, torch, ray and raypipe in this process.
+        error: Ray's message if the connection failed; else "".
+        kind: kind of that failure: "authentication", "silence", or the name of an exception.
+        auth_mode: effective RAY_AUTH_MODE, "token" or "disabled".
+        token: source of this machine's token; "" without a token.
     """
 
     address: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeFacts, ...]
     here: Mapping[str, str]
     error: str = ""
     kind: str = ""
@@ -132,34 +138,34 @@ class Facts:
 SPEED = "1.0 in the file of `raypipe plan --cluster` is the machine that times the model"
 
 
-def examine(facts: Facts, wishes: Wishes) -> list[Finding]:
-    """All findings, in the order in which a person would look."""
-    found = list(_connection(facts))
+def examine(facts: Facts, needs: Requirements) -> list[Finding]:
+    """Run all checks: cluster and token first, then nodes, versions, ports, GPUs, memory, storage, CPUs."""
+    findings = list(_connection(facts))
     answered = [node for node in facts.nodes if not node.error]
     for node in facts.nodes:
         if node.error:
             cure = "look at the node's own log under /tmp/ray/session_latest/logs, and restart its Ray"
-            found.append(Finding("problem", "node", f"{node.address} does not answer: {node.error}", cure))
+            findings.append(Finding("problem", "node", f"{node.address} does not answer: {node.error}", cure))
     for subject, check in _CHECKS.items():
-        complaints = [Finding(*complaint) for complaint in check(answered, facts, wishes)]
-        found += complaints or [Finding("ok", subject, _all_well(subject, answered, facts, wishes))]
-    return [*found, Finding("ok", "speed", SPEED)]
+        complaints = [Finding(*complaint) for complaint in check(answered, facts, needs)]
+        findings += complaints or [Finding("ok", subject, _all_well(subject, answered, facts, needs))]
+    return [*findings, Finding("ok", "speed", SPEED)]
 
 
 _Complaints = Iterator[tuple[Any, ...]]
 
 
 def _connection(facts: Facts) -> Iterator[Finding]:
-    """Whether the cluster took us in, and whether it takes in everybody."""
+    """Check that the cluster accepts this process, and that it accepts no process without a token."""
     if not facts.address:
-        text = "no cluster asked: this machine only (--address or RAY_ADDRESS names one)"
+        text = "no cluster: this machine only (--address or RAY_ADDRESS names one)"
         yield Finding("ok", "cluster", text)
         if facts.auth_mode == "token" and not facts.token:
             yield _no_token("RAY_AUTH_MODE=token, but there is no token on this machine")
         return
     if facts.kind == "authentication" or (facts.error and "token" in facts.error.lower()):
         lacks = "the token of this machine is not the cluster's" if facts.token else "this machine gives no token"
-        yield _no_token(f"{facts.address} lets nobody in without its token, and {lacks}")
+        yield _no_token(f"{facts.address} refuses connections without its token, and {lacks}")
         return
     if facts.error:
         cure = "check the address, that `ray status` works there, and that Ray runs on this machine as a part of it"
@@ -169,7 +175,7 @@ def _connection(facts: Facts) -> Iterator[Finding]:
     if facts.auth_mode == "token":
         yield Finding("ok", "token", f"the cluster takes the token of {facts.token}")
     elif open_to := [node.address for node in facts.nodes if not _is_loopback(node.address)]:
-        text = f"whoever reaches {', '.join(open_to[:3])} can run anything there: the cluster asks for no token"
+        text = f"any process that reaches {', '.join(open_to[:3])} can run code there: the cluster needs no token"
         cure = (
             "`ray get-auth-token --generate`, copy ~/.ray/auth_token to every node, and start Ray everywhere with "
             "RAY_AUTH_MODE=token"
@@ -185,26 +191,26 @@ def _no_token(text: str) -> Finding:
     return Finding("problem", "token", text, cure)
 
 
-def _versions(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
+def _versions(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
     for node in nodes:
         for package, here in facts.here.items():
             there = node.versions.get(package, "")
             if there == here:
                 continue
-            # A last digit of Python's, and torch's +cpu or +cu130, may differ: what is sent is read all the same.
+            # A last digit of Python's, torch's +cpu or +cu130 and raypipe's commit may differ: all is read the same.
             same = there and (
                 here.split(".")[:2] == there.split(".")[:2]
                 if package == "python"
-                else here.split("+")[0] == there.split("+")[0]
+                else re.split(r"\+|\.dev", here)[0] == re.split(r"\+|\.dev", there)[0]
             )
             text = f"node {_name(node)} has {f'{package} {there}' if there else f'no {package}'}, this machine {here}"
             cure = f"install the same everywhere: {package} {here} there, then start its Ray again"
             yield ("warning" if same else "problem", "versions", text, cure)
 
 
-def _ports(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
-    low, high = wishes.ports or (0, 0)
-    which = f"the ports {low}-{high}" if wishes.ports else "the ports that the system gives"
+def _ports(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
+    low, high = needs.ports or (0, 0)
+    which = f"the ports {low}-{high}" if needs.ports else "the ports that the system gives"
     for node in nodes:
         if not node.port:
             text = f"node {_name(node)} can listen on none of {which}: {node.port_error}"
@@ -216,7 +222,7 @@ def _ports(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
             yield ("problem", "ports", text, cure)
 
 
-def _gpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
+def _gpus(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
     for node in nodes:
         if node.cuda_gpus < node.gpus:
             text = f"hidden GPU: node {_name(node)} has {node.gpus}, torch sees {node.cuda_gpus} of them"
@@ -228,33 +234,37 @@ def _gpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
             else:
                 text += f": {_driver(node)[0]}"
                 cure = _driver(node)[1]
-            # Somebody who hides some of the GPUs may mean it; nobody means to hide all.
+            # Hiding some GPUs may be intended, hiding all is not.
             yield ("warning" if node.cuda_gpus else "problem", "gpus", text, cure)
         elif facts.address and node.ray_gpus < node.cuda_gpus:
             text = f"hidden GPU: node {_name(node)} has {node.cuda_gpus}, Ray hands out {node.ray_gpus:g}"
             cure = f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus"
             yield ("warning" if node.ray_gpus else "problem", "gpus", text, cure)
-        elif facts.address and wishes.gpus and node.ray_gpus > node.cuda_gpus:
+        elif facts.address and needs.gpus and node.ray_gpus > node.cuda_gpus:
             text = f"node {_name(node)}: Ray hands out {node.ray_gpus:g} GPUs, torch sees {node.cuda_gpus}, so workers "
             text += "that are given the others fail"
             yield ("problem", "gpus", text, f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus")
         if node.gpus and node.cuda_build:
-            yield from _cupy(node, wanted=bool(wishes.gpus) and wishes.codecs)
-            if wishes.gpus and wishes.transport == "collective":
+            yield from _cupy(node, needed=bool(needs.gpus) and needs.codecs)
+            if needs.gpus and needs.transport == "collective":
                 yield from _nccl(node)
-    wanted = wishes.gpus
+    num_gpus = needs.gpus
     there = sum(node.ray_gpus if facts.address else node.cuda_gpus for node in nodes)
-    if wanted > there:
-        text = f"the run wants {wanted:g} GPUs, there are {there:g}"
+    if num_gpus > there:
+        text = f"the run wants {num_gpus:g} GPUs, there are {there:g}"
         yield ("problem", "gpus", text, "take fewer num_workers, set use_gpu: false, or add nodes")
 
 
 LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
-"""By major version of CUDA, of which a driver runs all minor ones (NVIDIA's table of CUDA compatibility)."""
+"""Oldest driver by major version of CUDA; it runs all minor versions (NVIDIA's table of CUDA compatibility)."""
 
 
-def _driver(node: Node) -> tuple[str, str]:
-    """Why torch finds no GPU where it is built with CUDA and nothing hides them, and the cure."""
+def _driver(node: NodeFacts) -> tuple[str, str]:
+    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix.
+
+    Returns:
+        (explanation, fix).
+    """
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:
         text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
@@ -269,11 +279,11 @@ def _driver(node: Node) -> tuple[str, str]:
 
 
 LEAST_NCCL = (2, 19, 1)
-"""From which on a link can be given up from another thread while it is made or waits."""
+"""Oldest NCCL whose links can be aborted from another thread while they connect or wait."""
 
 
-def _nccl(node: Node) -> _Complaints:
-    """Whether links over NCCL can be made, and given up."""
+def _nccl(node: NodeFacts) -> _Complaints:
+    """Check that links over NCCL can be made and aborted."""
     if not node.nccl:
         text = f"node {_name(node)}: torch has no NCCL, which transport='collective' takes between GPUs"
         yield ("problem", "gpus", text, "install a torch for CUDA on Linux, or take transport='tcp'")
@@ -283,11 +293,11 @@ def _nccl(node: Node) -> _Complaints:
         yield ("problem", "gpus", text, f"install a torch with NCCL {least} or newer, or take transport='tcp'")
 
 
-def _cupy(node: Node, *, wanted: bool) -> _Complaints:
-    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA.
+def _cupy(node: NodeFacts, *, needed: bool) -> _Complaints:
+    """Check that the codecs' kernels can run beside torch: one CuPy, built for torch's CUDA.
 
     Args:
-        wanted: a run is to use them.
+        needed: a run is to use them.
     """
     fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     extra = fits.removeprefix("cupy-").removesuffix("x")
@@ -296,12 +306,12 @@ def _cupy(node: Node, *, wanted: bool) -> _Complaints:
         text = f"node {_name(node)} has {' and '.join(node.cupy)} beside a torch for CUDA {node.cuda_build}"
         text += ": codecs fail on its GPUs"
         yield ("warning", "gpus", text, f"`pip uninstall {' '.join(others)}`, then `pip install 'raypipe[{extra}]'`")
-    elif wanted and not node.cupy:
+    elif needed and not node.cupy:
         text = f"node {_name(node)} has no CuPy, so that its processor encodes and decodes what stages send"
         yield ("warning", "gpus", text, f"`pip install 'raypipe[{extra}]'`")
 
 
-def _shared_memory(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
+def _shared_memory(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
     for node in nodes:
         size = human_bytes(node.shm_bytes)
         cure = "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8G /dev/shm`, then restart Ray"
@@ -314,29 +324,29 @@ def _shared_memory(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complain
             yield ("warning", "shm", text, f"{cure}; or start Ray with a smaller --object-store-memory")
 
 
-def _storage(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
+def _storage(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
     for node in nodes:
         if node.storage_error:
-            text = f"node {_name(node)} cannot write to {wishes.storage}: {node.storage_error}"
+            text = f"node {_name(node)} cannot write to {needs.storage}: {node.storage_error}"
             yield ("problem", "storage", text, "change its rights, or give another run_config.storage_path")
         elif not node.storage_shared:
-            text = f"{wishes.storage} of node {_name(node)} is another folder than here: checkpoints would be in pieces"
+            text = f"{needs.storage} of node {_name(node)} is another folder than here: checkpoints would be in pieces"
             yield ("problem", "storage", text, "mount one folder on all nodes, or take s3:// or gs:// as storage_path")
 
 
-def _cpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
-    wanted = wishes.num_workers * wishes.resources.get("CPU", 1)
+def _cpus(nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> _Complaints:
+    num_cpus = needs.num_workers * needs.resources.get("CPU", 1)
     if facts.address and not facts.error:
         there = sum(node.ray_cpus for node in nodes)
-        if wanted > there:
-            text = f"{wishes.num_workers} workers want {wanted:g} CPUs, Ray has {there:g}: some would wait for ever"
+        if num_cpus > there:
+            text = f"{needs.num_workers} workers want {num_cpus:g} CPUs, Ray has {there:g}: some would wait for ever"
             yield ("problem", "cpus", text, "take fewer num_workers, less CPU in resources_per_worker, or add nodes")
-    elif wanted > (there := sum(node.cpus for node in nodes)):
-        text = f"{wishes.num_workers} workers want {wanted:g} CPUs and share {there}: it works, slowly"
+    elif num_cpus > (there := sum(node.cpus for node in nodes)):
+        text = f"{needs.num_workers} workers want {num_cpus:g} CPUs and share {there}: it works, slowly"
         yield ("warning", "cpus", text, "take fewer num_workers")
 
 
-_CHECKS: Mapping[str, Callable[[list[Node], Facts, Wishes], _Complaints]] = {
+_CHECKS: Mapping[str, Callable[[list[NodeFacts], Facts, Requirements], _Complaints]] = {
     "versions": _versions,
     "ports": _ports,
     "gpus": _gpus,
@@ -346,23 +356,23 @@ _CHECKS: Mapping[str, Callable[[list[Node], Facts, Wishes], _Complaints]] = {
 }
 
 
-def _all_well(subject: str, nodes: list[Node], facts: Facts, wishes: Wishes) -> str:
-    """What is there, in one line, where nobody complains."""
+def _all_well(subject: str, nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> str:
+    """Summarise the facts of one subject, in which no check found a problem, in one line."""
     if not nodes:
         return "not known: no node answered"
     ray_gives = bool(facts.address) and not facts.error
     cpus = sum(node.ray_cpus if ray_gives else node.cpus for node in nodes)
     return {
         "versions": ", ".join(f"{package} {there}" for package, there in facts.here.items()),
-        "ports": f"{wishes.ports[0]}-{wishes.ports[1]} are open" if wishes.ports else "open, of those the system gives",
+        "ports": f"{needs.ports[0]}-{needs.ports[1]} are open" if needs.ports else "open, of those the system gives",
         "gpus": f"{sum(node.cuda_gpus for node in nodes)}",
         "shm": f"/dev/shm has at least {human_bytes(min(node.shm_bytes for node in nodes))}",
-        "storage": f"{wishes.storage} can be written to" if "://" not in wishes.storage else "a URI, not tried",
+        "storage": f"{needs.storage} can be written to" if "://" not in needs.storage else "a URI, not tried",
         "cpus": f"{cpus:g}",
     }[subject]
 
 
-def _name(node: Node) -> str:
+def _name(node: NodeFacts) -> str:
     return f"{node.address} ({node.host})" if node.host and node.host != node.address else node.address
 
 

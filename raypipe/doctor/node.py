@@ -1,7 +1,7 @@
-"""What one machine has, as plain values. This file stands alone: it is sent to every node as text and run there.
+"""Facts of one machine, as plain values. This file is sent to every node as text and executed there.
 
-A node may have another raypipe, or none, and that is one of the things to find out; so nothing here is imported
-from raypipe, and every function takes and gives what JSON can say.
+A node may have another version of raypipe, or no raypipe at all, which is one of the facts. Therefore this file imports
+nothing of raypipe, and arguments and results of its functions are plain values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-__all__ = ["listen", "machine_facts", "reach", "storage_facts", "versions"]
-
 _LISTENERS: list[socket.socket] = []
-_TORCH_SAYS = r"""
+_TORCH_FACTS = r"""
 import contextlib, ctypes, importlib.metadata, json, re, torch
 found = {"cuda_build": torch.version.cuda or "", "cuda_driver": "", "cupy": [], "nccl": ""}
 found["cuda_gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -42,12 +40,12 @@ print(json.dumps(found))
 
 
 def machine_facts(devices: str, under_ray: bool) -> dict[str, Any]:
-    """Versions, CPUs, GPUs and shared memory.
+    """Collect versions, CPUs, GPUs and shared memory.
 
     Args:
         devices: folder of the device files, /dev.
-        under_ray: this process is a worker of Ray. Ray hides all GPUs from a worker that asked for none, so the
-            environment that counts is that of the raylet, which started it.
+        under_ray: True if this process is a worker of Ray. Ray hides all GPUs from a worker that reserves no GPU, so
+            the environment of the raylet, its parent process, is used instead.
     """
     environment = _environment_of(os.getppid()) if under_ray else dict(os.environ)
     shm = shutil.disk_usage("/dev/shm")
@@ -61,12 +59,16 @@ def machine_facts(devices: str, under_ray: bool) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, Ray and raypipe, as a stage on this machine would import them; "" for what is not there."""
+    """Return the versions of Python, torch, Ray and raypipe as a stage here would import them; "" if not installed."""
     return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "ray", "raypipe")}
 
 
 def storage_facts(storage: str, marker: str) -> dict[str, Any]:
-    """Whether a folder can be written to, and whether it is the one that somebody put the file ``marker`` into."""
+    """Check that a folder is writable, and that the file ``marker`` of another machine is visible.
+
+    Returns:
+        {"storage_error": reason or "", "storage_shared": True if ``marker`` is "" or exists}.
+    """
     folder = Path(storage)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -80,7 +82,11 @@ def storage_facts(storage: str, marker: str) -> dict[str, Any]:
 
 
 def listen(host: str, low: int, high: int, word: str) -> dict[str, Any]:
-    """Listen on the first free port of a range (0 to 0: any port) and answer everybody with a word."""
+    """Listen on the first free port from ``low`` to ``high`` (0 and 0: any), and answer connections with ``word``.
+
+    Returns:
+        {"port": the port, or 0 if no port is free, "port_error": reason or ""}.
+    """
     error = ""
     for port in range(low, high + 1):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -98,16 +104,24 @@ def listen(host: str, low: int, high: int, word: str) -> dict[str, Any]:
 
 
 def reach(peers: dict[str, tuple[str, int, str]], timeout_s: float) -> dict[str, str]:
-    """Connect to listeners; why it failed, by name, "" where it did not."""
+    """Connect to listeners, and compare their answers.
+
+    Args:
+        peers: {name: (host, port, expected answer)}.
+        timeout_s: seconds for each connection.
+
+    Returns:
+        {name: error, or "" for success}.
+    """
 
     def attempt(peer: tuple[str, int, str]) -> str:
         host, port, word = peer
         try:
             with socket.create_connection((host, port), timeout_s) as connection:
-                heard = connection.recv(len(word) + 1).decode(errors="replace")
+                answer = connection.recv(len(word) + 1).decode(errors="replace")
         except OSError as failure:
             return "timed out" if isinstance(failure, TimeoutError) else failure.strerror or str(failure)
-        return "" if heard == word else "something else answered"
+        return "" if answer == word else "something else answered"
 
     with ThreadPoolExecutor(16) as pool:
         return dict(zip(peers, pool.map(attempt, peers.values()), strict=True))
@@ -137,7 +151,12 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """GPUs that the machine has, and what torch, the driver and CuPy say of them in the environment that counts."""
+    """Collect the facts of the machine's GPUs, of torch's CUDA, the driver and CuPy.
+
+    Args:
+        devices: folder of the device files.
+        environment: environment from which CUDA_VISIBLE_DEVICES is used.
+    """
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:
@@ -145,6 +164,6 @@ def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
         if facts["visible"] is not None:
             keep["CUDA_VISIBLE_DEVICES"] = str(facts["visible"])
         with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
-            said = subprocess.run([sys.executable, "-c", _TORCH_SAYS], env=keep, capture_output=True, timeout=60)
-            facts |= json.loads(said.stdout)
+            result = subprocess.run([sys.executable, "-c", _TORCH_FACTS], env=keep, capture_output=True, timeout=60)
+            facts |= json.loads(result.stdout)
     return facts

@@ -1,19 +1,13 @@
 """One stage, in one process, with torch and without Ray.
 
-    capture/     the user's model   -->  a graph, and one generated function per stage
-    profiling/   the graph          -->  seconds and bytes of every operation
-                                             |
-                                             v   planner/
     executor.py     carries out a row of a schedule, action by action
-      stage_work.py     forwards, backwards, messages; tally.py counts them
-      update.py         norms and the optimizer's step
-      weight_ring.py    versions of the weights
-      feed.py           the data of this stage, from data/
+      stage_work.py     forwards, backwards, messages
+      stage/            modules and their passes; weight_ring.py: versions of the weights; feed.py: the data of a stage
+      optim/            sums of gradients with the other replicas, norms, the optimizer's step
       messages/         frames and channels to other stages, encoded by codec/
-      exchange.py       sums of gradients with the other replicas of a stage, replicas/
-    shard_writer.py, checkpoint/    files that any number of stages can read
-    rundir.py, metrics.py           the other files of a run
+      device/           CPUs and GPUs
+    io/             storage, checkpoints that any number of stages can read, the other files of a run
+    copy/           copies of a stage's state in memory; initial/: its first weights
 
-``local.py`` runs the same plan with all stages in threads of one process: the reference of every test. ``trial/`` tries
-before a run what would fail in it.
+``local.py`` runs the same plan with all stages in threads of one process: the reference of every test.
 """

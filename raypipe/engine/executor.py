@@ -1,10 +1,18 @@
-"""The dumb machine: it carries out a row of actions on the stages of one worker and asks no questions.
+"""Executor of a worker: carries out a row of actions, in order, on the worker's stages.
 
-It knows neither schedules nor Ray. What a row means was decided, checked and simulated elsewhere;
-here every action is a few lines, and whatever goes wrong is raised with the action's name.
+It is independent of schedule kinds and of Ray: rows are created, checked and simulated elsewhere. Exceptions are
+raised with the action's label.
 
     row of the worker    0F0 3F0 3B0 0B0 ... 3REDUCE_GRAD 0REDUCE_GRAD | 0REDUCE_NORM 3REDUCE_NORM 0STEP 3STEP
                          StageWork 0, StageWork 3                      | Reduction: once for all stages
+
+A synchronous step is made by all remaining workers or by none of them. The norm of the whole model is complete only
+when every worker has all its gradients: each replica reports to its leader that it is ready, and leaders publish their
+norms after that (``reduction``). So once any worker has made a step, all others have made it too, or are ready and can
+make it with the published norm. If no worker has made it, the step is repeated on unchanged parameters.
+
+    F F B B REDUCE_GRAD | REDUCE_NORM | STEP      |        0 made        1 made
+    0 made              | 0 made, ready           | 1 made
 """
 
 from __future__ import annotations
@@ -15,47 +23,83 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.beside import channels_beside
+from raypipe.data.stream_source import StreamSource
+from raypipe.engine.bad_samples import columns_read, describe_nonfinite
 from raypipe.engine.codec import Codec
-from raypipe.engine.crossing import Crossing
-from raypipe.engine.culprits import columns_read, of_numbers
-from raypipe.engine.device import CPU, Crosses, Device
-from raypipe.engine.exchange import Exchange, last_backwards
-from raypipe.engine.message_log import LoggedStep, MessageLog
+from raypipe.engine.device.device import CPU, Device, TransferKind, held_bytes, ran_out
+from raypipe.engine.io.checkpoint import FreshOptions, load_stage, take_snapshot
+from raypipe.engine.io.checkpoint.snapshot import ShardWriter, read_mark
 from raypipe.engine.messages.channel import Channel, Message
-from raypipe.engine.norms import norms_told
-from raypipe.engine.out_of_memory import held_bytes, ran_out
-from raypipe.engine.reached import Reached, Scalar
-from raypipe.engine.reduction import Reduction
-from raypipe.engine.row_parts import as_many, split_row
+from raypipe.engine.messages.transfer import DeviceTransfer
+from raypipe.engine.optim.norms import to_report_norms
+from raypipe.engine.optim.state import StageState
+from raypipe.engine.optim.update import Update
+from raypipe.engine.reduction import Reduction, all_reduces, last_backwards
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage_work import StageWork
-from raypipe.engine.state import StageState
-from raypipe.engine.tally import Totals
-from raypipe.engine.update import Update
-from raypipe.engine.user_lines import as_sentence
+from raypipe.engine.stage.placement import channels_by_stage
+from raypipe.engine.stage_work import StageWork, Totals
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
-from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
+from raypipe.ir.units import human_bytes
+from raypipe.user_lines import as_sentence
 
-__all__ = ["Executor"]
+
+class WorkerProgress(NamedTuple):
+    """Progress of a worker that was stopped.
+
+    Attributes:
+        steps: number of optimizer steps of the run that the worker has made, including skipped ones; None if it has
+            begun no step since it loaded its state.
+        ready: True if the worker has all gradients of the next step.
+        totals: gradient norm of the whole model and loss of the worker's last step, scalars in host memory.
+        overlapping: True if steps overlap, if stages clip by their own norms, or if only some of the worker's stages
+            have made the step in progress. The workers then have no common step without a rollback.
+    """
+
+    steps: int | None = None
+    ready: bool = False
+    totals: tuple[torch.Tensor, torch.Tensor] | None = None
+    overlapping: bool = False
+
+
+def newest_common_step(
+    workers: Sequence[WorkerProgress], step: int
+) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """Find the newest step that all workers can reach without a rollback; None if there is no such step.
+
+    Args:
+        step: current step of workers whose ``steps`` is None.
+
+    Returns:
+        (number of steps made, ``totals`` of a worker that has made them or None).
+    """
+    if any(worker.overlapping for worker in workers):
+        return None
+    steps = [step if worker.steps is None else worker.steps for worker in workers]
+    newest = max(steps)
+    at_newest = (worker.totals for worker, count in zip(workers, steps, strict=True) if count == newest)
+    totals = next((x for x in at_newest if x is not None), None)
+    for worker, count in zip(workers, steps, strict=True):
+        if count < newest and not (count == newest - 1 and worker.ready and totals is not None):
+            return None
+    return newest, totals
 
 
 class Executor:
-    """Runs segments on one worker.
+    """Executor of segments on one worker.
 
     Args:
-        worker: this one.
-        states: of this worker's stages, in their order.
-        channels: to every worker of ``placement.neighbours(programs)``.
-        device: that computes; the states lie there.
-        log: of what is sent; a step that was begun can then be begun anew. None keeps nothing.
+        worker: index of this worker.
+        states: states of this worker's stages, in increasing order of the stages.
+        channels: by worker, the channel to every worker of ``placement.neighbours(programs)``.
+        device: device that computes and holds the states.
     """
 
     def __init__(
@@ -66,86 +110,88 @@ class Executor:
         states: Sequence[StageState],
         channels: Mapping[int, Channel],
         device: Device = CPU,
-        log: MessageLog | None = None,
     ) -> None:
-        programs, settings = setup.programs, run.settings
+        self._run, programs, settings = run, setup.programs, run.settings
         placement = self.placement = setup.placement(worker)
-        self._codecs = setup.codecs
-        self.channels, self.settings = channels, settings
-        self.device, self.crossing, self._log = device, Crossing(device), log
-        beside = channels_beside(programs, placement, channels)
+        self._codecs, self.channels, self.settings = setup.codecs, channels, settings
+        self.device, self.transfer = device, DeviceTransfer(device)
+        neighbours = channels_by_stage(programs, placement, channels)
         for channel in channels.values() if device.codes else ():
             if not channel.on_device:
                 channel.leave_coded()
         self.works = {
-            stage: StageWork(run, setup, stage, worker, state, beside[stage], self.crossing)
+            stage: StageWork(run, setup, stage, worker, state, neighbours[stage], self.transfer)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
             stage: Update(
-                work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing,
-                setup.lanes, self._of_numbers,
+                work.state, work.sink, work.ring, settings, setup.weights, self.transfer, self._nonfinite_data
             )
             for stage, work in self.works.items()
-        }  # fmt: skip
-        self._sources = run.sources
+        }
         self._columns = {mode: columns_read(programs, mode) for mode in run.sources}
         sinks = {stage: work.sink for stage, work in self.works.items()}
-        self._exchange = Exchange(placement, self.works, channels, device, settings)
-        self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
+        self._exchanges = all_reduces(placement, self.works, channels, device, settings)
+        self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchanges, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: Totals | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._told: tuple[torch.Tensor, torch.Tensor] | None = None  # totals of the step that is replayed
-        self._alone = self._skipped = False
-        self._training, self._ready, self._flows, self._loose = True, False, False, False
-        self._made: int | None = None  # steps
-        self._stepped = 0  # stages that have made the one in progress
-        self._begun_s: float | None = None  # since then another one is under way
-        self._last: Totals | None = None  # totals of the last one made
+        self._stage_norms = False  # every stage clips by its own norm
+        self._training, self._skipped = True, False
+        self._steps: int | None = None  # number of finished steps
+        self._ready = False  # this worker has all gradients of the step in progress
+        self._stepped = 0  # stages that have finished the step in progress
+        self._begun_s: float | None = None  # begin of the step in progress
+        self._last: Totals | None = None  # totals of the last finished step
+        # True if steps of this segment overlap; and if steps of this segment or of the one before do.
+        self._asynchronous = self._overlapping = False
+        self._action: Action | None = None
+        self._segment: Segment
 
     @property
-    def reached(self) -> Reached:
-        """How far it has come; where it does not run anything."""
+    def progress(self) -> WorkerProgress:
+        """Progress of this worker, to be read while no segment runs."""
         with self.device.prepare_thread():
-            norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
-        totals = None if norm is None or loss is None else (Scalar.of(norm), Scalar.of(loss))
-        return Reached(self._made, self._ready, totals, self._flows or self._stepped > 0)
+            norm, loss = (None, None) if self._last is None else self.transfer.to_host(self._last, TransferKind.NORMS)
+        totals = None if norm is None or loss is None else (norm, loss)
+        return WorkerProgress(self._steps, self._ready, totals, self._overlapping or self._stepped > 0)
 
     @property
     def states(self) -> list[StageState]:
-        """Of this worker's stages, in their order."""
+        """States of this worker's stages, in order."""
         return [work.state for work in self.works.values()]
 
     @property
     def doing(self) -> Action | None:
-        """The action in progress, an object of its own each time; None between mini-batches and after a failure."""
+        """Action in progress, a new object each time; None between mini-batches and after a failure."""
         return self._action
 
     @property
     def reads(self) -> bool:
-        """Whether it waits for the data of a micro-batch."""
+        """True while a stage waits for the data of a micro-batch."""
         return any(work.feed.reading for work in self.works.values())
 
     def abort(self, reason: str) -> None:
-        """Release every wait from another thread; the executor is unusable afterwards."""
+        """Abort all channels, from any thread, so that every wait for a message ends; the executor is unusable then."""
         for channel in self.channels.values():
             channel.abort(reason)
 
     def leave(self, reason: str) -> None:
-        """Tell the neighbours that nothing more will come; what was sent before still reaches them."""
+        """Send what was handed over to the channels, then an abort with ``reason``."""
         for channel in self.channels.values():
             channel.leave(reason)
 
     def let_go(self) -> None:
-        """Nothing is run here any more: what is held goes at once, though parts of it refer to each other."""
+        """Free stages and exchanges, which form reference cycles; the executor is unusable afterwards."""
         self.works.clear()
         self._updates.clear()
-        self._exchange.let_go()
+        self._exchanges.clear()
         self._reduction = None  # type: ignore[assignment]
 
     def undo(self) -> None:
-        """A step of a run in lanes that was begun will be begun anew, by another executor of these states."""
+        """Undo the step in progress, so that another executor of these states can repeat it. Buffers are restored only
+        if there are several lanes.
+        """
         for work in self.works.values():
             work.drop()
             with self.device.prepare_thread():
@@ -155,52 +201,72 @@ class Executor:
                 parameter.grad = None
         self._begun_s, self._ready = None, False
 
-    def finish(self, norm: Scalar, loss: Scalar) -> list[list[StepReport]]:
-        """Make the step that this worker is ready for, as others have, with what they know of it; see ``run``."""
+    def finish(self, norm: torch.Tensor, loss: torch.Tensor) -> list[list[StepReport]]:
+        """Make the step in progress, with the totals of a worker that has made it; return reports as ``run`` does."""
         assert self._ready, "a step needs all its gradients"
-        assert self._made is not None
-        step, place = self._made, self.device.place
-        self._totals = totals = norm.tensor(place), loss.tensor(place)
+        assert self._steps is not None
+        step = self._steps
         with self.device.prepare_thread():
+            total, total_loss = self.transfer.to_device((norm, loss), TransferKind.NORMS)
+            self._totals = total, total_loss
             for update in self._updates.values():
-                self._skipped = update.step(step, *totals, alone=False)
-        begin_s, end_s = self._begun_s or 0.0, time.monotonic()
-        self._has_made(step)
-        found, ways = [], {"alone": False, "keep_spans": False, "measure": False}
-        for stage, work in self.works.items():
-            report = work.report(step, (begin_s, end_s), totals, (), **ways)
-            found.append([replace(report, skipped=self._skipped, lr=self._updates[stage].lr)])
-        return found
+                self._skipped = update.step(step, total, total_loss, alone=False)
+            times = self._begun_s or 0.0, time.monotonic()
+            self._end_step(step)
+            return [[report] for report in self._reports(step, (), times, keep_spans=False, measure=False)]
 
-    def replay(self, step: LoggedStep, row: Row) -> list[list[StepReport]]:
-        """Do a step again that the others have made, with what they know of it; see ``run``."""
-        norm, loss = step.totals
-        self._told = norm.tensor(self.device.place), loss.tensor(self.device.place)
-        try:
-            self.use_codecs(step.order.codecs)
-            return self.run(step.order.segment, row)
-        finally:
-            self._told = None
-
-    def _has_made(self, step: int) -> None:
-        if self._log is not None and self._totals is not None:
-            self._log.made(step, (None, None) if self._alone else self._totals)
-        self._made, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
+    def _end_step(self, step: int) -> None:
+        self._steps, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
         self._stepped = 0
 
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Load a checkpoint, which may have been written with another number of stages.
+
+        Args:
+            folder: name of the checkpoint in the run's folder.
+            fresh: optimizer options that keep their current value.
+
+        Raises:
+            CheckpointError: another model or another optimizer wrote the checkpoint, or a file is missing.
+        """
+        assert self._run.place is not None, "a run that saves nothing cannot be restored"
+        checkpoint = self._run.place / folder
+        mark = read_mark(checkpoint) if isinstance(self._run.sources.get("train"), StreamSource) else None
+        for work in self.works.values():
+            load_stage(checkpoint, work.program, work.state, self._run.persistent, fresh, self.transfer)
+            work.ring.fill()
+            work.feed.learn(mark)
+
+    def shard_writers(self) -> list[ShardWriter]:
+        """Create one checkpoint writer per stage; the run must have a folder. A replica that does not lead has writers
+        only if the optimizer state is sharded; they write its slices.
+        """
+        assert self._run.place is not None, "a run without a folder saves nothing"
+        persistent, transfer = self._run.persistent, DeviceTransfer(self.device)
+        return [
+            ShardWriter(
+                self._run.place,
+                partial(take_snapshot, work.program, work.state, persistent, transfer, work.feed.mark),
+            )
+            for work in self.works.values()
+            if self.placement.leads or work.state.slices is not None
+        ]
+
     def prepare(self, segment: Segment, *, training: bool) -> None:
-        """Read the data of a segment that comes later, from another thread."""
+        """Read the mini-batches that begin in a later segment, in another thread than ``run``."""
         if not (training or self.placement.leads):
             return
         for work in self.works.values():
             work.feed.prepare(segment, training=training)
 
     def use_codecs(self, by_hop: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
-        """Send in these codecs from now on, forward and backward; an empty one stands for what was configured."""
+        """Set the codecs of all following messages: (names for forward messages, names for backward messages), one per
+        hop between two stages; two empty tuples set the configured codecs.
+        """
         forward, backward = by_hop
         assert len(self.works) == 1 or not (forward or backward), "a link that several hops share has one codec"
         for stage, work in self.works.items():
-            # What goes ahead crosses the hop behind this stage, what goes back the one before it.
+            # Forward messages cross the hop after this stage, backward ones the hop before it.
             ahead = Codec(forward[stage]) if forward and not work.last else self._codecs.forward
             back = Codec(backward[stage - 1]) if backward and stage else self._codecs.backward
             work.use_codecs(ahead, back)
@@ -217,13 +283,13 @@ class Executor:
         keep_spans: bool = False,
         measure: bool = False,
     ) -> list[list[StepReport]]:
-        """Carry out one segment; returns by stage one report per mini-batch.
+        """Carry out one segment; return, for each stage of the worker, a list with one report per mini-batch.
 
         Args:
-            row: this worker's actions with micro-batches counted from 0 within the segment.
+            row: this worker's actions; micro-batches are counted from 0 within the segment.
             training: False runs the evaluation function without gradients.
-            alone: every stage takes its own norm and waits for nobody's (``Wiring.alone``).
-            measure: report how long actions and messages took.
+            alone: every stage clips by its own norm, without waiting for others (``Wiring.alone``).
+            measure: report the times of actions and messages.
 
         Raises:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
@@ -234,27 +300,28 @@ class Executor:
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
             with self.device.prepare_thread(), torch.set_grad_enabled(training):
-                parts = split_row(row, per_minibatch, len(self.works))
-                for minibatch, part in enumerate(as_many(parts, segment.num_minibatches if training else 1)):
-                    found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
-                    for of_stage, report in zip(reports, found, strict=True):
+                parts = _split_row(row, per_minibatch, len(self.works))
+                for minibatch, part in enumerate(_merge_parts(parts, segment.num_minibatches if training else 1)):
+                    by_stage = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
+                    for of_stage, report in zip(reports, by_stage, strict=True):
                         of_stage.append(report)
         except (RaypipeError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # what is no Exception is the user's too
+        except BaseException as error:  # the user's code may raise one that is no Exception
             raise self._failure(error) from error
         finally:
-            self._action = None  # a worker whose action failed does nothing: it is not one that hangs in it
-            self._exchange.abandon()
+            self._action = None  # after a failure the worker must not seem to hang in this action
+            for exchange in self._exchanges.values():
+                exchange.abandon()
         return reports
 
     def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
-        """What comes belongs to this segment."""
-        self._segment, self._training, self._alone = segment, training, alone
+        """Begin a segment; the following actions belong to it."""
+        self._segment, self._training, self._stage_norms = segment, training, alone
         synchronous = segment.update_interval is None
         if training:  # the step before may not have ended on all stages
-            loose = alone or not synchronous
-            self._flows, self._loose = loose or self._loose, loose
+            before, self._asynchronous = self._asynchronous, alone or not synchronous
+            self._overlapping = self._asynchronous or before
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
         whole |= any(work.program.precision.scaled for work in self.works.values())
         assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
@@ -262,26 +329,30 @@ class Executor:
             work.begin_segment(segment, training=training)
 
     def _failure(self, error: BaseException) -> StageError:
-        """That the user's code raised, or had no memory left."""
+        """Convert an exception of the user's code, or an out-of-memory error; the result names stage and action."""
         name, where = f"Stage {self.placement.stages[0]}", ""
         if self._action is not None:
             name, where = f"Stage {self._action.stage}", f" in {self._action.label}"
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         if not ran_out(error):
             notes = getattr(error, "__notes__", ())
-            return StageError(" ".join([f"{name} failed{where}: {as_sentence(said) if notes else said}", *notes]))
+            return StageError(" ".join([f"{name} failed{where}: {as_sentence(message) if notes else message}", *notes]))
         held = held_bytes(error)
-        for work in self.works.values():  # going back takes memory too
+        for work in self.works.values():  # a rollback takes memory too
             work.drop()
-        found = StageError(f"{name} ran out of memory{where}, with {human_bytes(held)} in use: {said} {LESS_MEMORY}")
-        found.ran_out = RanOut(self.placement.worker, held)
-        return found
+        failure = StageError(
+            f"{name} ran out of memory{where}, with {human_bytes(held)} in use: {message} {LESS_MEMORY}"
+        )
+        failure.ran_out = RanOut(self.placement.worker, held)
+        return failure
 
-    def _of_numbers(self, step: int) -> str:
-        """What the data has to do with a loss that is not finite; every stage says the same, whichever is heard."""
+    def _nonfinite_data(self, step: int) -> str:
+        """Describe NaN and infinite values in the data of a step with a non-finite loss; "" if the data is finite.
+        Every stage returns the same sentence.
+        """
         mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
-            return of_numbers(self._sources[mode], self._segment, step, self._columns[mode])
+            return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
         return ""
 
     def _run_minibatch(
@@ -290,10 +361,10 @@ class Executor:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         if self._training:
-            self._made, self._ready, self._begun_s = step, False, time.monotonic()
+            self._steps, self._ready, self._begun_s = step, False, time.monotonic()
         for work in self.works.values():
             work.begin_minibatch(minibatch, measure=measure)
-            if self._training and (self.placement.lanes > 1 or (self._log is not None and self._log.keeps)):
+            if self._training and self.placement.lanes > 1:
                 work.buffers.keep()
         self._totals = self._norms = None
         self._skipped = False
@@ -303,51 +374,50 @@ class Executor:
         closing = last_backwards(row) if self._training and segment.update_interval is None else {}
         for place, local in enumerate(row):
             action = self._action = local.shifted(first)
-            if place in closing:
-                self._exchange.begin(action.stage, action.microbatch, closing[place] + first)
+            if place in closing and action.microbatch != self.works[action.stage].split_microbatch:
+                self._exchanges[action.stage].begin(closing[place] + first)
             self._do(action)
             done.append(action)
             marks.append(mark())
         self._action = None
         if self._training:
-            self._has_made(step)
+            self._end_step(step)
         return self._reports(step, done, self.device.seconds(marks), keep_spans=keep_spans, measure=measure)
 
     def _reports(
         self, step: int, done: Sequence[Action], times: Sequence[float], *, keep_spans: bool, measure: bool
     ) -> list[StepReport]:
-        """Of all stages, on the mini-batch that ends.
+        """Create the reports of all stages on the mini-batch that ends.
 
         Args:
-            times: when the first action began, and when each of them ended.
+            times: begin of the first action and end of each action, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
             if action.op in COMPUTE:
-                works[action.stage].tally.busy_s += end_s - begin_s
+                works[action.stage].counters.busy_s += end_s - begin_s
         spans: list[Span] = []
         if keep_spans or measure:
             spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
         norms = None
-        # Asynchronous stages' norms are of different weights: nobody makes one of them.
+        # Norms of asynchronous stages are of different weight versions: they have no common total.
         if self._norms is not None and self._segment.update_interval is None:
-            places, values = self.crossing.to_host(self._norms, Crosses.NORMS)
+            places, values = self.transfer.to_host(self._norms, TransferKind.NORMS)
             assert places is not None
             assert values is not None
-            norms = norms_told(places, values)
-        found = []
+            norms = to_report_norms(places, values)
+        reports = []
         for stage, work in works.items():
             totals = self._totals if self._totals is not None else (None, work.loss())
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
-            ways = {"alone": self._alone, "keep_spans": keep_spans, "measure": measure}
-            report = work.report(step, (times[0], times[-1]), totals, own, **ways)
-            remark = "" if all(math.isfinite(loss) for loss, _ in report.averages) else self._of_numbers(step)
+            report = work.report(
+                step, (times[0], times[-1]), totals, own,
+                alone=self._stage_norms, keep_spans=keep_spans, measure=measure,
+            )  # fmt: skip
+            remark = "" if all(math.isfinite(loss) for loss, _ in report.averages) else self._nonfinite_data(step)
             lr = self._updates[stage].lr
-            found.append(replace(report, norms=norms, skipped=self._skipped, lr=lr, remark=remark))
-        return found
-
-    _action: Action | None = None
-    _segment: Segment
+            reports.append(replace(report, norms=norms, skipped=self._skipped, lr=lr, remark=remark))
+        return reports
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
@@ -358,21 +428,19 @@ class Executor:
             case Op.REDUCE_NORM:
                 self._ready = True
                 losses = [term for work in self.works.values() for term in work.loss_terms()]
-                if self._alone:
+                if self._stage_norms:
                     loss = self._reduction.loss(microbatch, losses)
                     own = self._updates[stage].own_norm()
                     norm, self._norms = (None, None) if own is None else own
                     self._totals = norm, loss
                 else:
                     synchronous = self._segment.update_interval is None
-                    self._totals = self._told or self._reduction.norm(
-                        stage, microbatch, losses, with_frozen=synchronous
-                    )
+                    self._totals = self._reduction.norm(stage, microbatch, losses, with_frozen=synchronous)
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]
-                gather = partial(self._exchange.gather, stage, microbatch)
-                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._alone, gather=gather)
+                gather = partial(self._exchanges[stage].gather, microbatch)
+                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._stage_norms, gather=gather)
                 self._stepped += 1
             case _:
                 self.works[stage].do(action)
@@ -382,10 +450,10 @@ class Executor:
         assert self._action is not None
         work = self.works[self._action.stage]
         if worker in self.placement.replicas:
-            work.tally.exchanged_bytes += nbytes
+            work.counters.exchanged_bytes += nbytes
         else:
-            work.tally.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
-        self.channels[worker].send(action, self.crossing.to_host(tensors, Crosses.REDUCED), 0)
+            work.counters.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
+        self.channels[worker].send(action, self.transfer.to_host(tensors, TransferKind.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
         assert self._action is not None
@@ -396,4 +464,34 @@ class Executor:
             raise type(error)(f"Stage {self._action.stage} in {self._action.label}: {error}") from error
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
-        return self.crossing.message(message, Crosses.REDUCED)
+        return self.transfer.message(message, TransferKind.REDUCED)
+
+
+def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
+    """Split a row after the last STEP of each mini-batch; an evaluation, which has no STEP, is one part.
+
+    Args:
+        num_stages: number of stages of the worker, each of which has a STEP.
+    """
+    parts: list[list[Action]] = []
+    part: list[Action] = []
+    stepped = 0
+    for action in row:
+        part.append(action)
+        if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
+            stepped += 1
+            if stepped == num_stages:
+                parts.append(part)
+                part, stepped = [], 0
+    return [*parts, part] if part else parts
+
+
+def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
+    """Merge the last parts, or append empty ones, so that there is one for each of ``count`` mini-batches.
+
+    Stages without a backward are done with a micro-batch after its forward. In a continuous schedule they may run
+    ahead, step before the other stages, or begin a mini-batch that does not end in the segment.
+    """
+    kept = parts[: count - 1]
+    kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]
+    return kept + [[]] * (count - len(kept))

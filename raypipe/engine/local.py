@@ -1,8 +1,7 @@
-"""The same plan in threads of one process, without Ray: the reference of every test, the debugger's friend.
+"""Local runner: a pipeline in threads of one process, without Ray, for tests and debugging.
 
-Each worker is a thread of its own over in-memory channels that go through the real frames. Intra-op
-threads are held at one per stage while it runs, as in an actor (the executor sees to its own thread), for
-sums over many threads round differently.
+Each worker is a thread with in-memory channels that use the real frames. Intra-op threads are limited to one per stage
+while it runs, as in an actor (the executor limits its own thread), because sums over many threads round differently.
 """
 
 from __future__ import annotations
@@ -16,41 +15,36 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.beside import channels_between
-from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
-from raypipe.engine.crew import Crew
-from raypipe.engine.crossing import Crossing
-from raypipe.engine.device import CPU, Crosses, Device
+from raypipe.engine.device.device import CPU, Device, TransferKind
+from raypipe.engine.device.thread_pool import ThreadPool
 from raypipe.engine.executor import Executor
-from raypipe.engine.one_thread import one_thread
-from raypipe.engine.placement import Placement
-from raypipe.engine.restoring import restore_stages
+from raypipe.engine.io.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
+from raypipe.engine.io.checkpoint.snapshot import entries_of
+from raypipe.engine.messages.transfer import DeviceTransfer
+from raypipe.engine.optim.state import StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.shard_writer import writers_of
+from raypipe.engine.stage.placement import Placement, channels_between
 from raypipe.engine.stage_work import StageWork
-from raypipe.engine.state import StageState
+from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
+from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Span
-from raypipe.ir.work_order import Order
-
-__all__ = ["LocalFleet"]
 
 SAVE_TIMEOUT_S = 3600.0
 
 _Outcome = tuple[int, list[list[StepReport]] | BaseException]
-"""Of one worker: its reports, or why there are none."""
+"""Worker index, and its reports or its failure."""
 
 
 class LocalFleet:
-    """All stages of a pipeline as threads; the same face as runtime.fleet.Fleet.
+    """All stages of a pipeline as threads; same interface as runtime.fleet.fleet.Fleet.
 
     Args:
-        initial: parameters and buffers by canonical name, which are copied; or where they are, each name in the first
-            that has it.
-        device_of: worker -> what it computes on.
+        initial: parameters and buffers by canonical name, which are copied; or sources of them, of which the first
+            that has a name is read.
+        device_of: worker -> device that it computes on.
     """
 
     def __init__(
@@ -61,7 +55,6 @@ class LocalFleet:
         device_of: Callable[[int], Device] = lambda _: CPU,
     ) -> None:
         programs = setup.programs
-        self._setup = run
         self._halted = False
         self._spans: list[Span] = []
         placements = [setup.placement(worker) for worker in range(setup.num_workers)]
@@ -69,40 +62,40 @@ class LocalFleet:
         self.executors = []
         sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
         for worker, placement in enumerate(placements):
-            crossing = Crossing(device_of(worker))
+            transfer = DeviceTransfer(device_of(worker))
             states = []
             for program in (programs[stage] for stage in placement.stages):
                 own = read_all(sources, (*program.parameters, *program.buffers))
-                own = crossing.named(own, Crosses.PARAMETERS)
+                own = transfer.named(own, TransferKind.PARAMETERS)
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
             mine = setup if placement.leads else _with_own_functions(setup, placement)
-            self.executors.append(Executor(run, mine, worker, states, channels[worker], crossing.device))
-        self._crew: Crew[_Outcome] = Crew("raypipe worker", len(self.executors))
+            self.executors.append(Executor(run, mine, worker, states, channels[worker], transfer.device))
+        self._pool: ThreadPool[_Outcome] = ThreadPool("raypipe worker", len(self.executors))
         writing = self.executors if run.place is not None else []
-        self._writers = [writer for executor in writing for writer in writers_of(executor, run)]
+        self._writers = [writer for executor in writing for writer in executor.shard_writers()]
 
     @property
     def _works(self) -> list[StageWork]:
-        """Of all stages, in their order, on the replicas that lead."""
+        """Stages of the leading replicas, in order."""
         leading = (executor for executor in self.executors if executor.placement.leads)
         return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)
 
     @property
     def states(self) -> list[StageState]:
-        """Of all stages, in their order."""
+        """States of all stages, in order."""
         return [work.state for work in self._works]
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Carry out orders one by one; yields the reports of each, by stage and replica. Ends early after ``halt``.
+        """Carry out orders one by one; yield the reports of each, by stage and replica. Ends early after ``halt``.
 
         Args:
             schedules: the lowered rows by key.
-            last: these orders complete what ``halt`` left under way, and are carried out after it.
+            last: these orders complete micro-batches that ``halt`` left in flight, and are carried out after it.
 
         Raises:
-            StageError, LinkError: the first failure; the other stages are released at once.
+            StageError, LinkError: the first failure; the other workers are aborted at once.
         """
         while (last or not self._halted) and (order := next(orders, None)) is not None:
             reports = self._run_segment(order, schedules(order.rows))
@@ -113,34 +106,38 @@ class LocalFleet:
             yield reports
 
     def halt(self) -> None:
-        """From another thread: end after the segment that is running; runs that begin later are empty."""
+        """Stop after the current segment, from another thread; later runs carry out nothing."""
         self._halted = True
 
+    def makers(self, reports: Sequence[StepReport]) -> tuple[dict[str, Any], ...]:
+        """Return no process facts: stages in threads have no process of their own."""
+        return ()
+
     def spans(self) -> list[Span]:
-        """Spans of the last segment run with keep_spans, of all stages."""
+        """Return the spans of the last segment run with keep_spans, of all stages."""
         return self._spans
 
     def save(self, folder: str) -> None:
-        """Take a snapshot of every stage, to be written to ``folder`` below the run's; see ``entries``."""
+        """Start writing a snapshot of every stage to ``folder`` in the run's folder; see ``entries``."""
         for writer in self._writers:
             writer.begin(folder)
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries."""
-        entries = [writer.entry(folder, SAVE_TIMEOUT_S) for writer in self._writers]
-        found = [entry for entry in entries if entry is not None]
-        if len(found) < len(entries):
+        """Wait until every stage has written its part of checkpoint ``folder``; return the manifest's entries."""
+        entries = entries_of(self._writers, folder, SAVE_TIMEOUT_S)
+        saved = [entry for entry in entries if entry is not None]
+        if len(saved) < len(entries):
             raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
-        return found
+        return saved
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
-        """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
+        """Load checkpoint ``folder`` on every stage, except for these options of the optimizer."""
         for executor in self.executors:
-            restore_stages(executor.works.values(), self._setup, folder, fresh, executor.crossing)
+            executor.restore(folder, fresh)
 
     def stop(self) -> None:
         """Close the channels and the data; safe to call twice."""
-        self._crew.close()
+        self._pool.close()
         for writer in self._writers:
             writer.close()
         for executor in self.executors:
@@ -165,26 +162,26 @@ class LocalFleet:
                     keep_spans=order.keep_spans,
                     measure=order.measure,
                 )
-            except BaseException as error:  # noqa: BLE001  (handed to the caller's thread, not swallowed)
+            except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
                 return index, error
 
         with one_thread():
-            outcomes = self._crew.hand([partial(carry_out, index) for index in range(len(self.executors))])
-            found, failure = self._gather(outcomes)
+            outcomes = self._pool.submit([partial(carry_out, index) for index in range(len(self.executors))])
+            by_worker, failure = self._gather(outcomes)
         if failure is not None:
             raise failure
         by_holder = {
             (stage, index): of_stage
             for index, executor in enumerate(self.executors)
-            for stage, of_stage in zip(executor.works, found[index], strict=True)
+            for stage, of_stage in zip(executor.works, by_worker[index], strict=True)
         }
         return [by_holder[holder] for holder in sorted(by_holder)]
 
     def _gather(
         self, outcomes: SimpleQueue[_Outcome]
     ) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
-        """The reports of each worker, and the first failure, or what explains it; it releases the other workers."""
-        found: dict[int, list[list[StepReport]]] = {}
+        """Return the reports by worker, and the first failure, preferably a StageError; abort the other workers."""
+        by_worker: dict[int, list[list[StepReport]]] = {}
         failure: BaseException | None = None
         for _ in self.executors:
             index, outcome = _next(outcomes)
@@ -194,8 +191,8 @@ class LocalFleet:
                 for executor in self.executors:
                     executor.abort(f"{executor.placement.name_of(index)} failed")
             else:
-                found[index] = outcome
-        return found, failure
+                by_worker[index] = outcome
+        return by_worker, failure
 
 
 def _next(outcomes: SimpleQueue[_Outcome]) -> _Outcome:
@@ -207,7 +204,7 @@ def _next(outcomes: SimpleQueue[_Outcome]) -> _Outcome:
 
 
 def _with_own_functions(setup: GenerationSetup, placement: Placement) -> GenerationSetup:
-    """The setup of a further replica: a stage function binds parameters to its modules, so no two threads share one."""
+    """Copy the stage functions for another replica: they bind parameters to modules, so threads must not share them."""
     programs = [
         replace(program, train=copy(program.train), eval=copy(program.eval)) if stage in placement.stages else program
         for stage, program in enumerate(setup.programs)

@@ -1,17 +1,24 @@
-"""The end of an update on one worker: shared gradients are summed and the norm is taken, over all of its stages.
+"""Reduction at the end of an update: gradients between replicas and between stages, and the gradient norm of the model.
 
-    REDUCE_GRAD   replicas of a stage sum their gradients (``exchange``);
-                  each stage hands the accumulators of what it shares to the workers that hold it too; behind the
-                  worker's last one, each stage sums all of them in the order of use
-    REDUCE_NORM   norms of single tensors travel down to worker 0, the total travels back up
+    REDUCE_GRAD   replicas of a stage sum their gradients (``optim.all_reduce``);
+                  each stage sends the accumulators of shared parameters to the other workers that hold them; after
+                  the worker's last stage, each stage sums all of them in the order of use
+    REDUCE_NORM   norms of single tensors are sent down to worker 0, the total is sent back up
 
-Nothing is waited for before everything has been sent, so stages of one worker cannot wait for each other. Worker 0
-finishes its backwards last, so everybody else's norms have arrived by the time it has its own.
+    row    ... 0F5 0B3 0F7 0B5 | 0B7 | 0SEND_B7 0REDUCE_GRAD7
+                                 ^ the update's last backward here: the exchange begins in parallel with it
 
-Of replicas the one that leads does this, and hands on what it heard to the others, which have the same gradients. Those
-tell it when they have them, and on the last stage their losses, before it tells anybody its norms: whoever knows the
-total knows that every worker has all its gradients (``reached``). Where replicas share out the optimizer's state they
-tell the norms of their blocks too, of which the one that leads makes those of parameters.
+The exchange between replicas begins early if the update is certain, as in synchronous schedules; else, and if the
+backward is split to be timed, it begins after the backward. The bits are the same.
+
+All messages are sent before any is waited for, so stages of one worker cannot wait for each other. Worker 0 finishes
+its backwards last, so all other norms have arrived by the time it has its own.
+
+Among replicas, which have equal gradients, the leader exchanges these messages with other workers and forwards received
+ones to the other replicas. These notify the leader when they have all gradients, on the last stage together with their
+losses; the leader sends its norms only after that. So when a worker receives the total norm, every worker has all its
+gradients. With a sharded optimizer the replicas also send the norms of their blocks, from which the leader computes the
+norms of parameters.
 """
 
 from __future__ import annotations
@@ -20,32 +27,100 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.exchange import Exchange
-from raypipe.engine.gradients import Accumulators, GradientSink
-from raypipe.engine.losses import LossTerm, summed, told
-from raypipe.engine.norms import total_norm
-from raypipe.engine.placement import Placement
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.update import Update
+from raypipe.engine.device.device import Device, TransferKind
+from raypipe.engine.messages.channel import Channel
+from raypipe.engine.messages.transfer import DeviceTransfer
+from raypipe.engine.optim.all_reduce import AllReduce
+from raypipe.engine.optim.norms import total_norm
+from raypipe.engine.optim.slices import UNSHARDED, sharded_names
+from raypipe.engine.optim.state import Settings, is_sharded, shard_optimizer
+from raypipe.engine.optim.update import Update
+from raypipe.engine.stage.gradients import Accumulators, GradientSink
+from raypipe.engine.stage.losses import LossTerm, summed, term_message
+from raypipe.engine.stage.placement import Placement
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.engine.stage_work import StageWork
+from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
-
-__all__ = ["Reduction"]
 
 Tensors = Sequence[torch.Tensor | None]
 READY: Tensors = (None,)
-"""What a replica tells the one that leads, which has nothing else to tell."""
+"""Message of a replica to its leader if it has no losses to send."""
+
+
+class _StageLink:
+    """Messages between one stage and its replicas; see ``all_reduce.ReplicaLink``. Used by one thread at a time.
+
+    Args:
+        work: the stage.
+        channels: to the other workers.
+    """
+
+    def __init__(self, work: StageWork, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
+        self._work, self._channels, self._timeout_s = work, channels, timeout_s
+        self._transfer = DeviceTransfer(device)
+
+    def waited(self, seconds: float) -> None:
+        self._work.waited(seconds)
+
+    def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
+        self._work.counters.exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
+        copied = self._transfer.to_host(tensors[in_host:], TransferKind.REDUCED)
+        self._channels[worker].send(action, (*tensors[:in_host], *copied), 0)
+
+    def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
+        try:
+            message = self._channels[worker].recv(action, self._timeout_s)
+        except LinkError as error:
+            label = Action(self._work.stage, Op.REDUCE_GRAD, action.microbatch).label
+            raise type(error)(f"Stage {self._work.stage} in {label}: {error}") from error
+        return (*message[:in_host], *self._transfer.to_device(message[in_host:], TransferKind.REDUCED))
+
+
+def all_reduces(
+    placement: Placement,
+    works: Mapping[int, StageWork],
+    channels: Mapping[int, Channel],
+    device: Device,
+    settings: Settings,
+) -> dict[int, AllReduce]:
+    """Create the exchange with the replicas of each of a worker's stages.
+
+    Args:
+        settings: message timeout, codec of gradient sums, and shard_optimizer: the stages' optimizers step slices from
+            now on.
+    """
+    shards, by_stage = is_sharded(placement, settings), {}
+    for stage, work in works.items():
+        shard_optimizer(work.program, work.state, placement, settings)
+        sharded = sharded_names(work.program, work.state.parameters) if shards else UNSHARDED
+        link = _StageLink(work, channels, device, settings.timeout_s)
+        by_stage[stage] = AllReduce(placement, work.sink, link, settings.codec_sums, device, sharded)
+    return by_stage
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, int]:
+    """Map the positions of backwards that are the last of their stage's update to the update's last micro-batch."""
+    closing: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    for place, action in enumerate(row):
+        if action.op is Op.B:
+            newest[action.stage] = place
+        elif action.op is Op.REDUCE_GRAD and action.stage in newest:
+            closing[newest.pop(action.stage)] = action.microbatch
+    return closing
 
 
 class Reduction:
-    """REDUCE_GRAD and REDUCE_NORM of one worker.
+    """Runner of REDUCE_GRAD and REDUCE_NORM on one worker.
 
     Args:
-        programs: of all stages.
-        placement: who holds which stage.
-        sinks, updates: of this worker's stages.
-        exchange: with the replicas of these.
-        send: (worker, action, tensors) hands a message to another worker.
-        receive: (worker, the sender's action) waits for one.
+        programs: programs of all stages.
+        placement: assignment of stages to workers.
+        sinks, updates: gradient sums and updates of this worker's stages.
+        exchanges: all-reduces with the replicas of these stages.
+        send: (worker, action, tensors) sends a message.
+        receive: (worker, the sender's action) waits for a message.
     """
 
     def __init__(
@@ -54,7 +129,7 @@ class Reduction:
         placement: Placement,
         sinks: Mapping[int, GradientSink],
         updates: Mapping[int, Update],
-        exchange: Exchange,
+        exchanges: Mapping[int, AllReduce],
         send: Callable[[int, Action, Tensors], None],
         receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
     ) -> None:
@@ -62,19 +137,19 @@ class Reduction:
         self._sinks, self._updates = sinks, updates
         self._send, self._receive = send, receive
         self._own = frozenset(sinks)
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._others = [worker for worker in placement.replicas if worker != placement.worker]
         self._done: set[int] = set()
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._told: set[int] = set()
+        self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """The stage has all gradients of its update; behind the last stage's, fill every ``parameter.grad``."""
+        """Close the gradients of a stage's update; after the worker's last stage, fill every ``parameter.grad``."""
         if not self._updates[stage].begin():
             return
-        self._exchange.run(stage, microbatch)
+        self._exchanges[stage].run(microbatch)
         if self._placement.leads:
-            for worker, stages in self._placement.sharing(self._programs, stage).items():
+            for worker, stages in self._placement.sharing_workers(self._programs, stage).items():
                 self._send(worker, Action(stage, Op.REDUCE_GRAD, microbatch), self._sinks[stage].exported(stages))
         self._done.add(stage)
         if self._done == self._own:
@@ -82,22 +157,22 @@ class Reduction:
             self._finish(microbatch)
 
     def _finish(self, microbatch: int) -> None:
-        found: dict[int, Accumulators] = {}
+        imported: dict[int, Accumulators] = {}
         for stage in sorted(self._own):
-            for peers in self._placement.sharing(self._programs, stage).values():
-                for peer in sorted(peers - found.keys()):
-                    tensors = self._heard(self._placement.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
-                    found[peer] = self._programs[peer].shared_sites(self._own, tensors)
+            for peers in self._placement.sharing_workers(self._programs, stage).values():
+                for peer in sorted(peers - imported.keys()):
+                    tensors = self._recv_shared(self._placement.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
+                    imported[peer] = self._programs[peer].shared_sites(self._own, tensors)
         within = {
             stage: self._programs[stage].shared_sites(self._own, sink.exported(self._own))
             for stage, sink in self._sinks.items()
         }
         for stage, sink in self._sinks.items():
-            sink.finish([*found.values(), *(sites for mate, sites in within.items() if mate != stage)])
+            sink.finish([*imported.values(), *(sites for mate, sites in within.items() if mate != stage)])
             self._updates[stage].average()
 
-    def _heard(self, worker: int, action: Action) -> Tensors:
-        """A message of another worker, which the replica that leads hands on to the others."""
+    def _recv_shared(self, worker: int, action: Action) -> Tensors:
+        """Receive a message of another worker; the leading replica forwards it to the others."""
         if not self._placement.leads:
             return self._receive(self._placement.replicas[0], action)
         tensors = self._receive(worker, action)
@@ -108,21 +183,21 @@ class Reduction:
     def norm(
         self, stage: int, microbatch: int, losses: Sequence[LossTerm], *, with_frozen: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gradient norm of the whole model, loss), the same on every stage; taken once for all stages of the worker.
+        """Return (gradient norm of the whole model, loss), equal on every stage; computed once per worker.
 
-        The total is the norm of the stacked norms in the order of the user's named_parameters(), which is
-        what torch computes, so it does not depend on the partition.
+        The total is the norm of the stacked norms in the order of the user's named_parameters(), as torch computes it,
+        so it does not depend on the partition.
 
         Args:
-            losses: of the mini-batch's micro-batches, where this worker holds the last stage.
-            with_frozen: workers whose stages have no backward wait for it too, as ``Wiring.normed_with`` says.
+            losses: terms of the mini-batch's loss, if this worker holds the last stage; else empty.
+            with_frozen: workers whose stages have no backward wait for it too, as in ``Wiring.normed_with``.
         """
-        found = self._known = self._known or self._norm(microbatch, losses, with_frozen)
-        self._told.add(stage)
-        if self._told == self._own:
-            self._told.clear()
+        totals = self._known = self._known or self._norm(microbatch, losses, with_frozen)
+        self._served.add(stage)
+        if self._served == self._own:
+            self._served.clear()
             self._known = None
-        return found
+        return totals
 
     def _norm(
         self, microbatch: int, losses: Sequence[LossTerm], with_frozen: bool
@@ -134,13 +209,13 @@ class Reduction:
         ends = len(self._programs) - 1 in self._own
         if not placement.leads:
             leader = placement.replicas[0]
-            self._send(leader, action, [*(told(losses) if ends else READY), *mine])
+            self._send(leader, action, [*(term_message(losses) if ends else READY), *mine])
             total, loss = self._receive(leader, action)
         else:
-            heard = [self._receive(other, action) for other in self._others]
-            count = len(told(())) if ends else len(READY)
-            loss = summed(losses, [message[:count] for message in heard] if ends else ())
-            by_stage = list(zip(mine, *(message[count:] for message in heard), strict=True))
+            messages = [self._receive(other, action) for other in self._others]
+            count = len(term_message(())) if ends else len(READY)
+            loss = summed(losses, [message[:count] for message in messages] if ends else ())
+            by_stage = list(zip(mine, *(message[count:] for message in messages), strict=True))
             total, loss = self._of_leaders(action, loss, by_stage or [()] * len(self._own), with_frozen)
             for other in self._others:
                 self._send(other, action, [total, loss])
@@ -149,7 +224,7 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Where no norm is exchanged, the loss on the replica of the last stage that leads; None on every other worker.
+        """Return the loss without a norm exchange, on the leading replica of the last stage; None on other workers.
 
         Args:
             losses: as in ``norm``.
@@ -158,7 +233,7 @@ class Reduction:
             return summed(losses)
         action = Action(self._placement.first_stage(self._placement.worker), Op.REDUCE_NORM, microbatch)
         if not self._placement.leads:
-            self._send(self._placement.replicas[0], action, told(losses))
+            self._send(self._placement.replicas[0], action, term_message(losses))
             return None
         return summed(losses, [self._receive(other, action) for other in self._others])
 
@@ -169,24 +244,27 @@ class Reduction:
         of_parts: Sequence[Sequence[torch.Tensor | None]],
         with_frozen: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up.
+        """Compute (gradient norm, loss) along the chain of leading workers: down to the first, and back up.
 
         Args:
-            of_parts: of every stage here, what all its replicas told of the norms of their slices; empty for nothing.
+            of_parts: slice norms of all replicas, by stage of this worker; empty without sharded optimizer state.
         """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable
         leaders = [worker for worker in placement.leaders if max(placement.stages_of(worker)) >= lowest]
         at = leaders.index(placement.worker)
         below, above = (leaders[i] if 0 <= i < len(leaders) else None for i in (at - 1, at + 1))
-        parts = [self._updates[stage].own_norms(told) for stage, told in zip(sorted(self._own), of_parts, strict=True)]
+        by_stage = zip(sorted(self._own), of_parts, strict=True)
+        parts = [self._updates[stage].own_norms(of_replicas) for stage, of_replicas in by_stage]
         where, norms = torch.cat([where for where, _ in parts]), torch.cat([norms for _, norms in parts])
         if above is not None:
-            further, more, known = self._receive(above, action._replace(stage=placement.first_stage(above)))
-            assert further is not None
-            assert more is not None
-            where, norms = torch.cat([where, further]), torch.cat([norms, more])
-            loss = known if loss is None else loss
+            positions_above, norms_above, loss_above = self._receive(
+                above, action._replace(stage=placement.first_stage(above))
+            )
+            assert positions_above is not None
+            assert norms_above is not None
+            where, norms = torch.cat([where, positions_above]), torch.cat([norms, norms_above])
+            loss = loss_above if loss is None else loss
         total: torch.Tensor | None
         if below is not None:
             self._send(below, action, [where, norms, loss])

@@ -1,7 +1,7 @@
-"""What makes a process a worker: once what no plan changes, and with every plan what that plan says.
+"""Configuration of a worker: the part that no plan changes, and the part that every plan sets.
 
-RunSetup          optimizer, scheduler, data, settings, folder         once per process
-GenerationSetup   stages, who holds them, weight versions, codecs      with every plan; the state stays
+RunSetup          optimizer, scheduler, data, settings, folder              once per process
+GenerationSetup   stages, their workers, weight versions, codecs            with every plan; the state stays
 """
 
 from __future__ import annotations
@@ -10,42 +10,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypipe.data.open_data import Source
 from raypipe.engine.codec import Codecs
-from raypipe.engine.data.source import Source
-from raypipe.engine.placement import Placement
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, Settings
+from raypipe.engine.stage.placement import Placement
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.engine.torch_settings import TorchSettings
 from raypipe.ir.schedule import Homes
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
-
-__all__ = ["GenerationSetup", "RunSetup"]
 
 OPEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What a worker knows of its run, whatever the plan is.
+    """Configuration of a worker for a run, independent of the plan.
 
     Attributes:
-        sources: "train" and, for evaluation, "eval".
-        persistent: names of tensors that belong to a checkpoint.
-        place: the run's folder, where checkpoints go; None for a run that saves nothing.
-        run_id: known to the workers of this run only; links check it.
-        secret: known to the workers of this run only; links of "tcp" prove that they know it.
-        transport: how boundary tensors travel.
+        make_optimizer: function that creates an optimizer from [(name, parameter)].
+        make_scheduler: function that creates a learning-rate scheduler from an optimizer; None for a constant rate.
+        sources: data by mode: "train" and, for evaluation, "eval".
+        settings: settings that no re-plan changes.
+        persistent: names of the tensors in a checkpoint.
+        place: the run's folder, for checkpoints; None for a run that saves nothing.
+        run_id: identifies the run; links check it.
+        secret: shared by the workers of this run; links of "tcp" authenticate with it.
+        transport: transport of boundary tensors; see PipelineConfig.
         link_ports: lowest and highest port that links may use.
-        link_checksum: "auto", "on" or "off", see PipelineConfig.
+        link_checksum: "auto", "on" or "off"; see PipelineConfig.
         open_timeout_s: deadline for opening all links.
-        driver_grace_s: after which a worker ends itself that hears nothing of its driver.
-        worker_price_per_hour: for the driver, which counts what the run costs; None counts nothing.
-        metrics: of evaluations, by name; the last stage computes them.
-        token_column: that holds token ids; None where none does.
+        driver_grace_s: seconds without a call of the driver after which a worker ends itself.
+        worker_price_per_hour: for the driver's cost meter; None counts nothing.
+        metrics: evaluation metrics by name; the last stage computes them.
+        token_column: column of token ids; None without one.
         compile_stages: see PipelineConfig.
-        replays: workers keep what they send since the last copies of the state.
-        torch_settings: that workers take; none where they are threads of the process that has them.
+        torch_settings: global torch settings for worker processes; empty for threads of the process that has them.
+        working_folder: working folder of the planning process; "" for threads of that process. See
+            runtime/worker/stage_process.py.
     """
 
     make_optimizer: MakeOptimizer
@@ -65,23 +67,23 @@ class RunSetup:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     token_column: Any = None
     compile_stages: str = "off"
-    replays: bool = False
     torch_settings: TorchSettings = field(default_factory=TorchSettings)
+    working_folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSetup:
-    """What a plan makes of the workers.
+    """Configuration of the workers that one plan sets.
 
     Attributes:
-        programs: of all stages.
+        programs: programs of all stages, in order.
         homes: workers that hold each stage: ``Wiring.homes``.
-        weights: versions of the weights, and whose norm is clipped.
-        codecs: of the messages between stages, where the controller does not say otherwise.
-        generation: of the plan; a segment of another one is refused.
-        addresses: of the endpoints of all workers, once they are known.
-        recompute: by stage, whether backwards run the forward again; empty for none.
-        lanes: into which micro-batches are dealt out and gradients summed: ``Wiring.lanes``.
+        weights: weight versions, and the norm that is clipped.
+        codecs: default codecs of the messages between stages; orders may replace them.
+        generation: number of the plan; segments of other plans are refused.
+        addresses: endpoints of all workers; empty before the links are opened.
+        recompute: by stage, True for activation recomputation; empty for no stage.
+        lanes: number of gradient-accumulation lanes: ``Wiring.lanes``.
     """
 
     programs: Sequence[StageProgram]
@@ -98,5 +100,5 @@ class GenerationSetup:
         return self.placement(0).num_workers
 
     def placement(self, worker: int) -> Placement:
-        """Who holds which stage, from the side of one worker."""
+        """Return the assignment of stages to workers, seen from one worker."""
         return Placement(self.homes, worker, self.lanes)

@@ -1,24 +1,23 @@
-"""Settings of torch that belong to a process and change its numbers: workers take those of the process that plans.
+"""Process-wide settings of torch that change results: workers take those of the planning process.
 
-    torch.set_float32_matmul_precision("high")   said by the user's script, and unknown to every worker
+    torch.set_float32_matmul_precision("high")   set by the user's script, and unknown to every worker
     trainer.fit(...)                             carries it to them
 
-Not carried are the default device, which placement decides, the number of threads, which is one, and whether numbers
-below the smallest normal one are flushed to 0, which is said for each thread.
+Not carried are the default device, which placement decides, the number of threads, which is one, and the flushing of
+denormal numbers to 0, which is a setting of each thread.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from raypipe.errors import StageError
-
-__all__ = ["TorchSettings", "torch_settings"]
 
 _BY_FUNCTIONS = {
     "get_default_dtype": "set_default_dtype",
@@ -41,8 +40,8 @@ _BY_ATTRIBUTES = (
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_fp16_accumulation",
-    # Torch 2.9 has these beside those above, some of which fail once one of these was set. They come last, and
-    # nothing is set that is so already: then the older ones go on working where the user took them.
+    # Torch 2.9 has these in addition to those above, some of which fail once one of these was set. They come last, and
+    # equal values are not set again: so the older ones keep working if the user set them.
     "backends.fp32_precision",
     "backends.cuda.matmul.fp32_precision",
     "backends.cudnn.fp32_precision",
@@ -58,16 +57,16 @@ _USUAL = {"get_default_dtype": torch.float32, "get_float32_matmul_precision": "h
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """What one process has set.
+    """Settings of one process.
 
     Attributes:
-        values: (name below ``torch``, value) of those that this version of torch has and can tell.
+        values: (name below ``torch``, value) of the settings that this version of torch can read.
     """
 
     values: tuple[tuple[str, Any], ...] = ()
 
     def take(self) -> None:
-        """Have this process compute as that one does.
+        """Apply these settings to this process.
 
         Raises:
             StageError: names the setting that this process cannot take.
@@ -84,23 +83,23 @@ class TorchSettings:
                 ) from error
 
     def changed(self) -> list[str]:
-        """Names of those that are otherwise in this process now."""
+        """List the settings that differ in this process now."""
         return [name for name, value in self.values if _read(name) != value]
 
     def unusual(self) -> dict[str, str]:
-        """Those that decide bits on any device and are not as torch has them, by name."""
+        """Return settings that change bits on any device and differ from torch's defaults, by name."""
         return {f"torch.{name}()": str(value) for name, value in self.values if _USUAL.get(name, value) != value}
 
 
 def torch_settings() -> TorchSettings:
-    """Of this process, now."""
+    """Read the current settings of this process."""
     names = (*_BY_FUNCTIONS, *_BY_ATTRIBUTES)
-    found = ((name, _read(name)) for name in names)
-    return TorchSettings(tuple((name, value) for name, value in found if value is not None))
+    values = ((name, _read(name)) for name in names)
+    return TorchSettings(tuple((name, value) for name, value in values if value is not None))
 
 
 def _read(name: str) -> Any:
-    """None where this torch lacks it, or where the other way of saying the same was used."""
+    """Read a setting; None if this torch version lacks it, or if its newer alias was set."""
     try:
         value = _below_torch(name)
         return value() if name in _BY_FUNCTIONS else value
@@ -119,3 +118,14 @@ def _write(name: str, value: Any) -> None:
 
 def _below_torch(name: str) -> Any:
     return functools.reduce(getattr, name.split("."), torch)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Set one intra-op thread inside, and restore the caller's number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

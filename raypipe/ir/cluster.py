@@ -1,13 +1,13 @@
-"""What the stages may be placed on: devices, and the links between them.
+"""Devices that stages are placed on, and the links between them.
 
-    rack0/host0   rack0/host1      rack1/host2      Device.host
+    rack0/host0   rack0/host1      rack1/host2      ComputeDevice.host
       0  1          2  3              4  5          devices
       ----          ----              ----          links[0], inside a host
       -----------------                             links[1], between hosts
       -----------------------------------           links[2], between racks
 
-Of two devices, the link is the one for the first part of the host path in which they differ; where the paths
-are deeper than ``links``, its last entry stands for everything further out.
+The link between two devices is the entry for the first part of the host path in which they differ. If the paths are
+deeper than ``links``, its last entry is used for everything further out.
 
 The model leaves out that several pairs of devices share one wire.
 """
@@ -22,19 +22,17 @@ from typing import Any
 
 from raypipe.errors import PlanError
 
-__all__ = ["Cluster", "Device", "Link"]
-
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """One place for a worker.
+class ComputeDevice:
+    """Device that holds one worker.
 
     Attributes:
-        name: for people.
+        name: shown in plans.
         speed: work per second, relative to the device that the model was profiled on.
-        memory_bytes: what a stage may use, None for no limit.
-        host: path of the machine that it is in.
-        price_per_hour: of renting it, in any currency; None where nobody said. A host costs what its devices do.
+        memory_bytes: limit for the stages on it, None for no limit.
+        host: path of its machine, as ``rack0/host1``.
+        price_per_hour: rent in any currency; None if unknown. The price of a host is the sum over its devices.
     """
 
     name: str = "device"
@@ -54,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message meets on its way.
+    """Link between two devices, as latency and bandwidth.
 
     Attributes:
         bandwidth_bytes_s: bytes per second.
@@ -69,7 +67,7 @@ class Link:
             raise PlanError(f"{self}: give a bandwidth above 0 and a latency from 0 up.")
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds until all bytes have arrived."""
+        """Return the seconds until all bytes have arrived."""
         return self.latency_s + nbytes / self.bandwidth_bytes_s
 
 
@@ -82,7 +80,7 @@ class Cluster:
         links: inside a host, between hosts, and so on outwards.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[ComputeDevice, ...]
     links: tuple[Link, ...] = (Link(),)
 
     def __post_init__(self) -> None:
@@ -93,29 +91,29 @@ class Cluster:
     def uniform(
         cls, num_devices: int, *, memory_bytes: int | None = None, bandwidth_bytes_s: float = math.inf
     ) -> Cluster:
-        """Equal devices with equal links between all of them."""
-        devices = tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(num_devices))
+        """Create equal devices with equal links between all of them."""
+        devices = tuple(ComputeDevice(f"device{i}", memory_bytes=memory_bytes) for i in range(num_devices))
         return cls(devices, (Link(bandwidth_bytes_s),))
 
     @classmethod
     def hosts(
-        cls, num_hosts: int, per_host: int, *, inside: Link, between: Link, device: Device | None = None
+        cls, num_hosts: int, per_host: int, *, inside: Link, between: Link, device: ComputeDevice | None = None
     ) -> Cluster:
-        """Equal hosts of equal devices: 16 GPUs on 4 hosts are ``hosts(4, 4, ...)``."""
-        like = device or Device()
+        """Create equal hosts of equal devices: 16 GPUs on 4 hosts are ``hosts(4, 4, ...)``."""
+        like = device or ComputeDevice()
         devices = (
-            Device(f"host{h}/device{i}", like.speed, like.memory_bytes, f"host{h}", like.price_per_hour)
+            ComputeDevice(f"host{h}/device{i}", like.speed, like.memory_bytes, f"host{h}", like.price_per_hour)
             for h in range(num_hosts)
             for i in range(per_host)
         )
         return cls(tuple(devices), (inside, between))
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two devices, by their positions."""
+        """Return the link between two devices, given by their positions."""
         return self.links[min(self.distance(a, b), len(self.links) - 1)]
 
     def distance(self, a: int, b: int) -> int:
-        """0 inside a host; else how many parts of the host path are left from the first that differs."""
+        """Return 0 inside a host, else the number of host path parts from the first that differs."""
         first, second = self.devices[a].host.split("/"), self.devices[b].host.split("/")
         same = next(
             (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
@@ -123,7 +121,7 @@ class Cluster:
         return max(len(first), len(second)) - same
 
     def to_json(self) -> str:
-        """The cluster as text; an infinite bandwidth is written as null."""
+        """Serialize the cluster; an infinite bandwidth is written as null."""
         links = [
             {
                 "bandwidth_bytes_s": None if math.isinf(x.bandwidth_bytes_s) else x.bandwidth_bytes_s,
@@ -135,7 +133,7 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
-        """Inverse of ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
             PlanError: the text is not such a cluster; names what is wrong.
@@ -146,15 +144,15 @@ class Cluster:
             raise PlanError(f"This is not a cluster ({error}): write devices and links as JSON.") from None
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Cluster:
-        """From what a YAML or JSON file holds: ``devices`` and ``links``, each a list of mappings by field name.
+    def from_dict(cls, fields: Mapping[str, Any]) -> Cluster:
+        """Build a cluster from parsed YAML or JSON: ``devices`` and ``links``, each a list of mappings by field name.
 
         Raises:
             PlanError: a field is missing or unknown; names it.
         """
         try:
-            devices = tuple(Device(**row) for row in found["devices"])
-            rows = [{k: v for k, v in row.items() if v is not None} for row in found.get("links", [{}])]
+            devices = tuple(ComputeDevice(**row) for row in fields["devices"])
+            rows = [{k: v for k, v in row.items() if v is not None} for row in fields.get("links", [{}])]
             return cls(devices, tuple(Link(**row) for row in rows))
         except (KeyError, TypeError) as error:
             raise PlanError(

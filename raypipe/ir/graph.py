@@ -1,25 +1,46 @@
-"""The model as the planner sees it: operations in execution order with their bytes and seconds.
+"""Model graph of the planner: operations in execution order with their bytes and seconds.
 
       conv --> relu --> add -->        nodes      (conv, relu, add), in execution order
         \\_______________/              edges      ((0, 1), (1, 2), (0, 2))
 
-A cut is a place between two nodes of the execution order; what crosses it is every output made before it that
-is still used after it, counted once. The model leaves out data columns, parameters and buffers: every stage
-reads those itself, so they never cross.
+A cut is a position between two nodes of the execution order; it is crossed by every output made before it and
+used after it, counted once. The model leaves out data columns, parameters and buffers: every stage reads those
+itself, so they never cross.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raypipe.errors import PlanError
-from raypipe.ir.lines import Lines
+from raypipe.ir.from_plain import from_plain
 
-__all__ = ["ModelGraph", "Node", "link_nodes"]
+Lines = tuple[tuple[int, int], ...]
+"""((fixed bytes, bytes per sample), ...); no line is zero."""
+
+
+def most(lines: Iterable[tuple[int, int]], samples: int) -> int:
+    """Return the largest value of any line at ``samples`` samples, in bytes; at least 0."""
+    return max((fixed + samples * per_sample for fixed, per_sample in lines), default=0)
+
+
+def pruned(lines: Iterable[tuple[int, int]]) -> Lines:
+    """Remove lines that are dominated by another line or never above zero."""
+    kept: list[tuple[int, int]] = []
+    for fixed, per_sample in sorted(set(lines), key=lambda line: (-line[1], -line[0])):
+        if max(fixed, per_sample) > 0 and (not kept or fixed > kept[-1][0]):
+            kept.append((fixed, per_sample))
+    return tuple(kept)
+
+
+def lowered(lines: Lines, per_sample: int) -> Lines:
+    """Subtract ``per_sample`` bytes per sample from every line."""
+    return pruned((fixed, slope - per_sample) for fixed, slope in lines)
+
 
 FORMAT = 1
 
@@ -32,17 +53,17 @@ class Node:
         name: unique in the graph.
         module: dotted name of the module that it belongs to, "" for the model itself.
         param_names: canonical names of the parameters that it reads first (a shared one counts once).
-        param_bytes: bytes of those.
-        cut_bytes: bytes that would cross a cut right after this node for one sample; None where
+        param_bytes: bytes of param_names.
+        cut_bytes: bytes that would cross a cut right after this node for one sample; None if
             no cut is possible.
         forward_s, backward_input_s, backward_weight_s: seconds per micro-batch; 0 until profiled.
         activation_bytes: bytes that its backward keeps, for one sample; 0 until profiled.
         output_bytes: bytes of its output for one sample.
         frozen_bytes: the part of param_bytes without gradient and optimizer state.
         buffer_bytes: bytes of the module buffers that it is the first to use.
-        source: where the seconds come from: "measured", "estimated", or "" for nowhere yet.
-        workspace: bytes that it needs while it runs, forward or backward, besides what it and those before it keep, as
-            the most of lines; () until profiled.
+        source: source of the seconds: "measured", "estimated", or "" until profiled.
+        workspace: temporary bytes while it runs, forward or backward, besides the activations that it and earlier nodes
+            keep, as the maximum of lines; () until profiled.
     """
 
     name: str
@@ -76,7 +97,7 @@ class ModelGraph:
 
     Attributes:
         nodes: in an order in which they can run.
-        edges: (producer, consumer) positions; None where they are not known, and only ``cut_bytes`` counts.
+        edges: (producer, consumer) positions; None if unknown, in which case only ``cut_bytes`` counts.
         together: (earlier, later) positions that must share a stage, because what joins them cannot travel.
         before: (earlier, later) positions that must keep this order, though nothing travels between them: sums of
             gradients, which round differently in another one, and operations that would otherwise be free to run
@@ -109,44 +130,32 @@ class ModelGraph:
         return sum(node.busy_s for node in self.nodes)
 
     def cut_positions(self) -> tuple[int, ...]:
-        """Positions i such that nodes[:i] | nodes[i:] may be different stages."""
+        """List positions i such that nodes[:i] | nodes[i:] may be different stages."""
         return tuple(i + 1 for i, node in enumerate(self.nodes[:-1]) if node.cut_bytes is not None)
 
     def to_json(self) -> str:
-        """The graph as text; ``from_json`` gives an equal one."""
+        """Serialize the graph; ``from_json`` returns an equal one."""
         rows = [dataclasses.asdict(node) for node in self.nodes]
         pairs = {"edges": self.edges, "together": self.together, "before": self.before}
         return json.dumps({"format": FORMAT, "nodes": rows, **pairs}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelGraph:
-        """Inverse of ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
             PlanError: the text is not such a graph; names what is wrong.
         """
         try:
-            found = json.loads(text)
-            if found["format"] != FORMAT:
-                raise PlanError(
-                    f"A graph of format {found['format']!r}, but this release reads {FORMAT}: make it anew."
-                )
-            nodes = tuple(_node(row) for row in found["nodes"])
-            edges = None if found["edges"] is None else _pairs(found["edges"])
-            return cls(nodes, edges, _pairs(found["together"]), _pairs(found.get("before", ())))
-        except (KeyError, TypeError, ValueError) as error:
+            body = json.loads(text)
+            if (written := body.pop("format")) != FORMAT:
+                raise PlanError(f"A graph of format {written!r}, but this release reads {FORMAT}: make it anew.")
+            graph: ModelGraph = from_plain(cls, body)
+            return graph
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is not a saved model graph ({error!r}): make it anew with ModelGraph.to_json."
             ) from None
-
-
-def _node(row: dict[str, Any]) -> Node:
-    lines = tuple((int(fixed), int(per_sample)) for fixed, per_sample in row.get("workspace", ()))
-    return Node(**{**row, "param_names": tuple(row["param_names"]), "workspace": lines})
-
-
-def _pairs(found: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(a), int(b)) for a, b in found)
 
 
 def link_nodes(
@@ -155,23 +164,65 @@ def link_nodes(
     together: Iterable[tuple[int, int]] = (),
     before: Iterable[tuple[int, int]] = (),
 ) -> ModelGraph:
-    """A graph whose ``cut_bytes`` follow from edges and ``output_bytes``.
+    """Build a graph whose ``cut_bytes`` follow from edges and ``output_bytes``.
 
-    No cut is possible where a pair of ``together`` would be parted. After the last node nothing crosses.
+    A cut that would separate a pair of ``together`` is impossible (None). Nothing crosses after the last node.
     """
-    found, pairs, joined = list(nodes), tuple(edges), tuple(together)
-    last = list(range(len(found)))
+    linked, pairs, joined = list(nodes), tuple(edges), tuple(together)
+    last = list(range(len(linked)))
     for producer, consumer in pairs:
         last[producer] = max(last[producer], consumer)
-    change, parted = [0] * (len(found) + 1), [0] * (len(found) + 1)
-    for position, node in enumerate(found):
+    change, parted = [0] * (len(linked) + 1), [0] * (len(linked) + 1)
+    for position, node in enumerate(linked):
         change[position] += node.output_bytes
         change[last[position]] -= node.output_bytes
     for earlier, later in joined:
         parted[earlier] += 1
         parted[later] -= 1
     crossing = barred = 0
-    for position, node in enumerate(found):
+    for position, node in enumerate(linked):
         crossing, barred = crossing + change[position], barred + parted[position]
-        found[position] = dataclasses.replace(node, cut_bytes=None if barred else crossing)
-    return ModelGraph(tuple(found), pairs, joined, tuple(before))
+        linked[position] = dataclasses.replace(node, cut_bytes=None if barred else crossing)
+    return ModelGraph(tuple(linked), pairs, joined, tuple(before))
+
+
+def merge_nodes(nodes: Sequence[Node]) -> Node:
+    """Merge nodes into one, with the ``cut_bytes`` and the output of the last."""
+    first, last = nodes[0], nodes[-1]
+    if len(nodes) == 1:
+        return first
+    modules = {node.module for node in nodes}
+    sources = {node.source for node in nodes if node.source}
+    return Node(
+        name=f"{first.name}...{last.name}",
+        module=_common(modules),
+        param_names=tuple(dict.fromkeys(name for node in nodes for name in node.param_names)),
+        param_bytes=sum(node.param_bytes for node in nodes),
+        cut_bytes=last.cut_bytes,
+        forward_s=sum(node.forward_s for node in nodes),
+        backward_input_s=sum(node.backward_input_s for node in nodes),
+        backward_weight_s=sum(node.backward_weight_s for node in nodes),
+        activation_bytes=sum(node.activation_bytes for node in nodes),
+        output_bytes=last.output_bytes,
+        frozen_bytes=sum(node.frozen_bytes for node in nodes),
+        buffer_bytes=sum(node.buffer_bytes for node in nodes),
+        source="estimated" if "estimated" in sources else next(iter(sources), ""),
+        workspace=_joint_workspace(nodes),
+    )
+
+
+def _joint_workspace(nodes: Sequence[Node]) -> Lines:
+    """Compute the workspace of a merged node: during a node's backward, activations of later nodes are released."""
+    after = 0
+    lines: list[tuple[int, int]] = []
+    for node in reversed(nodes):
+        lines += lowered(node.workspace, after)
+        after += node.activation_bytes
+    return pruned(lines)
+
+
+def _common(modules: set[str]) -> str:
+    """Return the innermost module that contains all modules."""
+    parts = [name.split(".") for name in modules]
+    shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
+    return ".".join(column[0] for column in shared)

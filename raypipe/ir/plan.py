@@ -1,149 +1,329 @@
-"""The answer of the planner, as it is printed, and as it is saved beside every run."""
+"""Plan: the result of the planner, printable, and saved as plan.json in every run folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.ir.candidate import Candidate
-from raypipe.ir.candidate_table import candidate_lines
-from raypipe.ir.plan_facts import Partition, PlanFacts, Stage
-from raypipe.ir.plan_summary import summary
-from raypipe.ir.plan_table import human_bytes, table
-from raypipe.ir.prediction import Prediction
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
+from raypipe.ir.from_plain import from_plain
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.ir.weights import VersionRule, WeightPolicy
-
-__all__ = ["Partition", "Plan", "Stage", "human_bytes", "peak_in_flight"]
+from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(PlanFacts):
-    """Everything that decides how a step runs, as people and files read it."""
+class StagePrediction:
+    """Predicted time and memory of one stage on each of its devices; a worker may be the device of several stages.
+
+    Attributes:
+        devices: names of its devices, one per replica.
+        forward_s, backward_s: seconds per micro-batch; divided by the number of replicas and including the all-reduce,
+            unless replicas have rows of their own.
+        weight_s: the part of backward_s that no other stage waits for (W).
+        in_flight: most micro-batches between their F and their B, or W.
+        fullest_at: the action at peak memory, as ``0F3``.
+        memory: bytes on one device at the peak, by purpose.
+        recompute: activation recomputation; its second forward is included in backward_s.
+        limit_bytes: memory of the device, None if unknown; shared by all stages on the device.
+        exchange_s: seconds of a step in which replicas sum their gradients, if they have rows of their own.
+        hidden_s: the part of exchange_s that overlaps with the last backward.
+    """
+
+    devices: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    in_flight: int
+    fullest_at: str
+    memory: tuple[tuple[str, int], ...]
+    limit_bytes: int | None = None
+    weight_s: float = 0.0
+    recompute: bool = False
+    exchange_s: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(count for _, count in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class HopPrediction:
+    """Predicted cost of a hop: the activation message, and the gradient that returns.
+
+    Attributes:
+        message_bytes: size for one micro-batch, before any codec.
+        latency_s: seconds from send to arrival, including the codec.
+        occupancy_s: seconds for which the link, the encoder or the decoder is busy, whichever is longest.
+        back_s: (latency, occupancy) of the gradient; None if equal.
+    """
+
+    message_bytes: int
+    latency_s: float
+    occupancy_s: float
+    back_s: tuple[float, float] | None = None
+
+    @property
+    def ways_s(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(latency, occupancy) of both directions, forward first."""
+        there_s = (self.latency_s, self.occupancy_s)
+        return there_s, self.back_s or there_s
+
+    @property
+    def busiest_s(self) -> tuple[float, float]:
+        """(latency, occupancy) of the busier direction."""
+        return max(self.ways_s, key=lambda way: (way[1], way[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Closed-form step time of N micro-batches of b samples, and the bound that rejects them ("" if feasible)."""
+
+    num_microbatches: int
+    microbatch_size: int
+    predicted_s: float
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Prediction of one optimizer step.
+
+    Attributes:
+        step_s: simulated seconds including all messages, without the optimizer's own time.
+        bubble_fraction: share of worker time without computation.
+        samples_per_s: training throughput.
+        one_f_one_b_s: the step with schedule 1f1b; None if the schedule is 1f1b, or if workers hold several stages, for
+            which 1f1b would need another partition or more workers.
+        bound: the bottleneck of the step, in words.
+        source: origin of the nodes' seconds: "measured", "estimated" or "mixed".
+        links: origin of bandwidths and latencies.
+        stages, hops: in the order of the pipeline.
+        curve: the numbers of micro-batches that were examined; empty if the number was given.
+        optimum, low, high, epsilon: N*, and the range within epsilon of it; 0 if the number was given.
+        decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
+            "memory", "simulation", "given" or "rule".
+    """
+
+    step_s: float
+    bubble_fraction: float
+    samples_per_s: float
+    one_f_one_b_s: float | None
+    bound: str
+    source: str
+    links: str
+    stages: tuple[StagePrediction, ...]
+    hops: tuple[HopPrediction, ...]
+    curve: tuple[CurvePoint, ...] = ()
+    optimum: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    epsilon: float = 0.0
+    decided_by: str = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Best plan of one shape, a row of the table of compared shapes.
+
+    Attributes:
+        workers: number of workers of each stage.
+        step_s: predicted seconds of a step; 0 if rejected.
+        memory_bytes: peak of the fullest worker; 0 if rejected.
+        num_microbatches, microbatch_size: the fastest ones; 0 if rejected.
+        refused: reason for rejection, "" if feasible.
+        chosen: True if this shape became the plan.
+    """
+
+    workers: tuple[int, ...]
+    step_s: float = 0.0
+    memory_bytes: int = 0
+    num_microbatches: int = 0
+    microbatch_size: int = 0
+    refused: str = ""
+    chosen: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Kind of parallelism, by its usual name."""
+        if self.workers == (1,):
+            return "one worker"
+        if len(self.workers) == 1:
+            return "data parallelism"
+        return "pipeline" if max(self.workers) == 1 else "replicated stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage: a contiguous run of the model's nodes.
+
+    Attributes:
+        index: position in the pipeline.
+        start, stop: its nodes are graph.nodes[start:stop], in the partition's order if it has one.
+        first_node, last_node: their names.
+        param_bytes: bytes of the parameters that it is the first to use.
+        input_bytes: bytes per sample that arrive from the stage before.
+        devices: positions in the cluster, one per replica; empty if not assigned.
+        period_s: predicted seconds per micro-batch, divided by the number of replicas; 0 if unknown.
+        memory_bytes: predicted peak bytes on each of its devices; 0 if unknown.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first_node: str
+    last_node: str
+    param_bytes: int
+    input_bytes: int
+    devices: tuple[int, ...] = ()
+    period_s: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Partition of a model into stages, with the reason for it.
+
+    Attributes:
+        stages: stages in the order of the pipeline.
+        reason: explanation of the cuts, for reports.
+        order: node positions, permuted so that every stage is contiguous; empty for execution order.
+        bottleneck_s: predicted seconds per micro-batch of the slowest stage or cut; 0 if unknown.
+    """
+
+    stages: tuple[Stage, ...]
+    reason: str
+    order: tuple[int, ...] = ()
+    bottleneck_s: float = 0.0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Node positions between stages."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of workers by stage."""
+        return tuple(max(1, len(stage.devices)) for stage in self.stages)
+
+    def nodes_of(self, stage: Stage) -> Sequence[int]:
+        """Return the positions of a stage's nodes in the graph, in execution order."""
+        return self.order[stage.start : stage.stop] if self.order else range(stage.start, stage.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan of a run: stages, schedule, sizes and prediction, with its text and JSON forms.
+
+    Attributes:
+        partition: the stages.
+        schedule: compute actions only; lowering adds the rest.
+        minibatch_size: samples per optimizer step.
+        microbatch_size: samples per micro-batch; the last one of a mini-batch may be smaller.
+        num_microbatches: ceil(minibatch_size / microbatch_size).
+        transport: how boundary tensors travel.
+        generation: counts re-plans; messages of an older one are dropped.
+        notes: warnings about this plan, one sentence each.
+        reasons: (choice, reason) pairs, the verdict before the first semicolon; also facts: ("stage 0", its modules),
+            ("loss", the items that it averages over).
+        prediction: seconds and bytes; None if no profile was given.
+        weights: rule for weight versions.
+        spec: specification of the schedule; None in a plan saved by an earlier release.
+        recompute: by stage, True for activation recomputation; empty for no stage.
+        candidates: shapes that were compared, fastest first; empty if num_replicas was given.
+        explained: ``str`` returns ``explain()``; not part of the plan's identity.
+    """
+
+    partition: Partition
+    schedule: Schedule
+    minibatch_size: int
+    microbatch_size: int
+    num_microbatches: int
+    transport: str = "tcp"
+    generation: int = 0
+    notes: tuple[str, ...] = field(default=())
+    reasons: tuple[tuple[str, str], ...] = ()
+    prediction: Prediction | None = None
+    weights: WeightPolicy = SYNCHRONOUS
+    spec: ScheduleSpec | None = None
+    recompute: tuple[bool, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    explained: bool = field(default=False, compare=False, repr=False)
 
     def to_json(self) -> str:
-        """The plan as it is saved in ``plan.json``; rows of actions in text form. ``from_json`` reads it."""
-        parts = {
-            name: [" ".join(map(str, row)) for row in getattr(self.schedule, name)]
-            for name in ("body", "prologue", "epilogue")
-        }
-        return json.dumps(
-            {
-                "generation": self.generation,
-                "minibatch_size": self.minibatch_size,
-                "microbatch_size": self.microbatch_size,
-                "num_microbatches": self.num_microbatches,
-                "transport": self.transport,
-                "schedule": {
-                    "kind": self.schedule.kind,
-                    "rows": parts["body"],
-                    "prologue": parts["prologue"],
-                    "epilogue": parts["epilogue"],
-                    "stride": self.schedule.stride,
-                    "wiring": _wiring_fields(self.schedule.wiring),
-                },
-                "spec": None if self.spec is None else self.spec.to_dict(),
-                "recompute": list(self.recompute),
-                "partition": asdict(self.partition),
-                "notes": list(self.notes),
-                "reasons": [list(pair) for pair in self.reasons],
-                "prediction": None if self.prediction is None else self.prediction.to_dict(),
-                "weights": {**asdict(self.weights), "rule": self.weights.rule.value},
-                **({"candidates": [each.to_dict() for each in self.candidates]} if self.candidates else {}),
-            },
-            indent=2,
-        )
+        """Serialize the plan as in ``plan.json``, with rows of actions as text; ``from_json`` reads it."""
+        schedule = self.schedule
+        rows = {name: [" ".join(map(str, row)) for row in getattr(schedule, name)] for name in _ROWS}
+        body = asdict(replace(self, schedule=Schedule(schedule.kind, schedule.wiring, (), schedule.stride)))
+        del body["explained"]
+        body["schedule"].update({_ROWS[name]: value for name, value in rows.items()})
+        del body["schedule"]["body"]
+        return json.dumps(body, indent=2, default=lambda rule: rule.value)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of ``to_json``; a plan of an earlier release has no spec and does not recompute.
+        """Read what ``to_json`` wrote; a plan of an earlier release has no spec and does not recompute.
 
         Raises:
             PlanError: the text is no such plan; names what is wrong.
         """
         try:
-            found = json.loads(text)
-            return cls(
-                partition=_partition(found["partition"]),
-                schedule=_schedule(found["schedule"]),
-                minibatch_size=found["minibatch_size"],
-                microbatch_size=found["microbatch_size"],
-                num_microbatches=found["num_microbatches"],
-                transport=found["transport"],
-                generation=found["generation"],
-                notes=tuple(found["notes"]),
-                reasons=tuple((what, why) for what, why in found["reasons"]),
-                prediction=None if found["prediction"] is None else Prediction.from_dict(found["prediction"]),
-                weights=_weights(found["weights"]),
-                spec=ScheduleSpec.from_dict(found["spec"]) if found.get("spec") else None,
-                recompute=tuple(found.get("recompute", ())),
-                candidates=tuple(map(Candidate.from_dict, found.get("candidates", ()))),
-            )
+            body = json.loads(text)
+            plan: Plan = from_plain(cls, {**body, "schedule": _schedule(body["schedule"])})
+            return plan
         except (AttributeError, KeyError, ScheduleError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is not a saved plan ({error!r}): write one with Plan.to_json or `raypipe plan --json`."
             ) from None
 
     def __str__(self) -> str:
-        """Four lines, stages, step, memory and why, and the notes; all of ``explain`` where it was asked for.
+        """Summarize in four lines (stages, step, memory, why) and the notes; if ``explained``, return ``explain()``.
 
-        Where shapes were compared, a table of them follows.
+        If several shapes were compared, their table follows.
         """
+        from raypipe.viz.plan_text import candidate_lines, summary
+
         text = self.explain() if self.explained else summary(self)
         return "\n".join([text, *(candidate_lines(self.candidates) if self.candidates else ())])
 
     def _repr_html_(self) -> str:
-        from raypipe.ir.pictures.plan import plan_html
+        from raypipe.viz.plan_svg import plan_html
 
         return plan_html(self, str(self))
 
     def explain(self) -> str:
-        """The four lines, then a table of the stages, the reason for every choice, and what was not chosen."""
+        """Return the summary, a table of the stages, the reason for every choice, and the alternatives."""
+        from raypipe.viz.plan_text import summary, table
+
         return f"{summary(self)}\n\n{table(self, peak_in_flight(self.schedule))}"
 
 
-def _partition(found: Mapping[str, Any]) -> Partition:
-    stages = (Stage(**{**row, "devices": tuple(row["devices"])}) for row in found["stages"])
-    return Partition(**{**found, "stages": tuple(stages), "order": tuple(found["order"])})
+_ROWS = {"body": "rows", "prologue": "prologue", "epilogue": "epilogue"}
+"""Names of the parts of a schedule in plan.json."""
 
 
-def _wiring_fields(wiring: Wiring) -> dict[str, Any]:
-    """For JSON, where a stage is named with its one worker unless it has several."""
-    fields = asdict(wiring)
-    if not wiring.frozen_alone:
-        del fields["frozen_alone"]
-    if not wiring.intervals:
-        del fields["intervals"]
-    if wiring.replicated or wiring.lanes > 1:
-        return fields
-    del fields["homes"], fields["lanes"]
-    return {"placement": wiring.placement, **fields}
-
-
-def _schedule(found: Mapping[str, Any]) -> Schedule:
-    fields = dict(found["wiring"])
-    given = fields.pop("homes", None)
-    homes = single_homes(fields.pop("placement")) if given is None else tuple(map(tuple, given))
-    intervals = tuple(fields.pop("intervals", ()))
-    wiring = Wiring(homes, intervals=intervals, **fields)
+def _schedule(fields: Mapping[str, Any]) -> Schedule:
+    wiring = dict(fields["wiring"])
+    if "placement" in wiring:  # of an earlier release
+        wiring["homes"] = [[worker] for worker in wiring.pop("placement")]
     body, prologue, epilogue = (
-        tuple(tuple(parse_action(word) for word in row.split()) for row in found[name])
-        for name in ("rows", "prologue", "epilogue")
+        tuple(tuple(parse_action(word) for word in row.split()) for row in fields[name]) for name in _ROWS.values()
     )
-    return Schedule(found["kind"], wiring, body, found["stride"], prologue, epilogue)
-
-
-def _weights(found: Mapping[str, Any]) -> WeightPolicy:
-    numbers = {name: tuple(found[name]) for name in ("capacities", "shares", "intervals") if name in found}
-    return WeightPolicy(**{**found, **numbers, "rule": VersionRule(found["rule"])})
+    return Schedule(fields["kind"], from_plain(Wiring, wiring), body, fields["stride"], prologue, epilogue)
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most micro-batches that each stage holds between their F and their B on one worker, by the order of its row."""
+    """Count the most micro-batches that each stage holds between their F and their B on one worker."""
     peaks = [0] * schedule.num_stages
     for row in schedule.rows():
         held = [0] * schedule.num_stages
@@ -154,3 +334,15 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
             elif action.op in (Op.B, Op.W):
                 held[action.stage] -= 1
     return tuple(peaks)
+
+
+def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
+    """Return the idle share of worker time for equal stages, free links and whole backwards.
+
+    S stages on P workers, v = S / P on each: from M = P on, a worker waits for P - 1 of the smaller stages; with fewer
+    micro-batches it waits for the whole pipeline to fill (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is
+    1F1B).
+    """
+    each = num_stages / num_workers
+    slots = max(each * num_microbatches + num_workers - 1, num_microbatches + num_stages - 1)
+    return 1 - each * num_microbatches / slots

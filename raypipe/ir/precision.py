@@ -1,10 +1,10 @@
-"""What a run computes in, by the name that a configuration gives it.
+"""Precisions of a run, by the name of PipelineConfig.precision.
 
-    name            leaves of a forward    what operations take       loss
-    fp32            the parameters         what they are given        as it is
-    bf16-autocast   the parameters         what torch.autocast says   as it is
-    bf16            bf16 copies            what they are given        as it is
-    fp16            fp16 copies            what they are given        scaled, as torch.amp.GradScaler scales it
+    name            weights in forward   operand dtypes       loss
+    fp32            the parameters       unchanged            unscaled
+    bf16-autocast   the parameters       by torch.autocast    unscaled
+    bf16            bf16 copies          unchanged            unscaled
+    fp16            fp16 copies          unchanged            scaled, as by torch.amp.GradScaler
 
 Parameters, sums of gradients and optimizer state are fp32 in all of them (Micikevicius et al., arXiv:1710.03740).
 """
@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["FP32", "PRECISIONS", "Precision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """One of them.
+    """Dtypes of one precision.
 
     Attributes:
-        leaves: dtype of the copies of the parameters that forwards use, as torch names it; "" for no copies.
-        autocast: dtype of torch.autocast; "" for none.
-        scaled: the loss is scaled, and a step whose gradients overflow is left out.
+        leaves: torch dtype name of the parameter copies that forwards use; "" for no copies.
+        autocast: dtype of torch.autocast; "" for no autocast.
+        scaled: the loss is scaled, and a step with overflowing gradients is skipped.
     """
 
     name: str
@@ -34,7 +32,7 @@ class Precision:
 
     @property
     def leaf_factor(self) -> float:
-        """Bytes of those copies per byte of parameters."""
+        """Bytes of the parameter copies per byte of fp32 parameters."""
         return 0.5 if self.leaves else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a profile says: a graph with seconds in its nodes, how far to trust them, and how they grow with the batch.
+"""Profile of a model: a graph with seconds in its nodes, their reliability, and their growth with the batch size.
 
 graph.nodes     seconds and kept bytes of each node, at ``microbatch_size`` samples; they add up to the whole model's
 raw_ratio       sum over the nodes as they were measured, over the whole; the nodes are scaled by its inverse
@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from raypipe.errors import PlanError
+from raypipe.ir.from_plain import from_plain
 from raypipe.ir.graph import ModelGraph
-
-__all__ = ["DOUBTFUL", "Profile"]
 
 FORMAT = 3
 ANEW = "measure anew with `raypipe profile CONFIG.yaml -o FILE`"
 DOUBTFUL = 0.25
-"""A raw sum further than this from the whole is mentioned in ``notes``."""
+"""Relative difference between the sum of the nodes and the whole model, above which ``notes`` mention it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,11 @@ class Profile:
             is the whole model's, its loss included.
         microbatch_size: samples at which the seconds were taken.
         seconds_by_size: (samples, forward and backward seconds of the whole model), by samples, some of them perhaps
-            more than ``microbatch_size``; fewer than two say nothing of other sizes, whose seconds then count as
-            proportional.
-        raw_ratio: (forward, backward) sums of the nodes before scaling, over the whole in the same round, in the
-            median; 1 where nothing was scaled.
-        device: what it was measured on, in words.
-        notes: what a person should know, one sentence each.
-        small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
+            more than ``microbatch_size``; with fewer than two entries, seconds are assumed proportional to samples.
+        raw_ratio: (forward, backward) sums of the nodes before scaling over the whole model; 1 if not scaled.
+        device: description of the device that it was measured on.
+        notes: warnings, one sentence each.
+        small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None if
             nodes were measured at one size only.
     """
 
@@ -57,42 +53,31 @@ class Profile:
 
     @property
     def backward_s(self) -> float:
-        """Seconds of its backward."""
+        """Seconds of one micro-batch backward through the whole model."""
         return sum(node.backward_s for node in self.graph.nodes)
 
     @property
     def source(self) -> str:
-        """ "measured" where every node is, else "estimated"."""
+        """Origin of the seconds: "measured" if every node was measured, else "estimated"."""
         return "measured" if all(node.source == "measured" for node in self.graph.nodes) else "estimated"
 
     def to_json(self) -> str:
-        """The profile as text; ``from_json`` gives an equal one."""
+        """Serialize the profile; ``from_json`` returns an equal one."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return json.dumps({"format": FORMAT, **fields, "graph": json.loads(self.graph.to_json())}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Inverse of ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
             PlanError: the text is not such a profile; names what is wrong.
         """
         try:
-            found = json.loads(text)
-            if found.pop("format") != FORMAT:
+            body = json.loads(text)
+            if body.pop("format") != FORMAT:
                 raise PlanError(f"This profile is not of format {FORMAT}, which this release reads: {ANEW}.")
-            return cls(
-                graph=ModelGraph.from_json(json.dumps(found["graph"])),
-                microbatch_size=int(found["microbatch_size"]),
-                seconds_by_size=tuple((int(b), float(t)) for b, t in found["seconds_by_size"]),
-                raw_ratio=(float(found["raw_ratio"][0]), float(found["raw_ratio"][1])),
-                device=str(found["device"]),
-                notes=tuple(map(str, found["notes"])),
-                small=_by_node(found["small"]),
-            )
+            profile: Profile = from_plain(cls, {**body, "graph": ModelGraph.from_json(json.dumps(body["graph"]))})
+            return profile
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None
-
-
-def _by_node(found: Any) -> tuple[int, tuple[float, ...]] | None:
-    return None if found is None else (int(found[0]), tuple(map(float, found[1])))

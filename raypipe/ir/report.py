@@ -1,22 +1,27 @@
-"""What a stage says about a step: a few numbers, never a tensor."""
+"""Step reports of stages, step records of the run, and the list of the newest records: numbers only, no tensors.
+
+as objects    StepRecord(step=7, loss=0.31, ...)     450 bytes each, mostly for the boxed numbers
+in columns    step   5    6    7                     120 bytes
+              loss   0.4  0.3  0.31
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, overload
 
 from raypipe.errors import DataError
-from raypipe.ir.links import MessageTimes, StageSample
+from raypipe.ir.communication import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
-__all__ = ["Averages", "CopyReport", "Norms", "Numbers", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
-
 Averages = tuple[tuple[float, float], ...]
-"""(loss, items that it averages over) of each part of a loss."""
+"""(value, number of items averaged) for each part of a loss."""
 Numbers = tuple[tuple[str, float], ...]
-"""By name; a tuple, so that records that hold it compare and hash."""
+"""(name, value) pairs; a tuple, so that records are comparable and hashable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +29,9 @@ class Norms:
     """Gradient norms of a stage's parameters.
 
     Attributes:
-        places: of the parameters among all of the model's, in the user's order.
-        norms: one each.
-        dtype: that they were computed in, by its name in torch.
+        places: indices of the parameters in model.parameters() order.
+        norms: norm of each parameter.
+        dtype: torch name of the dtype that they were computed in.
     """
 
     places: tuple[int, ...]
@@ -35,12 +40,12 @@ class Norms:
 
 
 class CopyReport(NamedTuple):
-    """A copy of a stage's state in memory that another worker holds, or this one where nobody else is to.
+    """In-memory copy of a stage's state on another worker (or on its own, if no other worker may hold it).
 
     Attributes:
-        step: after which it was taken.
-        copied_s: that copying took.
-        sent_s: from the first byte on its way to the last.
+        step: step after which it was taken.
+        copied_s: seconds of copying.
+        sent_s: seconds from the first byte sent to the last.
     """
 
     step: int
@@ -50,38 +55,41 @@ class CopyReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One mini-batch on one stage.
+    """Report of one stage on one mini-batch.
+
+    Norms are "per stage" if every stage clips its gradients by their own norm, without waiting for the other stages.
 
     Attributes:
-        stage: who reports.
+        stage: the reporting stage.
         step: optimizer step, counted from 0 over the run; for evaluation, the batch.
-        samples: in the mini-batch.
-        loss: of the mini-batch, after loss_reduction; the same on every stage (None on all but the last
-            in evaluation and where stages take norms alone).
-        grad_norm: over the whole model, before clipping; None in evaluation and where stages take norms alone.
-        stage_grad_norm: over this stage, where they do.
-        norms: of its parameters, where stages take norms alone in a synchronous step: together they make grad_norm.
+        samples: samples of the mini-batch.
+        loss: loss of the mini-batch after loss_reduction, on every stage; in evaluation, and if norms are per stage, on
+            the last stage only, else None.
+        grad_norm: gradient norm of the whole model before clipping; None in evaluation and if norms are per stage.
+        stage_grad_norm: gradient norm of this stage before clipping; None unless norms are per stage.
+        norms: gradient norm of each parameter, if norms are per stage in a synchronous step; those of all stages give
+            the norm of the model.
         start_s, end_s: on the host's monotonic clock.
-        busy_s: in F, B, I and W.
-        wait_s: waiting for messages.
-        sent_bytes: handed to the next stage and to the one before, as they travel.
-        uncompressed_bytes: the same without a codec.
+        busy_s: seconds in F, B, I and W.
+        wait_s: seconds waiting for messages.
+        sent_bytes: bytes sent to the next stage and to the previous one, after any codec.
+        uncompressed_bytes: sent_bytes before the codec.
         peak_in_flight: most micro-batches whose activations were held at once.
         weight_versions: copies of the weights that the stage holds.
-        spans: every action, where asked for (monotonic clock).
-        sample, messages: how long actions and messages took, where asked for.
-        worker: that holds the stage; None for one of its own.
-        averages: of each part of an evaluation's loss, with the items that it averages over (samples, valid labels);
-            none on all stages but the last.
-        skipped: it was not finite, and no stage took the step.
-        copying: the worker copied its state or sent a copy meanwhile, so that the times are no measurement.
-        copied: the newest whole copy of this stage that its holder has, if any.
-        damaged: activations and gradients that came damaged and were asked for again, or others before them.
-        lr: learning rate that the stage's first parameter group stepped with; None where nothing learns or steps.
-        metrics: by name, at the end of an evaluation, of the last stage.
-        tokens: of the mini-batch, where the stage reads token ids; see engine/token_count.py.
-        exchanged_bytes: handed to other replicas of the stage, most of them sums of gradients.
-        remark: what in the data made the loss of an evaluation no number; empty where it is one, or the data is well.
+        spans: every action (monotonic clock), if the order has keep_spans.
+        sample: median seconds of the stage's actions, if the order has measure.
+        messages: sizes and time stamps of received messages, if the order has measure.
+        worker: number of the stage's worker; None if it equals the stage's number.
+        averages: each part of an evaluation's loss with the items that it averages over (samples, valid labels); empty
+            on all stages but the last.
+        skipped: loss or gradient was not finite, and no stage took the step.
+        copying: the worker copied its state or sent a copy meanwhile, so that its times are not representative.
+        copied: the newest complete copy of this stage on its holder, if any.
+        lr: learning rate of the stage's first parameter group; None if the stage has no parameters or took no step.
+        metrics: metrics by name, at the end of an evaluation, on the last stage.
+        tokens: tokens of the mini-batch, if the stage reads token ids; see engine/stage/feed.py.
+        exchanged_bytes: bytes sent to other replicas of the stage, mostly gradient sums.
+        remark: the input value that made an evaluation loss NaN or infinite; "" if every value is finite.
     """
 
     stage: int
@@ -107,7 +115,6 @@ class StepReport:
     skipped: bool = False
     copying: bool = False
     copied: CopyReport | None = None
-    damaged: int = 0
     lr: float | None = None
     metrics: Numbers = ()
     tokens: int = 0
@@ -117,21 +124,23 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the whole pipeline: a line of the progress display, a row of metrics.parquet.
+    """Record of one step of the whole pipeline: a line of the progress display, a row of metrics.parquet.
 
     Attributes:
-        step, samples, loss, grad_norm: as in StepReport.
-        seconds: from the end of the step before to the end of this one.
-        bubble_fraction: share of worker time without computation; where steps overlap, right in the mean over some.
+        step: index of the step, from 0; progress, status and checkpoints count completed steps, from 1.
+        samples, loss, grad_norm: as in StepReport.
+        seconds: from the end of the previous step to the end of this one.
+        bubble_fraction: share of worker time without computation; if steps overlap, correct on average only.
         link_bytes_per_s: bytes over all links and both directions, per second.
-        peak_in_flight: largest of any stage.
-        schedule: that it ran with, in words.
+        peak_in_flight: maximum over the stages.
+        schedule: name of the schedule, as ``ScheduleSpec.name``.
         skipped: loss or gradient norm was not finite, and no stage took the step.
-        lr: learning rate of the first parameter group, as this step took it; 0 in runs of older releases.
-        tokens: token ids of the mini-batch, padding included; 0 where its data has none.
-        goodput: share of the time since the stages were ready in which the run got further, with pauses and steps that
-            were done again counted as lost; 0 where it is not known.
-        evaluation: eval_loss and the metrics, as eval_<name>, where an evaluation followed the step.
+        lr: learning rate of the first parameter group in this step; None if the optimizer computes it itself, as
+            Adafactor with lr=None; 0 in runs of older releases.
+        tokens: token ids of the mini-batch, padding included; 0 if the data has none.
+        goodput: share of the time since the stages were ready that was spent on new steps: pauses and repeated steps
+            count as lost; 0 if unknown.
+        evaluation: eval_loss and the metrics, as eval_<name>, if an evaluation followed the step.
     """
 
     step: int
@@ -144,7 +153,7 @@ class StepRecord:
     peak_in_flight: int
     schedule: str = ""
     skipped: bool = False
-    lr: float = 0.0
+    lr: float | None = 0.0
     tokens: int = 0
     goodput: float = 0.0
     evaluation: Numbers = ()
@@ -159,22 +168,22 @@ class StepRecord:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of the numbers that are 0 because they are not known: they are not shown."""
+        """Names of the fields that are 0 because they are unknown; displays leave them out."""
         return (*(() if self.tokens else ("tokens", "tokens_per_s")), *(() if self.goodput else ("goodput",)))
 
 
-def mean_loss(found: Sequence[Averages], *, sums: bool) -> float:
-    """The loss over many mini-batches.
+def mean_loss(averages: Sequence[Averages], *, sums: bool) -> float:
+    """Combine the loss over many mini-batches.
 
     Args:
-        found: of each mini-batch.
-        sums: the losses add up; else each part weighs as much as its items.
+        averages: averages of each mini-batch.
+        sums: True to add the losses, False to average each part weighted by its items.
 
     Raises:
-        DataError: nothing in the data counts.
+        DataError: no item counts.
     """
     total = 0.0
-    for part in zip(*found, strict=True):
+    for part in zip(*averages, strict=True):
         counting = [(loss, items) for loss, items in part if items]
         if not counting:
             raise DataError("The data has no target that counts, so its loss is an average over nothing.")
@@ -190,11 +199,11 @@ def merge_reports(
     previous_end_s: float | None,
     total: Callable[[Sequence[Norms]], float] | None = None,
 ) -> StepRecord:
-    """One record from the reports of all stages on one step.
+    """Merge the reports of all stages on one step into one record.
 
     Args:
-        previous_end_s: when the step before ended; None for the first step of a run.
-        total: what torch makes of all parameters' norms.
+        previous_end_s: end of the previous step; None for the first step of a run.
+        total: computes the total norm from the parameters' norms, as torch does.
     """
     begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
     seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)
@@ -217,7 +226,96 @@ def merge_reports(
         link_bytes_per_s=sum(sum(r.sent_bytes) + r.exchanged_bytes for r in reports) / seconds,
         peak_in_flight=max(r.peak_in_flight for r in reports),
         skipped=any(r.skipped for r in reports),
-        lr=next((r.lr for r in reports if r.lr is not None), 0.0),
+        lr=next((r.lr for r in reports if r.lr is not None), None),
         # Every replica of a stage counts its own micro-batches.
         tokens=max(sum(r.tokens for r in reports if r.stage == stage) for stage in {r.stage for r in reports}),
     )
+
+
+_CODES = {"int": "q", "float": "d", "bool": "b"}
+_FIELDS = {field.name: str(field.type) for field in fields(StepRecord)}
+_SPARE = 8
+"""Records are dropped an eighth at a time: each time all that are kept move up."""
+
+
+class KeptRecords(Sequence[StepRecord]):
+    """Tail of a growing list of records. Items are created on access; a slice is a KeptRecords too.
+
+    Args:
+        records: initial records.
+        most: number of records that are always kept; up to an eighth more may be. None keeps all.
+
+    Attributes:
+        first: index of the oldest kept record in the whole list.
+    """
+
+    def __init__(self, records: Iterable[StepRecord] = (), most: int | None = None) -> None:
+        self._columns: dict[str, Any] = {
+            name: array(_CODES[kind]) if kind in _CODES else [] for name, kind in _FIELDS.items()
+        }
+        self._most = most
+        self.first = 0
+        self.extend(records)
+
+    @property
+    def end(self) -> int:
+        """Index of the newest record plus one, counted over all records, those that were dropped too."""
+        return self.first + len(self)
+
+    def append(self, record: StepRecord) -> None:
+        for name, column in self._columns.items():
+            value = getattr(record, name)
+            # Records that came from another process bring a text each, of the few that there are.
+            column.append(sys.intern(value) if _FIELDS[name] == "str" else value)
+        if self._most is not None and len(self) > self._most + self._most // _SPARE:
+            self.forget(len(self) - self._most)
+
+    def extend(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
+            self.append(record)
+
+    def pop(self) -> StepRecord:
+        """Remove and return the newest record."""
+        record = self[-1]
+        for column in self._columns.values():
+            column.pop()
+        return record
+
+    def forget(self, count: int) -> None:
+        """Drop the ``count`` oldest records."""
+        self.first += min(count, len(self))
+        for column in self._columns.values():
+            del column[:count]
+
+    def clear(self) -> None:
+        """Drop all records."""
+        self.forget(len(self))
+
+    def since(self, place: int) -> list[StepRecord]:
+        """Return the kept records from index ``place`` of the whole list on."""
+        return list(self[max(0, place - self.first) :])
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Return one field of all records, not copied: an array of numbers or bools, else a list."""
+        return self._columns[name]  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    @overload
+    def __getitem__(self, place: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> KeptRecords: ...
+
+    def __getitem__(self, place: int | slice) -> StepRecord | KeptRecords:
+        columns = {name: column[place] for name, column in self._columns.items()}
+        if isinstance(place, slice):
+            records = KeptRecords()
+            records._columns = columns
+            return records
+        columns = {name: bool(value) if _FIELDS[name] == "bool" else value for name, value in columns.items()}
+        return StepRecord(**columns)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records>"

@@ -1,4 +1,7 @@
-"""Actions, the one dependency rule, and schedules: a pipeline step as a program.
+"""Schedules: rows of actions per worker, and the rule for the dependencies between actions.
+
+An action reads ``2F0``: stage, operation, micro-batch. The same text is the file format, the log
+format, the label in traces and the notation of the tests (torch.distributed.pipelining uses it too).
 
 For REDUCE_GRAD, REDUCE_NORM and STEP the number is the *last* micro-batch of the update, so that
 ``0STEP7`` is the optimizer step that consumes the gradients of every micro-batch up to 7.
@@ -6,44 +9,166 @@ For REDUCE_GRAD, REDUCE_NORM and STEP the number is the *last* micro-batch of th
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.action import COMPUTE, Action, Op, parse_action
-from raypipe.ir.packed import OP_CODE, PackedRow
 
-__all__ = [
-    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "groups_in",
-    "in_lane_order", "lane_of", "parse_action", "single_homes",
-]  # fmt: skip
+EVALUATION = 1 << 40
+"""Micro-batch numbers of evaluations start here, so that their messages never meet those of training."""
+
+
+class Op(StrEnum):
+    """Operations of a worker."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  (the field's letter for the input half of a backward)
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    REDUCE_NORM = "REDUCE_NORM"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+
+
+class Action(NamedTuple):
+    """One instruction: ``stage`` does ``op`` for ``microbatch``."""
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @property
+    def label(self) -> str:
+        """Short text for a message: "2F0", or "2F0 of the evaluations"."""
+        return f"{self.stage}{self.op.value}{_number(self.microbatch)}"
+
+    @property
+    def words(self) -> str:
+        """Long text for a message: "2F0 (micro-batch 0)", or "2F0 (micro-batch 0 of the evaluations)"."""
+        number = self.microbatch - EVALUATION if self.microbatch >= EVALUATION else self.microbatch
+        return f"{self.stage}{self.op.value}{number} ({microbatch_words(self.microbatch)})"
+
+    def shifted(self, microbatches: int) -> Action:
+        """Return this action for the micro-batch that comes ``microbatches`` later."""
+        return Action(self.stage, self.op, self.microbatch + microbatches)
+
+
+def microbatch_words(microbatch: int) -> str:
+    """Name a micro-batch in a message: "micro-batch 3", or "micro-batch 3 of the evaluations", counted over the run."""
+    return f"micro-batch {_number(microbatch)}"
+
+
+def _number(microbatch: int) -> str:
+    return f"{microbatch - EVALUATION} of the evaluations" if microbatch >= EVALUATION else str(microbatch)
+
+
+_ACTION = re.compile(r"(\d+)(REDUCE_GRAD|REDUCE_NORM|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+
+
+def parse_action(text: str) -> Action:
+    """Parse an action; the inverse of ``str(action)``.
+
+    Raises:
+        ScheduleError: the text is not an action.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ScheduleError(f"{text!r} is not an action: write stage, operation, micro-batch, as in 2F0.")
+    return Action(int(match[1]), Op(match[2]), int(match[3]))
+
+
+OPS = tuple(Op)
+OP_CODE = {op: code for code, op in enumerate(OPS)}
+
+# What _make does, without a Python frame for each of a million tuples.
+_new_action = partial(tuple.__new__, Action)
+
+
+class PackedRow(Sequence[Action]):
+    """Actions of one worker; immutable, equal to the tuple of them.
+
+    Args:
+        stage, microbatch: by action, arrays of type "i".
+        op: by action, indices into ``OPS``, an array of type "b".
+    """
+
+    __slots__ = ("microbatch", "op", "stage")
+
+    def __init__(self, stage: array[int], op: array[int], microbatch: array[int]) -> None:
+        self.stage = stage
+        self.op = op
+        self.microbatch = microbatch
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def __iter__(self) -> Iterator[Action]:
+        return map(_new_action, zip(self.stage, map(OPS.__getitem__, self.op), self.microbatch, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PackedRow: ...
+
+    def __getitem__(self, index: int | slice) -> Action | PackedRow:
+        if isinstance(index, slice):
+            return PackedRow(self.stage[index], self.op[index], self.microbatch[index])
+        return Action(self.stage[index], OPS[self.op[index]], self.microbatch[index])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedRow):
+            return (self.op, self.stage, self.microbatch) == (other.op, other.stage, other.microbatch)
+        if isinstance(other, tuple):
+            return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        shown = " ".join(map(str, self[:8]))
+        return f"<{len(self)} actions: {shown}{' ...' if len(self) > 8 else ''}>"
 
 
 Row = Sequence[Action]
-"""A tuple of actions, or the same as arrays: ``raypipe.ir.packed.PackedRow``."""
+"""A tuple of actions, or the same as arrays: PackedRow."""
 
 Homes = tuple[tuple[int, ...], ...]
-"""By stage, the workers that hold it: its replicas, in their order. The first one leads: it saves and evaluates."""
+"""Workers of each stage (its replicas, in order), by stage. The first one is the leader: it saves and evaluates."""
 
 OF_UPDATES = frozenset({Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP})
-"""What every replica of a stage does at the end of an update, so that it stands in as many rows."""
+"""Operations at the end of an update; every replica of a stage has them in its row."""
 
 
 def single_homes(placement: Iterable[int]) -> Homes:
-    """One worker for each stage: that of ``placement``, by stage."""
+    """Return homes with one worker per stage: ``placement[stage]``."""
     return tuple((worker,) for worker in placement)
 
 
 def groups_in(homes: Homes) -> Homes:
-    """Workers that are replicas of each other, by group, in their order: a group for each stage, or fewer."""
+    """Return the distinct groups of replicas: one per stage, or fewer if workers hold several stages."""
     return tuple(sorted(set(homes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What decides who waits for whom, apart from the order of the rows.
+    """Placement and update rules that determine the dependencies between actions.
 
     A micro-batch belongs to a lane, and a lane to one replica of every stage, so that gradients which are summed up
     by lane come out the same however many replicas there are.
@@ -54,15 +179,16 @@ class Wiring:
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
-        lanes: into how many micro-batches are dealt out in turn, at least one for each replica of a stage.
-        intervals: micro-batches per optimizer step by stage, where stages step more often than every update_interval,
-            a multiple of each; empty where they do not. Each then takes the norm of its own.
-        frozen_alone: stages below ``first_trainable`` take no part in the norm of the others. Where steps follow each
-            other without a flush, those behind need their forwards of the next update before they end this one.
+        lanes: number of gradient-accumulation lanes; micro-batches are assigned to them in turn. At least the number
+            of replicas of any stage.
+        intervals: micro-batches per optimizer step by stage, if stages step more often than every update_interval,
+            which is a multiple of each; empty otherwise. Every stage then computes a norm of its own.
+        frozen_alone: stages below ``first_trainable`` take no part in the norm of the others. If steps follow each
+            other without a flush, later stages need their forwards of the next update before they end this one.
 
     Raises:
-        ScheduleError: a stage has no worker, or one twice; a worker shares some of its stages with others but not all;
-            there are fewer lanes than replicas; intervals are no parts of update_interval.
+        ScheduleError: a stage has no worker, or one twice; a worker shares some but not all of its stages; there are
+            fewer lanes than replicas; intervals do not divide update_interval.
     """
 
     homes: Homes
@@ -108,33 +234,33 @@ class Wiring:
         return len(self.homes)
 
     def interval_of(self, stage: int) -> int:
-        """Micro-batches per optimizer step of a stage."""
+        """Return the micro-batches per optimizer step of a stage."""
         return self.intervals[stage] if self.intervals else self.update_interval
 
     def normed_with(self, stage: int) -> Sequence[int]:
-        """Stages whose gradients the norm of this one's update is taken of."""
+        """Return the stages whose gradients enter the norm of this stage's update."""
         if self.norm_per_stage or (self.frozen_alone and stage < self.first_trainable):
             return (stage,)
         return range(self.first_trainable if self.frozen_alone else 0, self.num_stages)
 
     def alone(self, worker: int) -> bool:
-        """Whether each stage of this worker takes a norm of its own."""
+        """Return True if each stage of this worker computes a norm of its own."""
         learning = self.homes[self.first_trainable :]
         return self.norm_per_stage or (self.frozen_alone and not any(worker in workers for workers in learning))
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage that leads its replicas: the only one, where it has one."""
+        """Leader of each stage's replicas, by stage."""
         return tuple(workers[0] for workers in self.homes)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Workers by stage."""
+        """Number of workers by stage."""
         return tuple(map(len, self.homes))
 
     @property
     def replicated(self) -> bool:
-        """Whether any stage has several workers."""
+        """True if any stage has several workers."""
         return any(len(workers) > 1 for workers in self.homes)
 
     @property
@@ -143,56 +269,57 @@ class Wiring:
 
     @property
     def by_lane(self) -> tuple[tuple[int, ...], ...]:
-        """``worker_of`` as a table: by stage, the worker of each lane."""
+        """Worker of each lane, by stage: ``worker_of`` as a table."""
         return tuple(tuple(self.worker_of(s, lane) for lane in range(self.lanes)) for s in range(self.num_stages))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
-        """Who runs the stage for this micro-batch."""
+        """Return the worker that runs ``stage`` for this micro-batch."""
         workers, lane = self.homes[stage], int(self.lane_of(microbatch))
         return workers[lane % len(workers)]
 
     def lane_of(self, microbatch: Any) -> Any:
-        """The lane of a micro-batch, or by element those of an array of them."""
+        """Return the lane of a micro-batch, or elementwise of an array."""
         return lane_of(microbatch, self.update_interval, self.lanes)
 
     def crosses(self, stage: int, microbatch: int) -> bool:
-        """Whether stage and stage + 1 sit on different workers for it, so that a link joins them."""
+        """Return True if stage and stage + 1 run on different workers for this micro-batch."""
         return stage + 1 < self.num_stages and self.worker_of(stage, microbatch) != self.worker_of(
             stage + 1, microbatch
         )
 
 
 def lane_of(microbatch: Any, update_interval: int, lanes: int) -> Any:
-    """The lane of a micro-batch, or by element those of an array of them: the one rule of planner and engine.
+    """Return the lane of a micro-batch, or elementwise of an array; shared by planner and engine.
 
-    They are counted within their update, so that every update is dealt out alike; from the beginning where updates
-    are smaller than that.
+    Micro-batches are counted within their update, so that every update is dealt out alike; if an update has fewer
+    micro-batches than lanes, they are counted from the beginning of the run.
     """
     return (microbatch % update_interval if update_interval >= lanes else microbatch) % lanes
 
 
 def in_lane_order(microbatch: int, update_interval: int, lanes: int) -> bool:
-    """Whether the micro-batches of this one's update come lane after lane, each in one of its own.
+    """Return True if the micro-batches of this update occupy consecutive lanes, one each.
 
-    Then summing up micro-batches as they come is summing up lanes in their order.
+    In that case summing micro-batches in order equals summing lanes in order.
     """
     first = 0 if update_interval >= lanes else microbatch // update_interval * update_interval % lanes
     return first + update_interval <= lanes
 
 
 def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
-    """Actions that must have ended before ``action`` may start: the one rule of the whole project.
+    """Return the actions that must end before ``action`` may start.
 
-    Lowering, validation, simulation and the tests call it; nobody restates it. The order within
-    a worker's row comes on top.
+    Lowering, validation, simulation and the tests all call this function. The order within a worker's row is an
+    additional constraint.
 
         F  <- RECV_F <- SEND_F <- F of the stage before       (or directly, on the same worker)
         B  <- F, and RECV_B <- SEND_B <- B of the stage after
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
         stages, or of its own where norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
 
-    What ends an update stands in the row of every replica. So REDUCE_GRAD waits for backwards on all replicas of its
-    stage, and one that is waited for is that of the own row or, if it has none, those of all rows that do.
+    REDUCE_GRAD, REDUCE_NORM and STEP are in the row of every replica. So REDUCE_GRAD waits for backwards on all
+    replicas of its stage; a dependency on such an action means the one in the own row or, if it has none, those in all
+    rows.
 
     The model leaves out that the holders of a shared parameter exchange gradients in REDUCE_GRAD.
     """
@@ -234,14 +361,14 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
 
 
 def _of_all(stage: int, op: Op, microbatches: range) -> PackedRow:
-    """One action for each micro-batch; an update may have thousands, so they are not made one by one."""
+    """Return ``op`` for each micro-batch, packed: an update may have thousands."""
     count = len(microbatches)
     return PackedRow(array("i", (stage,)) * count, array("b", (OP_CODE[op],)) * count, array("i", microbatches))
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who does what in which order, from one flush to the next, in micro-batches counted from 0.
+    """Schedule: the order of actions on each worker, from one flush to the next; micro-batches are counted from 0.
 
     A synchronous step has only a ``body``. An asynchronous schedule is the same type with more in
     it: a prologue fills the pipeline, the body repeats, the epilogue drains it.
@@ -251,7 +378,7 @@ class Schedule:
         epilogue   base repeats * stride
 
     Attributes:
-        kind: name and numbers for people, as ``ScheduleSpec.name``: ``kfkb k=2``.
+        kind: name with numbers, as ``ScheduleSpec.name``: ``kfkb k=2``.
         wiring: see Wiring.
         body: one row of actions per worker.
         stride: micro-batches that one repetition of the body consumes.
@@ -274,30 +401,30 @@ class Schedule:
         return self.wiring.num_stages
 
     def row(self, worker: int, repeats: int = 1) -> tuple[Action, ...]:
-        """The whole row of one worker with the body repeated: what the worker carries out."""
+        """Return the whole row of one worker, with the body repeated."""
         parts = list(self._parts(worker, repeats))
         if len(parts) == 1 and not parts[0][1]:
             return tuple(parts[0][0])
         return tuple(a.shifted(shift) if shift else a for row, shift in parts for a in row)
 
     def rows(self, repeats: int = 1) -> tuple[tuple[Action, ...], ...]:
-        """Every worker's row, in worker order."""
+        """Return all rows, by worker."""
         return tuple(self.row(w, repeats) for w in range(self.num_workers))
 
     def num_microbatches(self, repeats: int = 1) -> int:
-        """Micro-batches from one flush to the next."""
+        """Count the micro-batches from one flush to the next."""
         parts = (part for worker in range(self.num_workers) for part in self._parts(worker, repeats))
         return 1 + max((a.microbatch + shift for row, shift in parts for a in row if a.op is Op.F), default=-1)
 
     def _repr_html_(self) -> str:
-        """In slots: F takes one, B two, I and W one each; of an asynchronous schedule, with its body twice."""
-        from raypipe.ir.pictures.schedule import schedule_svg
+        """Draw the schedule in slots: F 1, B 2, I and W 1 each. An asynchronous schedule has its body twice."""
+        from raypipe.viz.timeline_svg import schedule_svg
 
         rows = self.rows(2 if self.prologue else 1)
         return schedule_svg(rows, lambda action: dependencies(action, self.wiring), self.kind)
 
     def _parts(self, worker: int, repeats: int) -> Iterator[tuple[Row, int]]:
-        """What one worker's row is put together from, each with how far its micro-batches are shifted."""
+        """Yield the parts of one worker's row as (row, shift of its micro-batch numbers)."""
         if self.prologue:
             yield self.prologue[worker], 0
         for i in range(repeats):

@@ -1,4 +1,4 @@
-"""A schedule in its one form: the kind with its numbers, and one table of what each kind is.
+"""ScheduleSpec: a schedule's kind with its numbers, and the table of all kinds.
 
     config, request --> ScheduleSpec --> planner.schedule.schedule_of --> rows of actions
     plan.json, segments, memory model, controller: the same ScheduleSpec
@@ -17,21 +17,20 @@ from difflib import get_close_matches
 from typing import Any
 
 from raypipe.errors import ScheduleError
-
-__all__ = ["AUTO_KINDS", "KINDS", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
+from raypipe.ir.from_plain import from_plain
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """What everybody else has to know about one kind of schedule.
+    """Properties of one kind of schedule.
 
     Attributes:
-        takes: the fields of a ScheduleSpec that mean something to it, besides those that all kinds have.
-        synchronous: the pipeline runs empty before every update of the weights.
+        takes: fields of ScheduleSpec that apply to this kind only.
+        synchronous: the pipeline is flushed before every update of the weights.
         splits_backward: backwards are I and W instead of B.
-        stages_per_worker: 1 or 2; None for as many as ``chunks`` says.
-        searched: the controller searches its numbers where the user leaves them open.
-        memory_formula: planner.memory knows by formula what it holds; rows of other kinds are counted.
+        stages_per_worker: 1 or 2; None for ``chunks`` stages.
+        searched: the controller searches its numbers if the user leaves them open.
+        memory_formula: planner.cost.memory has a formula for its activations; rows of other kinds are counted.
     """
 
     takes: tuple[str, ...] = ()
@@ -43,12 +42,12 @@ class ScheduleKind:
 
     @property
     def turned(self) -> bool:
-        """Whether the controller may turn anything of a run: its schedule, its micro-batches or its codecs."""
+        """True if the controller may change the schedule, micro-batches or codecs of a run."""
         return self.synchronous and not self.several_stages
 
     @property
     def several_stages(self) -> bool:
-        """Whether a worker holds several stages."""
+        """True if a worker holds several stages."""
         return self.stages_per_worker != 1
 
 
@@ -63,10 +62,10 @@ KINDS: Mapping[str, ScheduleKind] = {
     "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False),
     "2bw": ScheduleKind(("slack",), synchronous=False),
 }
-"""Every kind of schedule, by the name that a configuration gives it."""
+"""Kinds of schedules, by the name in PipelineConfig.schedule."""
 
 AUTO_KINDS = ("1f1b", "slack", "zb-h1")
-"""What schedule="auto" may become. Not kfkb: slack is as quick on every link and keeps fewer micro-batches
+"""Candidates of schedule="auto". kfkb is left out: slack is as fast on every link and holds fewer micro-batches
 (docs/design/0015-controller.md)."""
 
 _LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
@@ -74,12 +73,12 @@ _UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}
 
 
 def takes(schedule: str, field: str) -> bool:
-    """Whether a field of ScheduleSpec means something to a schedule by its name; "auto" and files take none."""
+    """Return True if a field of ScheduleSpec applies to the named schedule; False for "auto" and files."""
     return schedule in KINDS and field in KINDS[schedule].takes
 
 
 def kinds_to_search(schedule: str) -> tuple[str, ...]:
-    """What the controller may turn a schedule into whose numbers are left open; none where it stays as it is."""
+    """Return the kinds that the controller may switch to if the numbers are left open; () if it may not."""
     if schedule == "auto":
         return AUTO_KINDS
     return (schedule,) if schedule in KINDS and KINDS[schedule].searched else ()
@@ -87,20 +86,20 @@ def kinds_to_search(schedule: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """All that decides the order of actions, for a number of stages that is given beside it.
+    """Kind and numbers that determine the order of actions, given the number of stages.
 
     Attributes:
-        kind: of ``KINDS``.
+        kind: key of ``KINDS``.
         num_microbatches: M, per optimizer step.
         group_size: k of kfkb.
-        slack: r by hop, of slack, zb-h1 and the asynchronous kinds; empty with a single stage.
+        slack: r by hop, for slack, zb-h1 and the asynchronous kinds; empty with a single stage.
         chunks: v, stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
-        overlap: no stage waits for the gradient norm of all stages before its optimizer step, so that steps of kinds
-            that can do so overlap. It is a property of the run, so that kinds that cannot may have it too.
+        overlap: no stage waits for the global gradient norm before its optimizer step, so that steps overlap if the
+            kind allows it. A property of the run: kinds that cannot overlap accept it too.
         update_interval: u of pipedream, micro-batches per update.
         replicas: workers by stage; empty for one each.
-        lanes: into which gradients are summed, at least as many as any stage has replicas.
+        lanes: gradient-accumulation lanes, at least as many as any stage has replicas.
         per_replica: a stage of pipedream updates as soon as each of its replicas has done one more micro-batch.
 
     Raises:
@@ -154,16 +153,16 @@ class ScheduleSpec:
 
     @property
     def of_kind(self) -> ScheduleKind:
-        """The row of the table."""
+        """Properties of this kind."""
         return KINDS[self.kind]
 
     def with_microbatches(self, num_microbatches: int) -> ScheduleSpec:
-        """The same schedule for another number of micro-batches; groups are never larger than that."""
+        """Return this schedule for another number of micro-batches, with group_size limited to it."""
         group_size = min(self.group_size, max(1, num_microbatches))
         return replace(self, num_microbatches=num_microbatches, group_size=group_size)
 
     def as_kind(self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = ()) -> ScheduleSpec:
-        """Another synchronous kind for the same micro-batches and stages."""
+        """Return another synchronous kind for the same micro-batches and stages."""
         return ScheduleSpec(
             kind,
             self.num_microbatches,
@@ -177,7 +176,7 @@ class ScheduleSpec:
 
     @property
     def name(self) -> str:
-        """Kind and numbers for people, without the micro-batches: ``slack r=2,2,1``."""
+        """Kind with its numbers, without the micro-batches: ``slack r=2,2,1``."""
         parts = [self.kind]
         for field in self.of_kind.takes:
             value = getattr(self, field)
@@ -197,42 +196,46 @@ class ScheduleSpec:
 
     @classmethod
     def parse(cls, text: str) -> ScheduleSpec:
-        """Inverse of ``str``.
+        """Parse a schedule; the inverse of ``str``.
 
         Raises:
             ScheduleError: the text is no such form.
         """
         (kind, *numbers), *rest = [part.split() for part in text.split(", ")] if text.strip() else [[""]]
         fields = {letter: field for field, letter in _LETTERS.items()} | {"M": "num_microbatches"}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part in (*numbers, *(" ".join(words) for words in rest)):
             name, _, value = part.partition("=")
             field = fields.get(name, name)
             try:
                 if field in ("overlap", "per_replica") and not value:
-                    found[field] = True
+                    values[field] = True
                 elif field in ("slack", "replicas"):
-                    found[field] = tuple(map(int, value.split("," if field == "slack" else "-")))
+                    values[field] = tuple(map(int, value.split("," if field == "slack" else "-")))
                 elif field in (*_UNSET, "num_microbatches", "first_trainable", "lanes"):
-                    found[field] = int(value)
+                    values[field] = int(value)
                 else:
                     raise ValueError
             except ValueError:
                 raise ScheduleError(
                     f"{part!r} in the schedule {text!r} cannot be read: write it as 'slack r=2,2,1, M=8'."
                 ) from None
-        return cls(kind, **found)
+        return cls(kind, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without replicas and lanes where there is one of each."""
-        found = asdict(self)
+        """Return a JSON-serializable dict, without replicas and lanes if there is one of each."""
+        fields = asdict(self)
         for name, single in (("replicas", ()), ("lanes", 1), ("per_replica", False)):
-            if found[name] == single:
-                del found[name]
-        return found
+            if fields[name] == single:
+                del fields[name]
+        return fields
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> ScheduleSpec:
-        """Inverse of ``to_dict``, as JSON keeps it (lists for tuples)."""
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-        return cls(**values)
+    def from_dict(cls, fields: Mapping[str, Any]) -> ScheduleSpec:
+        """Read what ``to_dict`` wrote, after JSON turned tuples into lists.
+
+        Raises:
+            ScheduleError, ValueError: names the field.
+        """
+        spec: ScheduleSpec = from_plain(cls, dict(fields))
+        return spec

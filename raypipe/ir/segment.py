@@ -1,9 +1,10 @@
-"""Segments: what the driver orders, from one flush of the pipeline to the next or a part of that.
+"""Segments and orders: the driver sends orders and receives reports, nothing else.
 
     synchronous     | whole | whole | whole |               one mini-batch each, the pipeline runs empty between them
     asynchronous    | fill | steady | steady | drain |      micro-batches of the next mini-batch are under way between
 
-A segment *completes* mini-batches: their last backward lies in it. Their first forwards may lie in the one before.
+A segment is the unit of work in an order. It *completes* mini-batches: it contains their last backward. Their first
+forwards may be in the segment before.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import NamedTuple
 
 from raypipe.ir.schedule_spec import ScheduleSpec
 
-__all__ = ["Phase", "RowsKey", "Segment"]
-
 
 class Phase(Enum):
-    """Which part of its schedule a segment runs.
+    """Part of a schedule that a segment runs.
 
     WHOLE begins and ends with an empty pipeline. FILL is prologue and body, STEADY a body, DRAIN the epilogue.
     """
@@ -38,14 +37,15 @@ class Phase(Enum):
 
 
 class RowsKey(NamedTuple):
-    """Which rows a segment runs; workers learn each set of rows once.
+    """Key of the rows that a segment runs; workers receive each set of rows once.
 
     Attributes:
-        num_microbatches: of one mini-batch.
-        num_minibatches: that the rows complete.
-        training: False evaluates.
-        update_interval: as in Segment. A mini-batch that is smaller than the others may have as many micro-batches.
-        spec: of these micro-batches where it is not the plan's; None for the plan's own.
+        num_microbatches: micro-batches per mini-batch.
+        num_minibatches: mini-batches completed by the rows.
+        training: False for evaluation.
+        update_interval: as in Segment; part of the key, because a smaller last mini-batch may have equally many
+            micro-batches.
+        spec: schedule if it differs from the plan's; None for the plan's own.
     """
 
     num_microbatches: int
@@ -67,12 +67,12 @@ class Segment:
         first_microbatch: number of its first micro-batch over the whole run.
         epoch, offset: its samples are those at positions offset, offset + 1, ... of this epoch's order.
         microbatch_samples: sizes of the micro-batches of ONE mini-batch, in order.
-        num_minibatches: mini-batches that are completed, all cut alike.
-        phase: which part of the schedule; all but those that end empty begin the next mini-batch too, whose
-            samples follow and which is cut alike.
+        num_minibatches: mini-batches completed, all with the same micro-batch sizes.
+        phase: part of the schedule; unless it ends empty, it also begins the next mini-batch, which has the samples
+            that follow and the same micro-batch sizes.
         update_interval: micro-batches per update of the parameters, None for the whole mini-batch.
-        generation: of the plan.
-        spec: schedule where it is not the plan's own; only of a WHOLE one.
+        generation: generation of the plan.
+        spec: schedule if it differs from the plan's own; WHOLE segments only.
     """
 
     first_step: int
@@ -96,13 +96,40 @@ class Segment:
         return self.update_interval or len(self.microbatch_samples)
 
     def rows(self, *, training: bool) -> RowsKey:
-        """The rows that carry it out."""
+        """Return the key of the rows that execute this segment."""
         count = len(self.microbatch_samples)
         spec = None if self.spec is None else self.spec.with_microbatches(count)
         return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval, spec)
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
-        """(step, position in the epoch's order of the first sample, samples) of a global micro-batch."""
+        """Return (step, position of the first sample in the epoch's order, samples) of a global micro-batch."""
         minibatch, index = divmod(microbatch - self.first_microbatch, len(self.microbatch_samples))
         start = self.offset + minibatch * self.minibatch_samples + sum(self.microbatch_samples[:index])
         return self.first_step + minibatch, start, self.microbatch_samples[index]
+
+
+class Order(NamedTuple):
+    """Order to execute a segment.
+
+    Attributes:
+        training: False for evaluation.
+        keep_spans: record start and end of every action.
+        save_to: checkpoint folder below the run's folder; every stage takes a snapshot after the segment and writes it
+            there while training continues. "" for no checkpoint.
+        measure: report the seconds of actions and messages.
+        codecs: codecs of all messages from this segment on, by hop: (forward, backward); empty for the configured ones.
+        keep_copy: every stage copies its state after the segment to memory, for a rollback.
+    """
+
+    segment: Segment
+    training: bool = True
+    keep_spans: bool = False
+    save_to: str = ""
+    measure: bool = False
+    codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    keep_copy: bool = False
+
+    @property
+    def rows(self) -> RowsKey:
+        """Key of the rows that execute the order."""
+        return self.segment.rows(training=self.training)

@@ -1,14 +1,18 @@
-"""What ran when: the one type of a simulated and of a measured run."""
+"""Timeline of a simulated or measured run, and the messages in it.
+
+worker 0   [F0][SEND_F0]
+worker 1   [RECV_F0......][F0]            in transit from the start of SEND_F0 to the end of RECV_F0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, overload
 
-from raypipe.ir.action import COMPUTE, Action
-
-__all__ = ["Span", "Timeline"]
+from raypipe.ir.schedule import COMPUTE, Action, Op, PackedRow
 
 
 class Span(NamedTuple):
@@ -20,15 +24,65 @@ class Span(NamedTuple):
     end_s: float
 
 
+# What _make does, without a Python frame for each of a million tuples.
+_new_span = partial(tuple.__new__, Span)
+
+
+class PackedSpans(Sequence[Span]):
+    """Spans of a simulated run; immutable, equal to the tuple of them.
+
+    Args:
+        worker: by span, an array of type "i".
+        actions: by span.
+        start_s, end_s: by span, arrays of type "d".
+    """
+
+    __slots__ = ("actions", "end_s", "start_s", "worker")
+
+    def __init__(self, worker: array[int], actions: PackedRow, start_s: array[float], end_s: array[float]) -> None:
+        self.worker = worker
+        self.actions = actions
+        self.start_s = start_s
+        self.end_s = end_s
+
+    def __len__(self) -> int:
+        return len(self.worker)
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(_new_span, zip(self.worker, self.actions, self.start_s, self.end_s, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PackedSpans: ...
+
+    def __getitem__(self, index: int | slice) -> Span | PackedSpans:
+        if isinstance(index, slice):
+            return PackedSpans(self.worker[index], self.actions[index], self.start_s[index], self.end_s[index])
+        return Span(self.worker[index], self.actions[index], self.start_s[index], self.end_s[index])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedSpans | tuple):
+            return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} spans>"
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Spans of all workers, with where they come from ("simulated" or "measured").
+    """Spans of all workers.
 
     Attributes:
-        spans: every action that took time, in any order; a tuple, or ``raypipe.ir.spans.PackedSpans``.
+        spans: every action that took time, in any order; a tuple, or PackedSpans.
         source: "simulated" or "measured".
         peak_in_flight: most micro-batches whose activations each stage held at once, by stage.
-        name: what was run, for the viewer's title.
+        name: title in viewers.
     """
 
     spans: Sequence[Span]
@@ -42,13 +96,13 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end, in seconds."""
+        """Seconds from the first start to the last end."""
         if not self.spans:
             return 0.0
         return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
 
     def busy_s(self, worker: int) -> float:
-        """Seconds the worker spent in F, B, I and W."""
+        """Return the seconds that a worker spent in F, B, I and W."""
         return sum(s.end_s - s.start_s for s in self.spans if s.worker == worker and s.action.op in COMPUTE)
 
     @property
@@ -58,6 +112,46 @@ class Timeline:
         return 1.0 - sum(self.busy_s(w) for w in range(self.num_workers)) / span if span else 0.0
 
     def _repr_html_(self) -> str:
-        from raypipe.ir.pictures.timeline import timeline_svg
+        from raypipe.viz.timeline_svg import timeline_svg
 
         return timeline_svg([self])
+
+
+class MessageSpan(NamedTuple):
+    """Message between two workers.
+
+    Attributes:
+        action: its SEND, even if the timeline lacks it.
+        source: span of the SEND, or of the F, B or I that made it.
+        target: span of the RECV, or of the F, B, I or W that uses it.
+        start_s, sent_s, taken_s: times at which it leaves, has been sent, and is received.
+    """
+
+    action: Action
+    source: Span
+    target: Span
+    start_s: float
+    sent_s: float
+    taken_s: float
+
+
+def messages_of(spans: Sequence[Span]) -> Iterator[MessageSpan]:
+    """Yield the messages whose both stages are in the timeline, in the order of their source spans."""
+    by_action = {span.action: span for span in spans if span.end_s - span.start_s >= 2e-9}
+    for source in spans:
+        stage, op, microbatch = source.action
+        if op is Op.F:
+            onward, sends, receives = 1, Op.SEND_F, Op.RECV_F
+        elif op in (Op.B, Op.I):
+            onward, sends, receives = -1, Op.SEND_B, Op.RECV_B
+        else:
+            continue
+        uses = (Op.I, Op.W) if op is Op.I else (op,)
+        user = next(filter(None, (by_action.get(Action(stage + onward, use, microbatch)) for use in uses)), None)
+        if user is None or user.worker == source.worker:
+            continue
+        action = Action(stage, sends, microbatch)
+        sent, taken = by_action.get(action), by_action.get(Action(stage + onward, receives, microbatch))
+        start_s, sent_s = (source.end_s, source.end_s) if sent is None else (sent.start_s, sent.end_s)
+        taken_s = max(sent_s, user.start_s if taken is None else taken.end_s)
+        yield MessageSpan(action, sent or source, taken or user, start_s, sent_s, taken_s)

@@ -1,19 +1,20 @@
-"""Decisions, without torch, clock or chance: what is asked and measured comes in, a plan and its reasons go out.
+"""Planner: pure functions without torch, clock or randomness, from request and measurements to a plan with reasons.
 
     profile, request, cluster
           |
           v
-        tune/                       stages, micro-batches, schedule and weights together, each with its reason
+        search/                     stages, micro-batches, schedule and weights together, each with its reason
        /    \\
       v      v
-    partition/  search/             where to cut  |  which order of actions is the best for this cut, and at these links
+    partition/  candidates.py       cuts of the graph  |  best order of actions for this partition and these links
       |          |
       v          v
-    memory.py  simulate/            bytes at the fullest moment  |  seconds of a step on paper
+    cost/      replay.py            peak bytes of a stage  |  seconds of a step (simulator.py: also the spans)
 
-    control/                        during a run: measured times in, another row of the schedule or another codec out
+    controller/                     during a run: from measured times to other rows of the schedule or other codecs
 
-``columns.py`` holds sums over a graph's nodes, ``tables.py`` a schedule as integer tables, ``segments.py`` says which
-samples come next, ``microbatch.py`` how many micro-batches a mini-batch is cut into. ``schedule/`` writes down who runs
-what in which order.
+``schedule/`` builds the rows of actions of each worker, ``dependency_tables.py`` converts them to integer tables, and
+``segments.py`` determines the samples and rows of each step. ``liveness.py`` detects failed workers. A run continues
+after a loss by ``state_sources.py``, with more or fewer workers by ``elastic.py``, and with workers of other speeds by
+``repartition.py``.
 """

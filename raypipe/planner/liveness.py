@@ -1,23 +1,23 @@
-"""Who is waited for, how long, and what silence means: the one table of liveness, and nothing but arithmetic.
+"""Liveness of workers: the failure that a missing signal means, and the time after which it is assumed.
 
-Two signals say how a worker does: its pulse, answered twice a second by a thread of its own, and the watcher of its
-node, which reads what the kernel says of its process. Seconds are those during which the one who looks was awake
-itself: a driver that was stopped for a minute has not heard of anybody for a minute, and that means nothing.
-Processor time is that of the process and of those that it has started, such as a compiler.
+There are two signals: a worker's heartbeat ("pulse"), answered twice a second by a thread of its own, and the watcher
+of its node, which reads the kernel's data on its process. Only seconds during which the observer itself was running
+count: a driver that was stopped for a minute has received nothing for a minute, which means nothing. Processor time
+includes child processes, such as a compiler.
 
     means        signal                                              limit                         then
     stopped      process in state T                                  STOPPED_S                     ended
-    deadlocked   no pulse, next to no processor time used            DEADLOCKED_S                  ended
+    deadlocked   no pulse, almost no processor time used             DEADLOCKED_S                  ended
     deaf         no pulse, though processor time is used             DEAF_S                        ended
     unreachable  no pulse, and nothing from its node                 driver_grace_s                given up
-    blocked      an action that needs nobody else takes long, and    BLOCKED_S, and BLOCKED_TIMES  ended
-                 next to no processor time is used                   the longest
-    slow         an action that needs nobody else takes long         SLOW_S, and SLOW_TIMES        told
+    blocked      an action that waits for no other worker takes      BLOCKED_S, and BLOCKED_TIMES  ended
+                 long, and almost no processor time is used          the longest
+    slow         an action that waits for no other worker takes long SLOW_S, and SLOW_TIMES        logged
                                                                      the longest
 
-A worker that is given up ends by itself where it lives: its lease, which every pulse renews, is as long.
-A process that has ended needs no row: Ray tells at once. A wait for another stage's message has the deadline of the
-links (engine/state.py), because nobody can tell a slow link from a lost message sooner.
+A worker that is given up ends itself: its lease, which every pulse renews, is as long. A process that has ended needs
+no row: Ray reports it at once. A wait for a message has the deadline of the links (engine/optim/state.py),
+because a slow link cannot be distinguished from a lost message sooner.
 """
 
 from __future__ import annotations
@@ -25,30 +25,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["TABLE", "Finding", "Row", "Seen", "judge"]
-
 STOPPED_S = 1.4
-"""Longer than a stop of one second, which harms nobody, and short enough to be noticed within two."""
+"""Limit above a stop of one second, which is harmless, and low enough to notice a stop within two seconds."""
 DEADLOCKED_S = 60.0
-"""A process that has to be swapped in answers nobody either, and uses little processor time."""
+"""Limit for processes that are being swapped in: they do not answer either, and use little processor time."""
 DEAF_S = 180.0
-"""The user's code may hold Python's lock for minutes without being lost."""
+"""Limit for user code that holds Python's lock for minutes without being hung."""
 BLOCKED_S, BLOCKED_TIMES = 120.0, 100.0
 IDLE_S = 60.0
 SLOW_S, SLOW_TIMES = 20.0, 20.0
 
 
 class Seen(NamedTuple):
-    """What is known of a worker that has answered at least once.
+    """Observations of a worker that has answered at least once.
 
     Attributes:
-        silent_s: since its last pulse.
-        watched: the watcher of its node has answered lately, and sees the process.
-        stopped_s: since when its process is stopped.
-        idle_s: since when its process has used next to no processor time.
-        action: in progress at its last pulse.
-        action_s: how long that has been in progress by now; 0 where it waits for another stage or for data.
-        longest_s: the longest earlier action, measured or planned.
+        silent_s: seconds since its last pulse.
+        watched: True if the watcher of its node has answered lately, and sees the process.
+        stopped_s: seconds for which its process has been stopped.
+        idle_s: seconds for which its process has used almost no processor time.
+        action: action that was in progress at its last pulse.
+        action_s: seconds for which that action has been in progress; 0 if it waits for another stage or for data.
+        longest_s: seconds of the longest earlier action, measured or planned.
     """
 
     silent_s: float
@@ -60,16 +58,15 @@ class Seen(NamedTuple):
     longest_s: float = 0.0
 
 
-class Finding(NamedTuple):
-    """What is wrong with a worker.
+class Diagnosis(NamedTuple):
+    """Failure of a worker, or a warning.
 
     Attributes:
-        means: name of the row.
-        over: it is lost: to be ended, and replaced.
-        why: the rest of a sentence that begins with its name.
-        after_s: how long it took to notice.
-        ran_out_bytes: that it held when it was ended because there was no memory left, 0 unknown; None where that is
-            not why.
+        means: name of the failure, the first column of the table.
+        over: True if the worker is lost, and has to be ended and replaced.
+        why: rest of a sentence that begins with the worker's name.
+        after_s: seconds until the failure was noticed.
+        ran_out_bytes: bytes that it held when it was killed for lack of memory, 0 if unknown; None for other reasons.
     """
 
     means: str
@@ -80,13 +77,14 @@ class Finding(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of the table.
+    """Row of the table: one kind of failure.
 
     Attributes:
-        silence_s: how long the signal has been missing.
-        limit_s: how long that is put up with, given driver_grace_s.
-        over: the worker is lost then.
-        why: the rest of a sentence; may name silence and action.
+        means: name of the failure.
+        silence_s: returns the seconds for which the signal has been missing.
+        limit_s: returns the longest accepted silence, given the observations and driver_grace_s.
+        over: True if the worker is lost after that.
+        why: rest of a sentence that begins with the worker's name; a format string of silence, action and longest.
     """
 
     means: str
@@ -113,7 +111,7 @@ TABLE = (
     ),
     Row(
         "unreachable", lambda seen: 0.0 if seen.watched else seen.silent_s, lambda seen, grace_s: grace_s, True,
-        "has not been heard of for {silence:.0f} s (driver_grace_s), and neither has its node: the node or the network "
+        "has not answered for {silence:.0f} s (driver_grace_s), and neither has its node: the node or the network "
         "to it is gone",
     ),
     Row(
@@ -127,11 +125,11 @@ TABLE = (
         "has been in {action} for {silence:.0f} s, where the longest one before took {longest:.1f} s",
     ),
 )  # fmt: skip
-"""Rows in the order of their weight: the first whose limit has passed is what is told."""
+"""Rows by severity: the first one whose limit has passed is reported."""
 
 
-def judge(seen: Seen, grace_s: float) -> Finding | None:
-    """The first row whose limit has passed; None where all is well.
+def judge(seen: Seen, grace_s: float) -> Diagnosis | None:
+    """Return the finding of the first row whose limit has passed; None if the worker is healthy.
 
     Args:
         grace_s: PipelineConfig.driver_grace_s.
@@ -140,5 +138,5 @@ def judge(seen: Seen, grace_s: float) -> Finding | None:
         silence_s = row.silence_s(seen)
         if silence_s >= row.limit_s(seen, grace_s):
             words = row.why.format(silence=silence_s, action=seen.action, longest=seen.longest_s)
-            return Finding(row.means, row.over, words, silence_s)
+            return Diagnosis(row.means, row.over, words, silence_s)
     return None

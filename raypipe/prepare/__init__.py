@@ -1,19 +1,23 @@
-"""Everything between the user's arguments and the first actor. Nothing is started here.
+"""Preparation of a run: from the user's arguments to a job that is ready to start. No actor is started here.
 
     model, loss, data, config
           |
           v
-      inputs.py            data opened, model captured, what was asked for
+      inputs.py            data opened, model captured, planning request
           |
           v
-    loss_reduction.py      what the loss averages over, tried on real rows
+   preflight/loss_weighting.py   what the loss averages over, tried on real rows
           |
           v
-      profile.py           seconds and bytes of every operation, from the cache or measured
+   model_profile.py        seconds and bytes of every operation, from the cache or measured
           |
           v
-     planning.py           plan, stage programs, one trial of every optimizer  -->  job.py: ready to start
+     prepare.py            plan (run/plans/planning.py), stages, one trial of every optimizer
+          |
+          v
+       job.py              ready to start
 
-``arguments.py`` refuses what can be refused at once, ``identity.py`` says what a run is for settings.json,
-``resume.py`` what an earlier run of the same name left.
+``raypipe/preflight`` has the checks. ``identity.py`` describes a run for settings.json, ``model_code.py`` describes the
+code of its model. ``resume.py`` reads the plan of an earlier run of the same name. ``policies.py`` decides when a run
+saves and evaluates.
 """

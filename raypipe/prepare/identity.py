@@ -1,13 +1,14 @@
-"""What a run is, for settings.json: labels and values that decide the bits of its steps.
+"""Identity of a run for settings.json: labels and values that decide the bits of its steps.
 
-    config      fields that decide bits; how it is cut, scheduled and joined does not, as long as steps do not overlap
+    config      fields that decide bits; partition, schedule and links do not, as long as steps do not overlap
     data        a few rows, the first ones, some of the middle, the last ones
-    optimizer   groups and options, of one made for the whole model
-    scheduler   class, options, and the learning rates that a fresh one gives after 1, 2, 4, ... steps
-    model       names, shapes, element types, and its operations
+    optimizer   groups and options of one that is built for the whole model
+    scheduler   class, options, and the learning rates of a fresh one after 1, 2, 4, ... steps
+    model       names, shapes, element types, and its operations, numbered in their order
+    code        of the model, see model_code.py: compared if the operations differ
 
-Numbers are looked at and nothing is trained: the optimizer takes no step. What a function does inside shows as far as
-it changes these values; a loss_fn goes by its name, and by what it holds if it is a module.
+The optimizer takes no step for this. The code of functions counts only if it changes these values. A loss_fn is
+identified by its name, and if it is a module, also by its options and tensors.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from raypipe import __version__
+from raypipe.capture import Capture, TracedModel
+from raypipe.capture.analyse import UNCAST, Traced
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.engine.capture import Capture
-from raypipe.engine.data.source import Source
-from raypipe.engine.initial.keyed import KeyedInit
-from raypipe.engine.loss_counts import LossCounts
-from raypipe.engine.stage import GraphFunction
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, new_optimizer
+from raypipe.data.open_data import Source
+from raypipe.engine.initial.meta_init import ModuleInit
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, new_optimizer, rate_of
+from raypipe.engine.stage.losses import LossCounts
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.ir.plan import Plan
 from raypipe.ir.weights import VersionRule
-from raypipe.runtime.run.same_run import CUTS, LANES, Settings
+from raypipe.prepare.model_code import options
+from raypipe.run.same_run import CUTS, GRAPH, LANES, REDUCTION
+from raypipe.run.spec import RunIdentity
 
 if TYPE_CHECKING:
     from raypipe.prepare.job import Job
 
-__all__ = ["model_labels", "name_of", "optimizer_labels", "settings_of", "source_labels"]
 
 FIRST, MIDDLE, LAST = 4, 2, 2
-"""Samples that are looked at. Rows of files are decoded by the window, so they lie in three places only."""
+"""Number of samples that are described at the beginning, in the middle and at the end of the data."""
 LATEST_UPDATE = 1024
 _FREE_FIELDS = ("max_grad_norm", "on_nonfinite", "codec_forward", "codec_backward", "precision", "retune_microbatches")
 _ASYNCHRONOUS_FIELDS = ("weight_versions", "update_interval", "vertical_sync")
@@ -47,12 +50,14 @@ _OWN = ("params", "param_names")
 _TURNED = ("base_lrs", "last_epoch", "verbose")
 
 
-def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mapping[str, str] | None = None) -> Settings:
-    """The settings of a run that is planned.
+def settings_of(
+    job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mapping[str, str] | None = None
+) -> RunIdentity:
+    """Build the identity of a planned run.
 
     Args:
-        weights: checksum of those of init_from by its kind, "sha256" of all bytes or "sampled_sha256"; None where
-            nothing was given. Those of two kinds are not compared, so that a run can move between client and workers.
+        weights: checksum of init_from by its kind, "sha256" of all bytes or "sampled_sha256"; None without init_from.
+            Checksums of two kinds are not compared, so that a run can move between client and workers.
     """
     plan, sources, reduction = job.plan, job.sources, job.settings.loss_reduction
     fixed: dict[str, Any] = {
@@ -62,12 +67,12 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         "loss_fn": name_of(loss_fn),
         **(_held(loss_fn, "loss_fn") if isinstance(loss_fn, torch.nn.Module) else {}),
         "init_from": dict(weights) if weights else None,
-        **({"weights_on": "workers"} if any(isinstance(x, KeyedInit) for x in job.unfilled) else {}),
+        **({"weights_on": "workers"} if any(isinstance(x, ModuleInit) for x in job.unfilled) else {}),
         **job.model_labels,
         **source_labels("train_data", sources["train"]),
     }
     free: dict[str, Any] = {
-        "loss_reduction": reduction.words if isinstance(reduction, LossCounts) else name_of(reduction),
+        REDUCTION: reduction.words if isinstance(reduction, LossCounts) else name_of(reduction),
         "schedule": "synchronous" if plan.weights.interval is None else pipeline.schedule,
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
@@ -86,68 +91,76 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
             free |= _lateness_labels(plan)
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}
     trained = [(name, torch.nn.Parameter(x.detach())) for name, x in job.tensors.items() if x.requires_grad]
-    of_class, options = optimizer_labels(trained, job.make_optimizer, job.make_scheduler)
+    of_class, chosen = optimizer_labels(trained, job.arguments.optimizer, job.arguments.lr_scheduler)
     versions = {"raypipe": __version__, "torch": str(torch.__version__)}
-    return Settings({**fixed, **of_class}, {**free, **options}, versions)
+    code = {**job.model_code, REDUCTION: name_of(pipeline.loss_reduction)}
+    return RunIdentity({**fixed, **of_class}, {**free, **chosen}, versions, code)
 
 
 def _lateness_labels(plan: Plan) -> dict[str, Any]:
-    """What decides how old weights of "pipedream" are: its stages, their replicas and how far they run ahead."""
+    """Return the labels that decide the age of weights of "pipedream": stages, replicas and slack."""
     wiring, stages = plan.schedule.wiring, plan.partition.stages
-    found: dict[str, Any] = {"num_stages": len(stages)}
+    labels: dict[str, Any] = {"num_stages": len(stages)}
     if plan.spec is not None:
-        found["slack"] = ", ".join(map(str, plan.spec.slack)) or "none"
+        labels["slack"] = ", ".join(map(str, plan.spec.slack)) or "none"
     if plan.weights.rule is VersionRule.NEWEST or plan.weights.norm_per_stage:
-        found[CUTS] = ", ".join(stage.first_node for stage in stages)
+        labels[CUTS] = ", ".join(stage.first_node for stage in stages)
     if wiring.lanes > 1:
-        found["num_replicas"] = "-".join(map(str, wiring.replicas))
-    return found
+        labels["num_replicas"] = "-".join(map(str, wiring.replicas))
+    return labels
 
 
 def model_labels(model: torch.nn.Module, captured: Capture) -> dict[str, Any]:
-    """The model's class, its parameters and buffers, and a checksum of its operations."""
+    """Describe the model's class, parameters and buffers; if traced, its operations and their constant tensors."""
     tensors = {**captured.parameters, **{n: b for n, b in captured.buffers.items() if n in captured.persistent}}
-    found: dict[str, Any] = {"model": type(model).__qualname__}
+    labels: dict[str, Any] = {"model": type(model).__qualname__}
     for name, tensor in tensors.items():
         kind = "parameter" if name in captured.parameters else "buffer"
         frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
-        found[f"{kind} {name!r}"] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen}"
-    (program,) = captured.programs(())
-    if isinstance(program.train, GraphFunction):
-        text = program.train.source
-    else:
-        children = getattr(program.train, "children", ())
-        text = "\n".join(f"{child.name} {child.module!r} {_options(child.module)}" for child in children)
-    found["operations of the model"] = {"sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return found
+        labels[f"{kind} {name!r}"] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen}"
+    if isinstance(captured.model, TracedModel):
+        traced = captured.model.train.traced
+        labels[GRAPH] = {"sha256": hashlib.sha256(_operations(traced).encode()).hexdigest()}
+        constants = (tensor for tensor in traced.constants.values() if not tensor.is_meta)
+        labels |= {f"tensor {i} in the code of the model": _content(tensor) for i, tensor in enumerate(constants)}
+    return labels
 
 
-def _options(module: torch.nn.Module) -> dict[str, Any]:
-    """What the modules in one are set to by plain values, of which a repr tells what its author chose."""
-    return {
-        f"{path}.{name}".lstrip("."): _value(value)
-        for path, part in module.named_modules()
-        for name, value in sorted(vars(part).items())
-        if not name.startswith("_") and name != "training" and _is_plain(value)
-    }
+def _operations(traced: Traced) -> str:
+    """Format each node of the graph in one line: operation and arguments, with numbers for nodes."""
+    number = {node: f"%{i}" for i, node in enumerate(traced.graph.nodes)}
+    named = {**traced.parameters, **traced.buffers, **traced.columns}
 
+    def shown(part: Any) -> Any:
+        if isinstance(part, fx.Node):
+            return number[part]
+        if isinstance(part, str) or not callable(part):
+            return part
+        return str(part) if isinstance(part, torch._ops.OpOverload) else getattr(part, "__name__", name_of(part))
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    lines = []
+    for node in traced.graph.nodes:
+        what = named.get(node) if node.op == "placeholder" else shown(node.target)
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), shown)
+        lines.append(f"{node.op} {what} {arguments} {node.meta.get(UNCAST, '')}")
+    return "\n".join(lines)
 
 
 def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
-    """Options and tensors of a loss."""
+    """Describe options and tensors of a loss module."""
     tensors = {name: _content(tensor) for name, tensor in module.state_dict().items()}
-    return {f"{title}, {name}": value for name, value in {**_options(module), **tensors}.items()}
+    chosen = {
+        f"{path}.{name}".lstrip("."): _value(value)
+        for path, part in module.named_modules()
+        for name, value in options(part).items()
+    }
+    return {f"{title}, {name}": value for name, value in {**chosen, **tensors}.items()}
 
 
 def source_labels(title: str, source: Source) -> dict[str, Any]:
-    """Number of samples, columns, and what is in a few samples of the first epoch."""
+    """Describe the number of samples, the columns, and the content of a few samples of the first epoch."""
     count, columns = source.num_samples, source.columns
-    found: dict[str, Any] = {
+    labels: dict[str, Any] = {
         f"{title}, number of samples": count,
         f"{title}, columns": ", ".join(map(str, columns)),
     }
@@ -158,20 +171,22 @@ def source_labels(title: str, source: Source) -> dict[str, Any]:
         row = source.read(0, number, 1, columns)
         values = list(row.values()) if isinstance(row, Mapping) else list(row)
         for column, value in zip(columns, values, strict=True):
-            found[f"{title}, sample {number}, column {column}"] = _content(value)
-    return found
+            labels[f"{title}, sample {number}, column {column}"] = _content(value)
+    return labels
 
 
 def optimizer_labels(
     trained: list[tuple[str, torch.nn.Parameter]], make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what cannot change, what can) of the optimizer and its scheduler, made for these parameters.
+    """Describe optimizer and scheduler, built for all trained parameters of the model.
 
-    Nothing where it cannot be made for all of them at once: the stages make one each, and say what is wrong.
+    Returns:
+        (fixed labels, free labels), both empty if the optimizer cannot be built for all parameters at once. That is not
+        an error: each stage builds an optimizer for its own parameters, and reports errors.
     """
     try:
         optimizer = new_optimizer(make_optimizer, trained) if trained else None
-    except Exception:  # noqa: BLE001  (a function of the user's)
+    except Exception:  # noqa: BLE001  (user code)
         optimizer = None
     if optimizer is None:
         return {}, {}
@@ -186,12 +201,14 @@ def optimizer_labels(
 
 
 def name_of(thing: Any) -> Any:
-    """What a person calls a function, a class or an object that stands for one; numbers, texts, None as they are."""
+    """Return the name of a function, a class or an object; numbers, texts and None are returned unchanged."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, functools.partial):
-        given = [str(_value(value)) for value in thing.args] + [f"{k}={_value(v)}" for k, v in thing.keywords.items()]
-        return f"{name_of(thing.func)}({', '.join(given)})"
+        arguments = [str(_value(value)) for value in thing.args] + [
+            f"{k}={_value(v)}" for k, v in thing.keywords.items()
+        ]
+        return f"{name_of(thing.func)}({', '.join(arguments)})"
     if isinstance(thing, torch.nn.Module):
         return " ".join(repr(thing).split())
     return getattr(thing, "__qualname__", type(thing).__qualname__)
@@ -202,20 +219,20 @@ def _scheduler_labels(optimizer: torch.optim.Optimizer, make: MakeScheduler | No
         return {"lr_scheduler": None}
     try:
         scheduler = make(optimizer)
-    except Exception:  # noqa: BLE001  (a function of the user's; the stages say what is wrong)
+    except Exception:  # noqa: BLE001  (user code; the stages report its errors)
         return {}
-    found: dict[str, Any] = {"lr_scheduler": name_of(type(scheduler))}
+    labels: dict[str, Any] = {"lr_scheduler": name_of(type(scheduler))}
     state: Any = getattr(scheduler, "state_dict", dict)()
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if not key.startswith("_") and key not in _TURNED:
-            found[f"{key} of the lr_scheduler"] = _value(value)
-    return found | dict(_rates(optimizer, scheduler.step))
+            labels[f"{key} of the lr_scheduler"] = _value(value)
+    return labels | dict(_rates(optimizer, scheduler.step))
 
 
 def _rates(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Iterable[tuple[str, Any]]:
-    """Learning rates after 1, 2, 4, ... steps, rounded to what processors agree on."""
+    """Yield the learning rates after 1, 2, 4, ... steps, rounded to digits on which processors agree."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step of the optimizer goes with these, nor with those past the end
+        warnings.simplefilter("ignore")  # the scheduler steps without the optimizer, and past its end
         for done in range(1, LATEST_UPDATE + 1):
             try:
                 step()
@@ -224,7 +241,11 @@ def _rates(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Iterabl
             if done & (done - 1) == 0:
                 for number, group in enumerate(optimizer.param_groups):
                     steps = "step" if done == 1 else "steps"
-                    yield f"lr of group {number} after {done} {steps}", float(f"{float(group['lr']):.9g}")
+                    rate = rate_of(group)
+                    yield (
+                        f"lr of group {number} after {done} {steps}",
+                        None if rate is None else float(f"{rate:.9g}"),
+                    )
 
 
 def _names(names: list[str]) -> dict[str, str]:
@@ -233,11 +254,11 @@ def _names(names: list[str]) -> dict[str, str]:
 
 
 def _value(value: Any) -> Any:
-    """An option as JSON that compares: numbers as they are, sequences item by item, the rest by name."""
+    """Convert an option to comparable JSON: numbers unchanged, sequences item by item, other objects by name."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else [list(value.shape), str(value.dtype)]
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)  # nan too
+        return value if abs(value) < float("inf") else str(value)  # NaN, too
     if isinstance(value, list | tuple):
         return [_value(item) for item in value]
     if isinstance(value, Mapping):
@@ -246,7 +267,10 @@ def _value(value: Any) -> Any:
 
 
 def _content(value: torch.Tensor) -> Any:
-    """Whole numbers exactly; others as two sums, because what is computed for a row rounds differently elsewhere."""
+    """Describe the content of a tensor: integers by a digest, floating-point numbers by two sums and their size.
+
+    The sums are compared with a tolerance, because computed values are rounded differently on other processors.
+    """
     if not value.is_floating_point():
         data = value.contiguous()
         text = f"{data.dtype} {tuple(data.shape[1:])} {data.tolist() if data.numel() < 9 else ''}"

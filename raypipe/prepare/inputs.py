@@ -1,4 +1,4 @@
-"""The user's arguments, looked at: data opened, model captured, and what was asked for as the planner wants it."""
+"""Inputs of a run: opens the data, captures the model, and translates the configuration to a planner's Request."""
 
 from __future__ import annotations
 
@@ -8,60 +8,58 @@ from typing import Any
 
 import torch
 
+from raypipe.capture import Capture, capture
+from raypipe.capture.python_state import Memory, first_change, read_memory, read_memory_of
+from raypipe.config.combinations import laned
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.config.replicas import laned
-from raypipe.engine.capture import Capture, capture
-from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.codec.cost import codec_cost
-from raypipe.engine.data.collate import Collate
-from raypipe.engine.data.source import Source, open_data
-from raypipe.engine.meter import Asked
-from raypipe.engine.remembered import Memory, read_memory
-from raypipe.engine.train_mode import refuse_still_norms
-from raypipe.engine.trial.rehearsal import (
+from raypipe.data.map_source import MapSource
+from raypipe.data.open_data import Source, batch_size_of, open_data
+from raypipe.data.stacking import Collate
+from raypipe.engine.codec.host import codec_cost
+from raypipe.engine.io.checkpoint.state_source import StateSource
+from raypipe.engine.stage.eval_metrics import MetricReads
+from raypipe.errors import ConfigError, DataError, RaypipeError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.communication import NO_CODEC, CodecCost
+from raypipe.ir.precision import PRECISIONS
+from raypipe.planner.search import Request, microbatches
+from raypipe.preflight.arguments import Arguments, Unfilled
+from raypipe.preflight.dry_run import (
     NUM_ROWS,
-    refuse_frequencies,
-    refuse_lazy,
-    refuse_scripted,
-    refuse_sparse,
     rehearse,
     rehearse_evaluation,
 )  # fmt: skip
-from raypipe.engine.user_lines import quoted, short
-from raypipe.errors import ConfigError, DataError, RaypipeError
-from raypipe.ir.cluster import Cluster
-from raypipe.ir.codec_cost import NO_CODEC, CodecCost
-from raypipe.ir.precision import PRECISIONS
-from raypipe.ir.schedule_spec import KINDS
-from raypipe.planner.tune import Request, microbatches
-from raypipe.prepare.arguments import Arguments, Unfilled
-from raypipe.prepare.drawn_outputs import rehearse_loss
-from raypipe.prepare.metrics import asked_by, try_metrics
-
-__all__ = [
-    "Opened", "asked_recompute", "build_model", "by_name", "check_columns", "example_of", "needs_profile",
-    "open_arguments", "wants_curve",
-]  # fmt: skip
+from raypipe.preflight.metric_trial import asked_by, try_metrics
+from raypipe.preflight.module import refuse_aliased_memory, refuse_frequencies, refuse_hooks, refuse_still_norms
+from raypipe.user_lines import quoted, short
 
 KEPT_COPIES = 4
-"""Of the state, where a run survives failures: two of a worker's own stages and two of those of another one. What it
-keeps of the messages that it sent may take as much as one more."""
+"""Number of state copies in the memory budget of a run that survives failures: two of a worker's own stages and two of
+another worker's. The log of sent messages may take as much as one more.
+"""
+STATE_ROWS = 4
+"""Items that are read twice, to find data whose Python state changes."""
 CURVE_SAMPLES = 8
-"""How seconds grow with the micro-batch shows in sizes of up to this many samples..."""
+"""Largest micro-batch, in samples, at which the growth of seconds with size is measured."""
 MOST_SAMPLES, MOST_BYTES = 256, 16 << 20
-"""... and, where that takes next to nothing, in sizes of up to this many, of up to so many bytes."""
+"""Maximum samples and bytes of larger micro-batches, measured too if they take almost no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The user's arguments, looked at: what a plan and a profile begin with.
+    """Opened arguments, from which a profile and a plan are made.
 
     Attributes:
-        example: one micro-batch by column.
-        larger: more samples by column, where larger micro-batches are of interest; else empty.
-        memory: what model and loss remembered when they came, which every call here changes and training begins with.
-        unfilled: where workers find the tensors that the model was built without; empty where it has all.
-        evaluated: names of the numbers that metrics give, where that is known.
+        model: the user's module.
+        sources: source of "train", and of "eval" if there is eval_data.
+        request: request for the planner.
+        with_loss_fn: True if a loss_fn was given.
+        captured: capture of the model.
+        example: one micro-batch, {column: tensor}.
+        larger: more samples, {column: tensor}, if larger micro-batches are to be measured; else empty.
+        memory: Python state of model and loss before they were called here; training begins with this state.
+        unfilled: sources from which workers load the tensors that this process does not hold; empty if it holds all.
+        evaluated: names of the metrics' results, found in a trial; empty if there was no trial.
     """
 
     model: torch.nn.Module
@@ -76,77 +74,128 @@ class Opened:
     evaluated: tuple[str, ...] = ()
 
 
-def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
+def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
     """Open the data, build the model and capture it.
 
     Raises:
-        RaypipeError: one paragraph that says what to change.
+        RaypipeError: one paragraph, with what to change.
     """
-    built, unfilled = given.unfilled() if given.unfilled else Unfilled(build_model(given.model), ())
-    loss_fn, evaluates = given.loss_fn, given.eval_data is not None
-    refuse_lazy(built)
-    refuse_scripted(built)
-    refuse_sparse(built)
+    built, unfilled = arguments.unfilled() if arguments.unfilled else Unfilled(build_model(arguments.model), ())
+    loss_fn, evaluates = arguments.loss_fn, arguments.eval_data is not None
+    refuse_hooks(built)
     refuse_still_norms(built)
     if pipeline.several_microbatches:
         refuse_frequencies(built, pipeline.one_microbatch)
     memory = read_memory(built, loss_fn)
-    sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}
+    sources = {"train": open_data(arguments.train_data, seed=pipeline.seed, collate=arguments.collate_fn)}
     if evaluates:
-        sources["eval"] = _eval_source(given.eval_data, pipeline.seed, given.collate_fn)
-    request = _request(pipeline, num_workers, sources["train"].num_samples)
-    if given.survives:
-        request = replace(request, state_copies=KEPT_COPIES + _keeps_log(pipeline))
-    minibatch, size, _count = microbatches(request, request.asked_stages or request.num_workers or 2)
+        sources["eval"] = _eval_source(arguments.eval_data, pipeline.seed, arguments.collate_fn)
+    train = sources["train"]
+    refuse_stateful_data(train)
+    request = _request(pipeline, num_workers, train.num_samples)
+    if arguments.survives:
+        request = replace(request, state_copies=KEPT_COPIES)
+    minibatch, size, _count = microbatches(request, request.requested_stages or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))
-    columns, example = _read(sources["train"], loss_fn is not None, size)
-    metrics = given.metrics if evaluates else None
-    precision, asked = PRECISIONS[pipeline.precision], Asked()
+    columns, example = _read(train, loss_fn is not None, size)
+    metrics = arguments.metrics if evaluates else None
+    precision, outputs = PRECISIONS[pipeline.precision], MetricReads()
     if metrics and loss_fn is None:
-        asked = asked_by(metrics, built, by_name(columns, example), precision)
-    captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked, precision=precision)
-    rehearse(built, captured, by_name(columns, example))
-    if unfilled:
-        rehearse_loss(captured, by_name(columns, example))
-    evaluated: tuple[str, ...] = ()
-    if evaluates:
-        check_columns(columns, sources["eval"], sources["train"])
-        count = min(NUM_ROWS, sources["eval"].num_samples)
-        rows = by_name(columns, sources["eval"].read(0, 0, count, columns))
-        rehearse_evaluation(built, captured, rows)
-        if unfilled:
-            rehearse_loss(captured, rows, data="eval_data")
-        if metrics:
-            bytes_each = max(1, sum(x[:1].nbytes for x in rows.values() if x.dim()))
-            most = max(count, min(MOST_SAMPLES, MOST_BYTES // bytes_each, sources["eval"].num_samples))
-            evaluated = try_metrics(
-                metrics, captured, rows, lambda: by_name(columns, sources["eval"].read(0, 0, most, columns))
-            )
-    larger: Mapping[Any, torch.Tensor] = {}
-    if curve:
-        bytes_each = sum(x[:1].nbytes for x in by_name(columns, example).values() if x.dim())
-        most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
-        if most > size:
-            larger = example_of(sources["train"], loss_fn is not None, most)
+        outputs = asked_by(metrics, built, by_name(columns, example), precision)
+    captured = capture(
+        built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
+        parts=pipeline.loss_reduction != "per_microbatch",
+    )  # fmt: skip
     rows = by_name(columns, example)
+    refuse_aliased_memory(captured)
+    rehearse(built, captured, rows)
+    evaluated = _try_evaluation(built, captured, sources, columns, metrics) if evaluates else ()
+    larger: Mapping[Any, torch.Tensor] = {}
+    if curve and (most := min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)))) > size:
+        larger = example_of(train, loss_fn is not None, most)
     return Opened(built, sources, request, loss_fn is not None, captured, rows, larger, memory, unfilled, evaluated)
 
 
+def _try_evaluation(
+    model: torch.nn.Module,
+    captured: Capture,
+    sources: Mapping[str, Source],
+    columns: tuple[Any, ...],
+    metrics: Mapping[str, Any] | None,
+) -> tuple[str, ...]:
+    """Try the evaluation of a few rows; return the names of the metrics' numbers, if they are known."""
+    source = sources["eval"]
+    check_columns(columns, source, sources["train"])
+
+    def read(count: int) -> dict[Any, torch.Tensor]:
+        return by_name(columns, source.read(0, 0, count, columns))
+
+    count = min(NUM_ROWS, source.num_samples)
+    rows = read(count)
+    rehearse_evaluation(model, captured, rows)
+    if not metrics:
+        return ()
+    most = max(count, min(MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)), source.num_samples))
+    return try_metrics(metrics, captured, rows, lambda: read(most))
+
+
+def _bytes_per_sample(rows: Mapping[Any, torch.Tensor]) -> int:
+    return sum(x[:1].nbytes for x in rows.values() if x.dim())
+
+
 def _eval_source(data: Any, seed: int, collate: Collate | None) -> Source:
-    """Opened like train_data, in its own order."""
+    """Open eval_data like train_data, in its own order."""
     try:
-        return open_data(data, seed=seed, shuffle=False, collate=collate)
+        source = open_data(data, seed=seed, shuffle=False, collate=collate)
+        refuse_stateful_data(source)
     except DataError as error:
         raise DataError(f"eval_data: {error}") from None
+    return source
+
+
+def refuse_stateful_data(source: Source) -> None:
+    """Read a few items of a map-style dataset twice and compare the Python state of dataset and collate_fn.
+
+    Raises:
+        DataError: the second read changed it, so that it is not a cache; names what changed.
+    """
+    if not isinstance(source, MapSource) or source.is_tensors:
+        return
+    objects = ((source.dataset, source.name), (source.collate, "collate_fn"))
+    states = []
+    for _ in range(2):
+        source.read(0, 0, min(STATE_ROWS, source.num_samples), source.columns)
+        states.append([read_memory_of(value, name) for value, name in objects])
+    changes = (first_change(once, twice) for once, twice in zip(*states, strict=True))
+    if change := next(filter(None, changes), ""):
+        raise DataError(
+            f"Reading items of {source.name} changes {change}. Every stage reads for itself and would count "
+            "differently. Make an item a function of its index and of draws from torch's, numpy's or Python's global "
+            "generators, which raypipe seeds by (seed, epoch, row) around each item."
+        )
+
+
+def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
+    """Resolve the mini-batch size of a DataLoader, and a schedule that compiled stages support.
+
+    Raises:
+        ConfigError: the loader has another size than the pipeline.
+    """
+    size = batch_size_of(train_data, pipeline.minibatch_size)
+    if size != pipeline.minibatch_size:
+        pipeline = replace(pipeline, minibatch_size=size)
+    if pipeline.compile_stages != "off" and pipeline.schedule == "auto" and not laned(pipeline):
+        return replace(pipeline, schedule="slack")  # as "auto", without "zb-h1", which splits backwards
+    return pipeline
 
 
 def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """The module, or what the function builds.
+    """Return the module, or build it by calling the function.
 
     Raises:
-        ConfigError: it cannot be built, or is no module.
+        ConfigError: it cannot be built, or is not a module.
     """
     if isinstance(model, torch.nn.Module):
         return model
@@ -154,7 +203,7 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
         built = model()
     except RaypipeError:
         raise
-    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+    except Exception as error:  # noqa: BLE001  (reported in one paragraph)
         raise ConfigError(
             f"model cannot be built{quoted(error)}: {short(error)} Give an nn.Module, or a function without arguments "
             "that builds one."
@@ -165,11 +214,13 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
 
 
 def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
-    """Refuse data that lacks a column of train_data or has it elsewhere, before the first evaluation is due.
+    """Refuse data that lack a column of train_data, or have it at another index.
 
     Args:
-        columns: that are read.
-        name: of the argument that brought the data.
+        columns: columns that are read, by name or by index.
+        source: the data.
+        train: source of train_data.
+        name: name of the argument that has the data.
 
     Raises:
         DataError: names the column.
@@ -183,10 +234,10 @@ def check_columns(columns: Sequence[Any], source: Source, train: Source, name: s
             "Give it the columns of train_data, in the same order."
         )
     for at in columns if numbered else ():
-        found, wanted = source.columns[at], train.columns[at]
-        if found != wanted and (found in train.columns or wanted in source.columns):
+        column, wanted = source.columns[at], train.columns[at]
+        if column != wanted and (column in train.columns or wanted in source.columns):
             raise DataError(
-                f"{name} has column {found!r} where train_data has {wanted!r}: {', '.join(map(repr, source.columns))} "
+                f"{name} has column {column!r} where train_data has {wanted!r}: {', '.join(map(repr, source.columns))} "
                 f"instead of {', '.join(map(repr, train.columns))}. With a loss_fn columns are taken by their place: "
                 "the last is the target, those before it are what the model is called with. Give them in the order of "
                 "train_data."
@@ -194,21 +245,21 @@ def check_columns(columns: Sequence[Any], source: Source, train: Source, name: s
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:
-    """The first samples by column, at least two of them.
+    """Read the first samples by column, at least two of them.
 
     Raises:
-        DataError: there is no target for the loss_fn.
+        DataError: the data has no target for the loss_fn.
     """
     return by_name(*_read(source, with_loss_fn, samples))
 
 
 def wants_curve(pipeline: PipelineConfig) -> bool:
-    """Whether it matters how seconds grow with the micro-batch."""
+    """Return True if the planner needs seconds by micro-batch size."""
     return pipeline.num_microbatches == "auto" or pipeline.retune_microbatches
 
 
 def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
-    """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
+    """Return True if seconds or bytes decide an open choice; equal parameters never need seconds."""
     if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
         return True
     if pipeline.num_replicas == "auto":
@@ -219,79 +270,84 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
 
 
 def by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
-    """What a source has read, by column."""
+    """Map columns to the tensors that a source has read."""
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
 
 
-def _keeps_log(pipeline: PipelineConfig) -> bool:
-    """Whether workers of a run that survives failures may keep what they send."""
-    kind = KINDS.get(pipeline.schedule)
-    return pipeline.replay == "auto" and pipeline.num_replicas in (1, "auto") and (kind is None or kind.synchronous)
-
-
-def _given(value: Any) -> Any:
+def _unless_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
 def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
     split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
-    num_stages = len(split_points) + 1 if split_points else _given(pipeline.num_stages)
+    num_stages = len(split_points) + 1 if split_points else _unless_auto(pipeline.num_stages)
     per_replica = pipeline.update_interval == "per_replica"
     return Request(
-        num_stages=_given(pipeline.num_stages),
+        num_stages=_unless_auto(pipeline.num_stages),
         num_workers=num_workers,
         split_points=split_points,
-        minibatch_size=_given(pipeline.minibatch_size),
-        num_microbatches=_given(pipeline.num_microbatches),
+        minibatch_size=_unless_auto(pipeline.minibatch_size),
+        num_microbatches=_unless_auto(pipeline.num_microbatches),
         num_samples=num_samples,
         schedule=_schedule(pipeline),
-        group_size=_given(pipeline.group_size),
-        slack=_given(pipeline.slack),
+        group_size=_unless_auto(pipeline.group_size),
+        slack=_unless_auto(pipeline.slack),
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
-        memory_limit_bytes=_given(pipeline.memory_limit_bytes),
-        weight_versions=_given(pipeline.weight_versions),
-        update_interval=None if per_replica else _given(pipeline.update_interval),
+        memory_limit_bytes=_unless_auto(pipeline.memory_limit_bytes),
+        weight_versions=_unless_auto(pipeline.weight_versions),
+        update_interval=None if per_replica else _unless_auto(pipeline.update_interval),
         per_replica=per_replica,
-        vertical_sync=_given(pipeline.vertical_sync) or False,
+        vertical_sync=_unless_auto(pipeline.vertical_sync) or False,
         clips=pipeline.max_grad_norm is not None,
         skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,
         leaf_factor=PRECISIONS[pipeline.precision].leaf_factor,
         recompute=asked_recompute(pipeline, num_stages),
-        replicas=_given(pipeline.num_replicas),
+        replicas=_unless_auto(pipeline.num_replicas),
         sums_factor=0.5 if pipeline.codec_sums == "bf16" else 1.0,
         shards=pipeline.shard_optimizer,
-        lanes=_given(pipeline.num_lanes),
+        lanes=_unless_auto(pipeline.num_lanes),
         replicated_buffers=pipeline.replicated_buffers,
         codecs=(_codec(pipeline.codec_forward), _codec(pipeline.codec_backward)),
     )
 
 
 def _schedule(pipeline: PipelineConfig) -> str:
-    """As it was asked for; of lanes that were, and of replicas, "auto" is 1f1b."""
+    """Return the configured schedule; "auto" is 1f1b if lanes or replicas were configured."""
     lanes_are_given = pipeline.num_replicas != "auto" or pipeline.num_lanes not in ("auto", 1)
     return "1f1b" if pipeline.schedule == "auto" and laned(pipeline) and lanes_are_given else pipeline.schedule
 
 
 def _codec(name: str) -> CodecCost:
-    """What a codec takes here; a run with "auto" begins without one."""
+    """Return the cost of a codec on this machine; a run with "auto" begins without a codec."""
     return NO_CODEC if name in ("auto", "none") else CodecCost(name, *codec_cost(name))
 
 
 def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:
-    """As the planner wants it, by stage where it was given so."""
-    given = pipeline.recompute
-    if isinstance(given, str):
-        return _RECOMPUTE[given]
-    if all(type(item) is int for item in given):  # numbers of stages
-        return tuple(stage in given for stage in range(num_stages or 0))
-    return tuple(item if isinstance(item, bool) else _RECOMPUTE[str(item)] for item in given)
+    """Return the field ``recompute`` in the planner's terms: True (always), False (never), None (left to the planner).
+
+    Returns:
+        One value for all stages, or one value for each stage if the field was given by stage.
+    """
+    recompute = pipeline.recompute
+    if isinstance(recompute, str):
+        return _RECOMPUTE[recompute]
+    if all(type(item) is int for item in recompute):  # numbers of stages
+        return tuple(stage in recompute for stage in range(num_stages or 0))
+    return tuple(item if isinstance(item, bool) else _RECOMPUTE[str(item)] for item in recompute)
 
 
 _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Columns in order and one micro-batch of at least two samples, as a tuple or as a dict."""
+    """Read the first micro-batch, of at least two samples.
+
+    Returns:
+        The columns in order, and their tensors as a tuple or a dict.
+
+    Raises:
+        DataError: the data have one sample only, or no target for the loss_fn.
+    """
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))

@@ -1,80 +1,107 @@
-"""A run that is ready to start: its plan, its stages, and the rows of every segment that it may run."""
+"""Job: a captured model, its data and its plan, ready to start."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import secrets
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import GivenTensors, StateSource
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.data.open_data import Source
+from raypipe.data.stream_source import ENDLESS
 from raypipe.engine.codec import Codecs
-from raypipe.engine.data.collate import Collate
-from raypipe.engine.data.source import Source
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
+from raypipe.engine.io.checkpoint import GivenTensors, StateSource
+from raypipe.engine.io.storage import Place
+from raypipe.engine.optim.state import Settings
+from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.stage.feed import token_column
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.engine.torch_settings import torch_settings
+from raypipe.errors import ConfigError
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
-from raypipe.planner.rows import flow_of, rows_for
-from raypipe.planner.segments import Flow
-from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import PlanBasis
+from raypipe.planner.segments import Flow, flow_of, num_steps_of, rows_for
+from raypipe.preflight.arguments import Arguments, undisturbed
+from raypipe.preflight.verify import verify
+from raypipe.prepare.inputs import Opened, by_name
+from raypipe.progress import shown_while
+from raypipe.run.plans.blueprint import generation_setup
+from raypipe.run.plans.planning import PlanBasis
+from raypipe.run.spec import Planned
 
-__all__ = ["Job"]
+COPY_EVERY = 3
+"""Steps between copies: orders are issued three ahead, so that one of two copies is of a completed step."""
+DRAIN_EVERY = 20
+"""Steps between copies of an asynchronous schedule; each costs (stages - 1) / (20 x micro-batches) of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run that is ready to start.
+    """Run that is ready to start.
 
     Attributes:
-        basis: what its plan was made from, and what others can be made from.
-        planned: what will happen.
-        programs: the stages.
-        tensors: the user's parameters and buffers by name; read only. Those of ``unfilled`` are on the meta device.
-        persistent: names of tensors that belong to the state_dict.
-        example: one micro-batch by column.
-        sources: "train" and perhaps "eval".
-        codecs: that were configured; of "auto", what a run begins with.
-        aliases: further names of shared tensors in the state_dict -> the names that we use.
-        check: compares the user's own module with the stages (engine/trial/verify.py); does nothing where verify="off".
-        model_labels: what the model is, for settings.json.
-        metrics: of evaluations, by name.
-        evaluated: names of the numbers that they give, where that is known.
-        collate: of the items of datasets.
-        unfilled: where workers find the tensors that this process does not hold.
-        compile_stages: see PipelineConfig.
+        arguments: arguments of the trainer.
+        pipeline: configuration that was planned.
+        opened: model and capture.
+        basis: input of this plan and of later ones.
+        planned: plan, with memory budgets.
+        programs: programs of the stages.
+        tensors: the user's parameters and buffers by name, read only. Tensors of ``unfilled`` are on the meta device.
+        example: one micro-batch, {column: tensor}.
+        sources: source of "train", and of "eval" if there is eval_data.
+        settings: settings of training for the stages.
+        codecs: configured codecs; for "auto" the codecs with which a run begins.
+        model_labels: description of the model for settings.json.
+        model_code: description of its code and options, for settings.json.
+        unfilled: sources from which workers load the tensors that this process does not hold.
     """
 
+    arguments: Arguments
+    pipeline: PipelineConfig
+    opened: Opened
     basis: PlanBasis
     planned: Planned
     programs: tuple[StageProgram, ...]
     tensors: Mapping[str, torch.Tensor]
-    persistent: frozenset[str]
     example: Mapping[Any, torch.Tensor]
     sources: Mapping[str, Source]
     settings: Settings
     codecs: Codecs
-    make_optimizer: MakeOptimizer
-    make_scheduler: MakeScheduler | None
-    aliases: Mapping[str, str]
-    check: Callable[[], None]
     model_labels: Mapping[str, Any]
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    evaluated: tuple[str, ...] = ()
-    collate: Collate | None = None
+    model_code: Mapping[str, Any]
     unfilled: tuple[StateSource, ...] = ()
-    compile_stages: str = "off"
 
     @property
     def initial(self) -> tuple[StateSource, ...]:
-        """Where the stages find what they begin with, each name in the first that has it."""
+        """Sources of the stages' initial tensors; the first source that has a name provides it."""
         elsewhere = {name for source in self.unfilled for name in source.names}
         held = {name: x for name, x in self.tensors.items() if not x.is_meta and name not in elsewhere}
         return (*self.unfilled, GivenTensors(held))
+
+    @property
+    def persistent(self) -> frozenset[str]:
+        """Names of tensors that belong to the state_dict."""
+        captured = self.opened.captured
+        return frozenset(captured.parameters) | captured.persistent
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of shared tensors in the state_dict -> names that raypipe uses."""
+        model, first, others = self.opened.model, dict[int, str](), dict[str, str]()
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        wanted = model.state_dict().keys()
+        for name, tensor in named:
+            canonical = first.setdefault(id(tensor), name)
+            if canonical != name and name in wanted:
+                others[name] = canonical
+        return others
 
     @property
     def plan(self) -> Plan:
@@ -86,29 +113,122 @@ class Job:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage that leads its replicas: the only one, where it has one."""
+        """Leading worker of each stage: the first of its replicas."""
         return self.plan.schedule.wiring.placement
 
     @property
     def num_workers(self) -> int:
-        """Workers that hold a stage; fewer than stages where a schedule puts several on each, more with replicas."""
+        """Number of workers that hold a stage: fewer than stages if workers hold several, more with replicas."""
         return self.plan.schedule.wiring.num_workers
 
     @property
     def flow(self) -> Flow | None:
-        """As planner.rows.flow_of."""
+        """Flow of mini-batches, see planner.segments.flow_of."""
         return flow_of(self.plan)
 
+    @property
+    def copy_interval_steps(self) -> int:
+        """Steps between two in-memory copies of the state, of a run that survives failures.
+
+        An asynchronous schedule drains before each copy, which changes later weight versions and so the bits: its
+        interval is the same on every machine and in every submission, in threads too.
+        """
+        return COPY_EVERY if self.flow is None else DRAIN_EVERY
+
     def noting(self, note: str) -> Job:
-        """The same with a further sentence for its plans."""
+        """Return the job with a further note for its plans."""
         basis = dataclasses.replace(self.basis, notes=(*self.basis.notes, note))
         plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
         return dataclasses.replace(self, basis=basis, planned=dataclasses.replace(self.planned, plan=plan))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """Lowered and checked rows of a step with so many micro-batches."""
+        """Return the lowered and checked rows of a step with so many micro-batches."""
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
-        """As planner.rows.rows_for."""
+        """Return the rows of a key, see planner.segments.rows_for."""
         return rows_for(self.plan, key)
+
+    def run_setup(self, place: Place | None, links: PipelineConfig | None = None) -> RunSetup:
+        """Build the workers' configuration for the run, independent of the plan.
+
+        Args:
+            links: configuration of links between processes; None for threads.
+        """
+        arguments, sources = self.arguments, self.sources
+        setup = RunSetup(
+            arguments.optimizer, arguments.lr_scheduler, sources, self.settings, self.persistent, place,
+            metrics=arguments.metrics or {}, token_column=token_column(sources["train"].columns, self.example),
+            compile_stages=self.pipeline.compile_stages,
+        )  # fmt: skip
+        if links is None:
+            return setup
+        return dataclasses.replace(
+            setup,
+            run_id=uuid.uuid4().hex,
+            secret=secrets.token_bytes(32),
+            transport=links.transport,
+            link_checksum=links.link_checksum,
+            torch_settings=torch_settings(),
+            working_folder=str(Path.cwd()),
+            link_ports=None if links.link_ports == "auto" else links.link_ports,
+            driver_grace_s=float(links.driver_grace_s),
+            worker_price_per_hour=links.worker_price_per_hour,
+        )
+
+    def generation_setup(self) -> GenerationSetup:
+        """Build the workers' configuration for the plan."""
+        return generation_setup(self.plan, self.programs, self.codecs)
+
+    def steps(self, num_steps: int | None, num_epochs: int | None) -> int:
+        """Return the steps of the whole run, from the arguments of ``fit``.
+
+        Raises:
+            ConfigError: both or neither were given, or the value is not a number of steps.
+        """
+        if (num_steps is None) == (num_epochs is None):
+            raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
+        name, count = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"{name}={count!r} is not possible: give an integer of at least 1.")
+        if num_epochs is None:
+            return count
+        if self.sources["train"].num_samples == ENDLESS:
+            raise ConfigError(
+                f"num_epochs={count} is not possible: train_data is a stream, whose epoch has no end. Give num_steps, "
+                "or train_data=raypipe.data.Stream(data, num_samples=...)."
+            )
+        return num_steps_of(count, self.sources["train"].num_samples, self.plan.minibatch_size)
+
+    @undisturbed()
+    def check(self) -> None:
+        """Compare the user's own module with the stages on two micro-batches, unless verify="off".
+
+        Raises:
+            RaypipeError: they differ, or the model has no numbers.
+        """
+        opened, captured, source, size = (
+            self.opened,
+            self.opened.captured,
+            self.sources["train"],
+            self.plan.microbatch_size,
+        )
+        opened.memory.restore()
+        if opened.unfilled:  # without tensors nothing can be compared; a note of the plan states that
+            return
+        if any(tensor.is_meta for tensor in (*captured.parameters.values(), *captured.buffers.values())):
+            raise ConfigError(
+                "The model has parameters on the meta device, which hold no numbers. Build it with numbers, give the "
+                "file or folder that has them as init_from, or set weights_on='workers', which has workers "
+                "initialise them."
+            )
+        if self.pipeline.verify == "off":
+            return
+        columns = tuple(opened.example)
+        rows = by_name(columns, source.read(0, 0, min(2 * size, source.num_samples), columns))
+        first = {name: column[:size] for name, column in rows.items()}
+        # If there are too few rows for a second micro-batch of this size, the first one is used in reverse order.
+        full = source.num_samples >= 2 * size
+        second = {name: column[size:] if full else column[:size].flip(0) for name, column in rows.items()}
+        with shown_while("comparing the stages with the model"):
+            verify(opened.model, captured, self.programs, (first, second), self.pipeline.seed)

@@ -1,50 +1,53 @@
-"""What a run takes from its storage before it begins: a free name, and micro-batches and lanes that are kept."""
+"""Effects of an earlier run of the same name on planning: a free name, or micro-batches and lanes to keep."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from raypipe.engine.checkpoint import find_checkpoint
-from raypipe.engine.storage import Place
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.io.checkpoint import find_checkpoint
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError
-
-__all__ = ["free_name", "kept_lanes", "kept_microbatches", "kept_plan"]
 
 
 def free_name(storage: Place, name: str) -> str:
-    """The name itself, or ``<name>-2``, ``<name>-3`` and so on: the first that has no folder."""
-    found = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(candidate for candidate in found if not storage.exists(candidate))
+    """Return the first of ``<name>``, ``<name>-2``, ``<name>-3`` and so on that has no folder."""
+    candidates = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not storage.exists(candidate))
 
 
-def kept_plan(place: Place) -> Mapping[str, Any]:
-    """The plan of the run in this folder, as JSON has it; empty where there is no checkpoint to go on from."""
+def _kept_plan(place: Place) -> Mapping[str, Any]:
+    """Read the plan of the run in this folder, as JSON; empty if no checkpoint exists to resume from."""
     try:
-        found, _ = find_checkpoint(place)
-        plan = json.loads(place.read_bytes("plan.json")) if found is not None else {}
+        newest, _ = find_checkpoint(place)
+        plan = json.loads(place.read_bytes("plan.json")) if newest is not None else {}
     except (CheckpointError, ValueError):
-        return {}  # what is wrong with the folder is told when the run goes back to its checkpoint
+        return {}  # errors of the folder are reported when the run restores its checkpoint
     return plan if isinstance(plan, dict) else {}
 
 
-def kept_microbatches(plan: Mapping[str, Any], minibatch_size: int | str) -> int | None:
-    """Micro-batches per mini-batch of a plan from ``kept_plan``; None where there is none to go on with.
+def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
+    """Return the configuration with the micro-batches and lanes of the run to resume, where it leaves them open.
+
+    Without this a new profile might lead to other numbers, and so to other bits.
 
     Args:
-        minibatch_size: of the run that is being planned; "auto" for any. With another one there is nothing to keep.
+        name: name of the run; None for a new run.
+        storage: folder of the runs.
+        resume: as in the trainer.
     """
-    try:
-        return int(plan["num_microbatches"]) if minibatch_size in ("auto", plan["minibatch_size"]) else None
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def kept_lanes(plan: Mapping[str, Any]) -> int | None:
-    """Lanes that gradients are summed in, of a plan from ``kept_plan``; None where there is none to go on with."""
-    try:
-        return int(plan["schedule"]["wiring"].get("lanes", 1))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
+    sizes, lanes = pipeline.num_microbatches == "auto", pipeline.num_replicas == "auto" == pipeline.num_lanes
+    if name is None or resume is False or not (sizes or lanes):
+        return pipeline
+    plan, size = _kept_plan(storage / name), pipeline.minibatch_size
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a file that is not a plan's
+        if sizes and size in ("auto", plan["minibatch_size"]):
+            pipeline = dataclasses.replace(pipeline, num_microbatches=int(plan["num_microbatches"]))
+        if lanes:
+            pipeline = dataclasses.replace(pipeline, num_lanes=int(plan["schedule"]["wiring"].get("lanes", 1)))
+    return pipeline

@@ -1,9 +1,9 @@
-"""``raypipe report RUN``: one HTML file that says what a run did, for a browser without a network.
+"""``raypipe report RUN``: one HTML file about a run, for a browser without a network.
 
-    run's folder  --read.py-->  RunFacts  --sections.py-->  charts and tables  --page.py-->  one file
-    metrics, events, plan,                memory.py: bytes over a step              page.css, page.js inside
+    run's folder  --run_facts.py-->  RunFacts  --page.py-->  charts and tables in one file, page.css and page.js inside
+    metrics, events, plan,
     timeline, config
 
-Everything is drawn when the file is written; the script only zooms, shows numbers under the pointer and what was
-clicked. Without it the page is whole.
+All charts are drawn when the file is written. The script only zooms, and shows numbers under the pointer and of a
+clicked box; without it the page is complete.
 """

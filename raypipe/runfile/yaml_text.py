@@ -1,8 +1,8 @@
-"""YAML as people mean it, with the line of every key; nothing in a file can run code.
+"""YAML with plain numbers and flags, and the line of every key; nothing in a file can run code.
 
 PyYAML's safe loader reads YAML 1.1, where ``3e-4`` is a string, ``no`` is False, ``010`` is eight and ``1:30``
 is ninety. Here numbers are what they look like, only ``true`` and ``false`` are flags, and everything else that
-is not quoted is a string. A key that stands twice is refused instead of the first one being forgotten.
+is not quoted is a string. A duplicate key is refused, where PyYAML drops the first one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from raypipe.errors import ConfigError
-
-__all__ = ["Path", "dump", "parse", "parse_value"]
 
 Path = tuple[str, ...]
 """Keys from the top of a file down, as in ("pipeline", "schedule")."""
@@ -41,13 +39,13 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
                 line = key.start_mark.line + 1
-                raise ConfigError(f"line {line}: {key.value} stands twice in the same place. Keep one of the two.")
+                raise ConfigError(f"line {line}: {key.value} occurs twice in the same place. Keep one of the two.")
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what this loader or one for YAML 1.1 would read as something else, so that both read the same."""
+    """Quotes strings that this loader or one for YAML 1.1 would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -73,19 +71,19 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
-    """A file's mapping, and the line (from 1) of every key in it, by path.
+    """Parse a file to a mapping, and the line (from 1) of every key in it, by path.
 
     Args:
         name: of the file, for errors.
 
     Raises:
-        ConfigError: not YAML, no mapping, or a key twice; names the line.
+        ConfigError: not YAML, not a mapping, or a duplicate key; names the line.
     """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         lines = dict(_lines(node, ()))
-        found = loader.construct_document(node) if node is not None else None
+        document = loader.construct_document(node) if node is not None else None
     except ConfigError as error:
         raise ConfigError(f"{name}, {error}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -94,16 +92,16 @@ def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
         ) from None
     finally:
         loader.dispose()
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} holds {_kind(found)} where settings belong, as in 'num_steps: 500'.")
-    return found, lines
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name} holds {_kind(document)} where settings belong, as in 'num_steps: 500'.")
+    return document, lines
 
 
 def parse_value(text: str) -> Any:
-    """One value, as the right-hand side of ``key: value``.
+    """Parse one value, as the right-hand side of ``key: value``.
 
     Raises:
-        ConfigError: the text is no YAML value.
+        ConfigError: the text is not a YAML value.
     """
     try:
         # _Loader is a SafeLoader: plain data only.
@@ -113,7 +111,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: Mapping[str, Any]) -> str:
-    """Text that ``parse`` reads as the same values, in the order given."""
+    """Write text that ``parse`` reads as the same values, in their order."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

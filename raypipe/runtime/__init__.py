@@ -1,10 +1,11 @@
-"""A run on many processes: Ray, and only here.
+"""A run on many processes: Ray, and only here; its loop is in run/.
 
-driver/     the process that owns a run; the client's line to it; what Prometheus sees
+driver/      the process that owns a run; the client's line to it; what Prometheus sees
   |
-workers/    stage actors: placed, wired, fed, and ended
+fleet/       stage actors: placed, wired, fed, and ended
   |
-run/        the run as a loop over orders, its journal, lease and checkpoints: no Ray, the same for threads
+nodes/       machines and processes, and notices of their end
+worker/      one stage actor
   |
-links/      channels between workers: TCP and Unix sockets, Ray's object store, gloo groups
+transport/   channels between workers: TCP and Unix sockets, Ray's object store, gloo groups
 """

@@ -3,7 +3,7 @@
     run.yaml ----names----> model.py       both are copied as they are; model.py is a module of this package,
                                            so that it is checked and tested like all others
 
-The task takes seconds on a processor and has a known answer: points of three spirals, told apart by a small network.
+The task takes seconds on a processor and has a known answer: points of three spirals, classified by a small network.
 Nothing is downloaded. Neither torch nor Ray is imported here.
 """
 

@@ -1,6 +1,6 @@
-"""What run.yaml names: a model, its data and a metric. Replace them by your own.
+"""Model, data and metric that run.yaml names. Replace them by your own.
 
-The data are points in the plane on the arms of three spirals, with some noise; the model says which arm a point is on.
+The data are points in the plane on the arms of three spirals, with some noise; the model predicts the arm of a point.
 A linear model gets about half of them right, this one more than 9 in 10.
 """
 

@@ -12,11 +12,11 @@ import pytest
 import raypipe
 from raypipe.callbacks import Callback, TensorBoard
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.runfile.read import read_runfile
+from raypipe.runfile.run_file import read_runfile
 from tests.exactness import same_bits
 from tests.models import CASES
 from tests.prepare.test_resume import broken_adamw, trainer
-from tests.runtime.run.test_calls import Fails, Listens
+from tests.run.test_calls import Fails, Listens
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -46,11 +46,11 @@ class OfRay:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([Misspelt()], "The callback Misspelt has a method on_setp, which nobody calls; did you mean on_step?"),
+        ([Misspelt()], "The callback Misspelt has a method on_setp, which is never called; did you mean on_step?"),
         ([Callback], "callbacks has the class Callback, not one of its objects. Add the brackets: Callback()."),
         ([Empty()], "callbacks has Empty, which has none of the methods on_start, on_step"),
         ([OfRay()], "callbacks has OfRay, which is Ray Train's: give it as RunConfig(callbacks=[...])."),
-        (Callback(), "is no list; give callbacks=[...]."),
+        (Callback(), "is not a list; give callbacks=[...]."),
     ],
 )
 def test_what_nobody_would_call_is_refused(given: Any, message: str, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ class HalfOfRays:
         ([Listens()], "Listens is no ray.train.UserCallback: it has no method after_report. Give raypipe's own "),
         ([HalfOfRays()], "HalfOfRays is no ray.train.UserCallback: it has no method after_exception."),
         ([OfRay], "it has the class OfRay, not one of its objects. Add the brackets: OfRay()."),
-        ([OfRaysGroups()], "OfRaysGroups has the method before_worker_group_shutdown, which nobody would call"),
+        ([OfRaysGroups()], "OfRaysGroups has the method before_worker_group_shutdown, which is never called"),
         (OfRay(), "it takes a list of ray.train.UserCallback. Give raypipe's own callbacks to the trainer"),
     ],
 )
@@ -119,12 +119,12 @@ def test_they_are_told_why_a_run_failed(tmp_path: Path) -> None:
 def test_a_run_file_names_the_loggers(tmp_path: Path) -> None:
     made = trainer("cnn", tmp_path, "run", 2, callbacks=[TensorBoard(folder="/tmp/tb", every_steps=3)])
     written = made._described("run", 4)
-    assert "raypipe.callbacks.tensorboard:TensorBoard" in written
+    assert "raypipe.callbacks.loggers:TensorBoard" in written
     file = tmp_path / "run.yaml"
     file.write_text(
         'model: {target: "torch.nn:Identity"}\noptimizer: {target: "torch.optim:SGD"}\ntrain_data: data\n'
         'callbacks: [{target: "raypipe.callbacks:TensorBoard", args: {every_steps: 3}}]\n'
     )
     assert read_runfile(file).values["callbacks"][0]["args"] == {"every_steps": 3}
-    with pytest.raises(ConfigError, match=r"callbacks: .* is no list"):
+    with pytest.raises(ConfigError, match=r"callbacks: .* is not a list"):
         read_runfile(file, ["callbacks=raypipe"])

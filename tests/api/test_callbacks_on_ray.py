@@ -13,6 +13,7 @@ import ray.train
 
 from raypipe import Callback
 from tests.prepare.test_resume import trainer
+from tests.runs.test_failing_checkpoints import fails_for_many_quick_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_captures")]
 
@@ -73,8 +74,8 @@ def test_the_driver_calls_them_and_ray_train_s_alike(cluster: None, tmp_path: Pa
         ["start", 0, steps], *(["step", step, None] for step in range(steps)),
         ["checkpoint", steps, result.checkpoint], ["end", steps, ""],
     ]  # fmt: skip
-    assert lines_of(reports)[:steps] == [["run", step, None] for step in range(steps)]
-    assert lines_of(reports)[-1] == ["run", steps - 1, result.checkpoint]
+    assert lines_of(reports)[:steps] == [["run", step + 1, None] for step in range(steps)]
+    assert lines_of(reports)[-1] == ["run", steps, result.checkpoint]
 
 
 def test_a_detached_run_calls_them_without_whoever_started_it(cluster: None, tmp_path: Path) -> None:
@@ -94,3 +95,7 @@ def test_one_that_cannot_travel_is_refused_by_name(tmp_path: Path) -> None:
     diary.lock = __import__("threading").Lock()
     with pytest.raises(Exception, match="callbacks"):
         trainer("cnn", tmp_path, "run", 2, callbacks=[diary]).start(num_steps=2)
+
+
+def test_alerts_of_quick_steps_are_not_lost(cluster: None, tmp_path: Path) -> None:
+    fails_for_many_quick_steps(tmp_path, local=False)

@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.api.launch import failures_of, generation_setup, policy_of, run_setup
 from raypipe.config.pipeline import _ALLOWED, SUPPORTED
-from raypipe.config.ray import READ, worker_range
+from raypipe.config.ray import READ, failures_of, worker_range
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.runtime.run.controller_config import controller_config
+from raypipe.prepare.policies import checkpoint_policy
+from raypipe.run.plans.blueprint import controller_config
 from tests import nets
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_captures")]
@@ -52,7 +52,7 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
 def told(made: PipelineTrainer) -> str:
     """All that differs between two runs, but for measured seconds."""
     job = made._prepared()
-    setups = run_setup(job, made._storage(), made._pipeline), generation_setup(job)
+    setups = job.run_setup(made._storage(), made._pipeline), job.generation_setup()
     fields = [(setup, f.name) for setup in setups for f in dataclasses.fields(setup) if f.name not in RANDOM]
     worker = [(name, getattr(setup, name)) for setup, name in fields]
     kept = [(name, value) for name, value in worker if name not in ("programs", "sources", "place")]
@@ -60,7 +60,7 @@ def told(made: PipelineTrainer) -> str:
     order = [source[name] for name in ("_seed", "_shuffle")]
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
-    policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
+    policy = checkpoint_policy(made._pipeline, getattr(made._run, "checkpoint_config", None))
     survived = failures_of(made._run), worker_range(made._scaling)
     turned = controller_config(made._pipeline, job.planned)
     if turned is not None:
@@ -69,7 +69,8 @@ def told(made: PipelineTrainer) -> str:
     profiled = [why.split()[0] for what, why in job.plan.reasons if what == "profile"]
     told_first = plan, kept, order, place, policy, survived, turned, made._evaluations
     called = [type(callback).__name__ for callback in made._callbacks]
-    return repr((told_first, called, made._resources(), checks(job), profiled))
+    waits = made._pipeline.resource_timeout_s
+    return repr((told_first, called, made._resources(), checks(job), profiled, waits))
 
 
 def checks(job: Any) -> bool:
@@ -95,7 +96,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),
     "profile_budget_s": ({"partitioner": "auto", "num_microbatches": "auto"}, [0.0001, 60.0]),
-    "loss_reduction": ({}, ["mean", "sum", "valid_tokens", len]),
+    "loss_reduction": ({}, ["mean", "sum", "valid_tokens", "per_microbatch", len]),
     "partitioner": ({"num_stages": "auto"}, ["parameters", ["2"], ["4"]]),
     "schedule": ({}, list(SUPPORTED["schedule"][:-3] + SUPPORTED["schedule"][-2:])),
     "group_size": ({"schedule": "kfkb"}, ["auto", 1, 2, 3]),
@@ -123,7 +124,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "seed": ({}, [0, 1]),
     "on_nonfinite": ({}, ["stop", "skip"]),
     "driver_grace_s": ({}, [5, 60.0, 90]),
-    "replay": ({}, ["auto", "off"]),
+    "resource_timeout_s": ({}, ["auto", None, 5, 60.0]),
     "worker_price_per_hour": ({}, [None, 0.5, 3]),
     "verify": ({}, ["first_step", "off"]),
 }
@@ -153,7 +154,7 @@ def test_every_word_that_a_field_takes_is_tried(name: str) -> None:
     """So that a new one cannot slip in without an effect."""
     _, values = EFFECTS[name]
     tried = {value for value in (*values, "auto") if isinstance(value, str)}
-    tried |= {"prefix_sum", "antichain", "hierarchical"}  # ways to find the cut: tests/runs/test_planned_nets.py
+    tried |= {"prefix_sum", "antichain"}  # ways to find the cut: tests/runs/test_planned_nets.py
     tried |= {"per_replica"}  # of stages with replicas: tests/runs/test_asynchronous_replicas.py
     tried |= {"zb-v"}  # for two stages on each worker: tests/runs/test_exactness.py
     assert set(_ALLOWED[name].names) <= tried
@@ -196,13 +197,13 @@ def test_a_codec_that_nobody_turns_is_refused(name: str, beside: dict[str, Any])
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(**{name: "auto", **beside})
     assert str(caught.value) == (
-        f"{name}='auto' means nothing with {field}={value!r}, under which nothing is turned while the run trains. Name "
-        f"a codec, such as {name}='bf16', or leave {name} out for 'none'."
+        f"{name}='auto' has no effect with {field}={value!r}, under which nothing is changed while the run trains. "
+        f"Name a codec, as in {name}='bf16', or leave {name} out for 'none'."
     )
 
 
 def test_what_two_weight_versions_mean_cannot_be_denied() -> None:
-    with pytest.raises(ConfigError, match=r"^vertical_sync=False means nothing to schedule='2bw'"):
+    with pytest.raises(ConfigError, match=r"^vertical_sync=False has no effect with schedule='2bw'"):
         PipelineConfig(schedule="2bw", vertical_sync=False)
 
 
@@ -331,8 +332,8 @@ def test_settings_that_say_nothing_are_taken() -> None:
         ),
         (
             {"scaling_config": SimpleNamespace(num_workers=2, resources_per_worker={"CPU": "all"})},
-            "ScalingConfig(resources_per_worker={'CPU': 'all'}): it says how much of each resource a worker takes, as "
-            "in {'CPU': 1}; give numbers from 0 on by name.",
+            "ScalingConfig(resources_per_worker={'CPU': 'all'}): it is what a worker reserves of each resource, as in "
+            "{'CPU': 1}; give numbers from 0 on by name.",
         ),
         (
             {"run_config": ray.train.ScalingConfig(num_workers=2)},
@@ -341,8 +342,8 @@ def test_settings_that_say_nothing_are_taken() -> None:
         ),
         (
             {"run_config": SimpleNamespace(checkpoint_config=SimpleNamespace(checkpoint_score_attribute="loss"))},
-            "CheckpointConfig(checkpoint_score_attribute='loss'): it says which checkpoints are kept, but without "
-            "num_to_keep all are. Give num_to_keep too.",
+            "CheckpointConfig(checkpoint_score_attribute='loss'): it ranks checkpoints, but without num_to_keep "
+            "all are. Give num_to_keep too.",
         ),
         (
             {

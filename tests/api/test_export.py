@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from raypipe.api.export import _parts, export_hugging_face, export_safetensors, shared_names
-from raypipe.engine.checkpoint import load_state_dict
-from raypipe.engine.storage import Place
+from raypipe.engine.io.checkpoint import load_state_dict
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
 from tests.checkpoints import small_checkpoint
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,8 +24,9 @@ import torch
 
 import raypipe
 from raypipe import PipelineConfig
-from raypipe.engine.checkpoint import find_checkpoint
-from raypipe.engine.storage import Place
+from raypipe.engine.io.checkpoint import find_checkpoint
+from raypipe.engine.io.run_files import read_events
+from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError, StageError
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
@@ -199,3 +203,32 @@ def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str) -> N
     (rows, state), (expected_rows, expected) = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     assert rows == expected_rows
     assert [n for n in state if not same_bits(state[n], expected[n])] == []
+
+
+@pytest.mark.parametrize("where", ["local", "ray"])
+def test_a_terminal_that_goes_costs_no_step(tmp_path: Path, leftovers: None, where: str) -> None:
+    """A dropped ssh connection: the kernel sends SIGHUP to the shell, then to its foreground, with Ray's own in it."""
+    run, steps = tmp_path / "run", 20_000
+    program = shlex.join([sys.executable, "-c", PROGRAM, str(tmp_path), str(steps), where])
+    shell, terminal = pty.fork()
+    if not shell:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execvpe("sh", ["sh", "-c", f"{program}; true"], {**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        wait_until((run / "events.jsonl").exists, 150.0)
+        time.sleep(0.5)
+    finally:
+        os.close(terminal)
+        os.waitpid(shell, 0)
+    wait_until(lambda: events(run)[-1]["decision"] not in ("start", "checkpoint", "keep", "drift"), 60.0)
+    assert (events(run)[-1]["decision"], events(run)[-1]["reason"]) == ("stop", "SIGHUP")
+    done = newest_step(run)
+    assert done == pq.read_table(run / "metrics.parquet").num_rows >= 1
+    trainer("sequential", tmp_path, "run", 1).fit(num_steps=done + 5, local=True, progress=False)
+    assert next(event for event in events(run) if event["decision"] == "resume")["step"] == done
+    assert outcome(run)[0][-1][0] == done + 4
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Of the run in this folder, as far as it has written them."""
+    return read_events(Place.of(run))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.export import export_safetensors
 from raypipe.errors import CheckpointError, ConfigError, RaypipeError
-from raypipe.runfile.read import read_runfile, to_yaml
+from raypipe.runfile.run_file import read_runfile, to_yaml
 from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.models import CASES
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_takes_no_other_weights(pretrained: Path, tmp_path: P
         assert lines[1].startswith("  init_from: was None, is ")
         assert lines[2] == (
             "init_from cannot change in a run that has begun. Put it back, or give resume=False to begin anew in "
-            "another folder, or another name."
+            "another folder, or another name; init_from='run' begins with the weights of this run."
         )
     result = fit(made(tmp_path, "run", "cnn", init_from="run", resume=False), 1)
     assert Path(result.path).name == "run-2"
@@ -247,7 +247,7 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
     )
     assert found == f"{refused} a file. It holds other objects than tensors, such as a whole module. {SAVE}"
     Path(source).write_bytes(b"nothing")
-    assert refusal(source, tmp_path) == f"{refused} a file. It is damaged, or none of torch's. {SAVE}"
+    assert refusal(source, tmp_path) == f"{refused} a file. It is damaged, or not torch's. {SAVE}"
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     source = str(tmp_path / "broken.safetensors")
     assert refusal(source, tmp_path).startswith(f"init_from={source!r} is no safetensors file: SafetensorError: ")

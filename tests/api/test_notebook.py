@@ -12,7 +12,7 @@ import raypipe
 from raypipe.api import notebook
 from raypipe.api.notebook import LiveView, run_html
 from raypipe.errors import LeaseError
-from raypipe.runtime.run.status import RunStatus
+from raypipe.run.status import RunStatus
 from tests.prepare.test_resume import trainer, unhurried
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -92,6 +92,6 @@ def test_a_run_tells_what_it_cost_and_how_it_recovered_where_it_did() -> None:
     quiet = run_html(RunStatus("lm", "", "running"), [(1.0, 2.0)])
     assert "cost" not in quiet
     assert "recovery" not in quiet
-    shown = run_html(RunStatus("lm", "", "running", cost=1.5, recovery="replay"), [(1.0, 2.0)])
+    shown = run_html(RunStatus("lm", "", "running", cost=1.5, recovery="roll back"), [(1.0, 2.0)])
     assert '>cost so far</td><td style="text-align:left">1.50<' in shown
-    assert '>last recovery</td><td style="text-align:left">replay<' in shown
+    assert '>last recovery</td><td style="text-align:left">roll back<' in shown

@@ -9,16 +9,16 @@ import pytest
 
 from raypipe.api import handle
 from raypipe.api.handle import RunHandle
-from raypipe.api.records import BLOCK, Records
-from raypipe.engine import metrics
-from raypipe.engine.metrics import MetricsWriter, part_before, table_of
-from raypipe.engine.storage import Place
+from raypipe.api.result import BLOCK, Records
+from raypipe.engine.io import run_files as metrics
+from raypipe.engine.io.run_files import MetricsWriter, part_before, table_of
+from raypipe.engine.io.storage import Place
 from raypipe.errors import StageError
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.run import journal
-from raypipe.runtime.run.journal import Journal, News
-from raypipe.runtime.run.spec import Outcome
+from raypipe.run import journal
+from raypipe.run.journal import Journal, News
+from raypipe.run.spec import Outcome
 from tests.prepare.test_resume import trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
@@ -55,7 +55,7 @@ class Run:
 
     def step(self, step: int, loss: float = 0.5) -> None:
         self.writer.append(record(step, loss))
-        self.journal.step(record(step, loss), ())
+        self.journal.step(record(step, loss), (), ())
         if self.writer.due:
             self.writer.write()
 
@@ -147,7 +147,7 @@ class TestHandle:
         result = RunHandle("by-hand", run).wait(timeout_s=10.0)
         (tmp_path / "metrics.parquet").rename(tmp_path / "elsewhere")
         assert [r.step for r in result.records] == list(range(30))
-        assert result.metrics["step"] == 29
+        assert result.metrics["step"] == 30
         assert (result.metrics["tokens"], result.metrics["tokens_per_s"], result.metrics["goodput"]) == (None,) * 3
         assert result.metrics_dataframe["loss"].tolist() == [0.5] * 30
 

@@ -35,7 +35,7 @@ def test_the_last_evaluation_counts_though_steps_followed(tmp_path: Path) -> Non
     handle = trainer("cnn", tmp_path, "run", 2, resume=True).start(num_steps=5, local=True)
     handle.wait(timeout_s=120)
     found = raypipe.Result.from_path(tmp_path / "run")
-    assert (found.metrics["step"], found.metrics["eval_loss"]) == (4, before)
+    assert (found.metrics["step"], found.metrics["eval_loss"]) == (5, before)
 
 
 def test_a_run_that_failed_says_why(tmp_path: Path) -> None:

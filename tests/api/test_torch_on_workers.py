@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.fleet.fleet import Fleet
 from tests.runtime.on_fleet import start_on
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from raypipe import PipelineTrainer, load_state_dict
-from raypipe.planner.control import Verdict
-from raypipe.runtime.workers.fleet import Fleet
+from raypipe.planner.controller import Verdict
+from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.testing import reference
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import stored
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.worker.packing import stored
+from tests.runtime.fleet.test_recovery import WAIT_S, events, kill, reached
 from tests.runtime.on_fleet import start_on
-from tests.runtime.workers.test_recovery import WAIT_S, events, kill, reached
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,7 +69,7 @@ def trainer(
 @pytest.mark.parametrize(
     ("from_file", "build", "precision"),
     [(True, model, "bf16-autocast"), (False, model, "fp32"), (False, layered, "fp16"), (True, layered, "bf16")],
-    ids=["from a file", "as the constructor makes them", "fp16", "bf16"],
+    ids=["from a file", "by initialisers", "fp16", "bf16"],
 )
 def test_workers_fill_their_own(
     fleet: Fleet, tmp_path: Path, *, from_file: bool, build: Callable[[], nn.Module], precision: str

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 
 from raypipe.callbacks import MLflow, TensorBoard, WandB
-from raypipe.callbacks.base import METHODS, Event, absolute, changes_the_run, needed, scalars
+from raypipe.callbacks.base import Event, absolute, changes_the_run, scalars
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
-
-
-def test_the_methods_are_those_of_the_design() -> None:
-    assert METHODS == (
-        "on_start", "on_step", "on_eval", "on_checkpoint", "on_recovery", "on_decision", "on_end",
-    )  # fmt: skip
 
 
 def test_only_finite_numbers_of_a_step_are_told() -> None:
@@ -41,11 +35,6 @@ def test_loggers_are_not_flooded_with_decisions_that_change_nothing() -> None:
     told = ["switch", "undo", "resize", "replan", "finish", "checkpoint failed", "warning"]
     silent = ["keep", "wait", "drift", "paid", "open", "delete checkpoint"]
     assert [one for one in [*told, *silent] if changes_the_run(Event(3, one, "why", {}))] == told
-
-
-def test_what_is_missing_is_named_with_the_line_to_type() -> None:
-    with pytest.raises(ConfigError, match=r"WandB\(\) needs no_such_logger .*: pip install 'raypipe\[wandb\]'\."):
-        needed("no_such_logger", "raypipe[wandb]", "WandB()")
 
 
 @pytest.mark.parametrize("logger", [MLflow, TensorBoard, WandB])

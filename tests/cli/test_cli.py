@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from raypipe import __version__, cli
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.runtime.run.holder import myself
-from raypipe.runtime.run.lease import Held
+from raypipe.run.lease import Held, myself
 
 
 def test_simulate_prints_picture_time_and_memory_and_writes_files(tmp_path: Path) -> None:
@@ -50,20 +49,10 @@ def test_simulate_draws_zb_v_and_compares_it_with_1f1b_on_as_many_workers() -> N
     assert "by stage: 4 3 2 1" in result.output
 
 
-def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "raypipe.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
 @pytest.mark.slow
 def test_an_error_is_one_paragraph_on_standard_error() -> None:
-    run = command("simulate", "--schedule", "kfbk")
+    command = [sys.executable, "-m", "raypipe.cli", "simulate", "--schedule", "kfbk"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
     assert run.stdout == ""
     assert run.stderr.startswith("raypipe: There is no schedule 'kfbk'")
@@ -113,27 +102,26 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_what_nobody_has_foreseen_is_one_line_too(
-    debug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no such thing\nat all"), "raypipe: ValueError: no such thing at all This error is not raypipe's"),
+        (ConfigError("no such field"), "raypipe: no such field"),
+    ],
+)
+def test_an_error_is_one_line_or_a_traceback_with_raypipe_debug(
+    error: Exception, line: str, debug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> None:
-        raise ValueError("no such thing\nat all")
+        raise error
 
     monkeypatch.setattr(cli, "app", fails)
     monkeypatch.setenv("RAYPIPE_DEBUG", debug)
-    with pytest.raises(ValueError if debug else SystemExit):
+    with pytest.raises(type(error) if debug else SystemExit):
         cli.main()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (0 if debug else 1)
-    assert not lines or lines[0].startswith("raypipe: ValueError: no such thing at all Nobody has foreseen this; ")
-
-
-@pytest.mark.slow
-def test_an_error_shows_where_it_comes_from_when_asked_to() -> None:
-    run = command("simulate", "--schedule", "kfbk", RAYPIPE_DEBUG="1")
-    assert run.returncode == 1
-    assert "Traceback" in run.stderr
-    assert "There is no schedule 'kfbk'" in run.stderr
+    assert debug or lines[0].startswith(line)
 
 
 @pytest.mark.slow
@@ -203,14 +191,18 @@ def test_a_run_that_is_over_answers_from_its_folder(tmp_path: Path) -> None:
         assert (found["name"], found["state"], found["step"]) == ("lm", state, 7)
 
 
-def test_a_finished_run_is_found_by_its_name_without_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_found_by_name_or_path_without_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers
-    (tmp_path / "ray_results").mkdir()
+    (tmp_path / "ray_results" / "runs").mkdir(parents=True)
+    folder = folder_of_a_run(tmp_path / "ray_results" / "runs", "start", "finish")
+    listed = CliRunner().invoke(app, ["list"]).output
+    assert [line.split()[-1] for line in listed.splitlines()] == ["FOLDER", str(folder)]
     folder_of_a_run(tmp_path / "ray_results", "start", "finish")
-    result = CliRunner().invoke(app, ["status", "lm"])
-    assert result.exit_code == 0, result.output
-    assert result.output == "lm: finished; because of finish; step 7\n"
+    for run in ("lm", "runs/lm", "$HOME/ray_results/runs/lm", "~/ray_results/runs/lm", folder.as_uri()):
+        assert CliRunner().invoke(app, ["status", run]).output == "lm: finished; because of finish; step 7\n"
 
 
 def test_runs_are_listed(tmp_path: Path) -> None:
@@ -263,5 +255,6 @@ def test_a_trace_is_copied(tmp_path: Path) -> None:
     assert written.read_text() == '{"traceEvents": []}'
 
 
-def test_version() -> None:
-    assert CliRunner().invoke(app, ["version"]).output.strip() == __version__
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version(word: str) -> None:
+    assert CliRunner().invoke(app, [word]).output.strip() == __version__

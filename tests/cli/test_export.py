@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import raypipe
 from raypipe.cli import app
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
 from tests.checkpoints import small_checkpoint
 from tests.exactness import same_bits

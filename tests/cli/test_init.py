@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.runfile.read import read_runfile
+from raypipe.runfile.run_file import read_runfile
 from raypipe.starter import FILES, write
 
 

@@ -18,7 +18,7 @@ from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.runtime.run.controller_config import controller_config
+from raypipe.run.plans.blueprint import controller_config
 
 pytestmark = pytest.mark.engine
 
@@ -222,7 +222,7 @@ def test_what_it_costs_and_where_it_is_cheapest(folder: Path) -> None:
     [
         (("--deadline", "1 h"), "give one or more --cluster with prices"),
         (("--cluster", "cluster.yaml", "--deadline", "1 h"), "cluster.yaml names no prices"),
-        (("--cluster", "cluster.yaml", "--deadline", "soon"), "'soon' is no deadline; write it as in 12 h"),
+        (("--cluster", "cluster.yaml", "--deadline", "soon"), "'soon' is not a deadline; write it as in 12 h"),
         (("--cluster", "cluster.yaml", "--deadline", "1 h", "--set", "num_epochs=1"), "add num_steps"),
         (("--cluster", "cluster.yaml", "--deadline", "1 h", "--explain"), "are about one plan"),
     ],

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.runfile.cluster import read_cluster
+from raypipe.runfile.cluster_file import read_cluster
 from tests.runtime.raylets import Home
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -22,10 +22,10 @@ import raypipe
 from raypipe.api.from_file import make_trainer
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.runfile.read import read_runfile
-from raypipe.runtime.driver.client import NAMESPACE
+from raypipe.run.lease import LOCK
+from raypipe.runfile.run_file import read_runfile
 from raypipe.runtime.driver.driver import driver_name
-from raypipe.runtime.run.lease import LOCK
+from raypipe.runtime.worker.places import NAMESPACE
 from tests import processes
 from tests.exactness import same_bits
 from tests.hugging_face import _gpt2
@@ -193,21 +193,21 @@ def test_a_detached_run_is_watched_stopped_and_exported(folder: Path, cluster: N
 LEAVES = """\
 import os, signal, sys
 from raypipe.api.from_file import make_trainer
-from raypipe.runfile.read import read_runfile
+from raypipe.runfile.run_file import read_runfile
 handle = make_trainer(read_runfile("run.yaml", sys.argv[1:])).start(6, detached=True)
 print(handle.status().state, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_run_is_planned_in_the_driver_after_its_client_was_killed(folder: Path, cluster: None) -> None:
+def test_a_run_begins_in_the_driver_after_its_client_was_killed(folder: Path, cluster: None) -> None:
     """Its parameters lie in the object store, where things die with the process that put them there."""
     name, module = folder.name, next(path.stem for path in folder.glob("task_*.py"))
     wide = [f"model.target={module}:Wide", "model.args={}", "optimizer.args.lr=1e-5"]
     lock = folder / "runs" / name / LOCK
     lock.parent.mkdir(parents=True)
     with lock.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the driver takes the run's lease before it plans, and waits for this
+        fcntl.flock(file, fcntl.LOCK_EX)  # the driver takes the lease before it begins, and waits for this
         client = subprocess.run(
             [sys.executable, "-c", LEAVES, *wide], cwd=folder, capture_output=True, text=True, timeout=200, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},

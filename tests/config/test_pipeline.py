@@ -51,6 +51,7 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"num_stages": 2.0}, ["num_stages=2.0"]),
         ({"schedule": "1F1B"}, ["schedule='1F1B'", "Did you mean '1f1b'?"]),
         ({"partitioner": "layer1"}, ["partitioner='layer1'", "a list of module names"]),
+        ({"partitioner": "hierarchical"}, ["partitioner='hierarchical'", "'prefix_sum'", "'antichain'"]),
         ({"partitioner": []}, ["partitioner=()", "a list of module names"]),
         ({"partitioner": [3]}, ["partitioner=(3,)", "a list of module names"]),
         ({"loss_reduction": "avg"}, ["loss_reduction='avg'", "'valid_tokens'", "(target)"]),
@@ -63,12 +64,12 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"link_ports": [5000, 65536]}, ["link_ports=(5000, 65536)"]),
         ({"link_ports": [5001, 5000]}, ["link_ports=(5001, 5000)", "lower one first"]),
         ({"link_ports": [5000, True]}, ["link_ports=(5000, True)"]),
-        ({"link_ports": [5000.0, 5001.0]}, ["link_ports=(5000.0, 5001.0)"]),
         ({"seed": -1}, ["seed=-1", "at least 0"]),
         ({"seed": 2**63}, ["seed=9223372036854775808", "at most 2**62"]),  # no manifest would be read that has it
         ({"retune_interval_steps": -1}, ["retune_interval_steps=-1", "at least 0"]),
         ({"slack": [2, 0], "schedule": "slack"}, ["slack=(2, 0)", "one per hop"]),
         ({"schedule": "rows.csv"}, ["schedule='rows.csv'", "'1f1b'"]),
+        ({"transport": "ray_collective"}, ["transport='ray_collective'", "Did you mean 'collective'?"]),
         ({"retune_microbatches": 1}, ["retune_microbatches=1", "True or False"]),
     ],
 )
@@ -105,7 +106,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             ["'per_replica'", "loss_reduction='valid_tokens'", "'mean' or 'sum'"],
         ),
         ({"replicated_buffers": True}, ["replicated_buffers=True", "num_replicas=1", "[2, 1]"]),
-        ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Give numbers"]),
+        ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Set a number"]),
         (
             {"num_replicas": [3, 1], "num_stages": 2, "schedule": "2bw", "num_microbatches": 8},
             ["num_microbatches=8", "schedule='2bw'", "3 lanes", "num_microbatches=9"],
@@ -133,13 +134,8 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             {"shard_optimizer": True, "num_replicas": 2, "num_stages": 2, "schedule": "pipedream"},
             ["shard_optimizer=True", "schedule='pipedream'", "'1f1b'", "leave shard_optimizer out"],
         ),
-        (
-            {"shard_optimizer": True, "num_replicas": [1, 2], "num_stages": 2, "schedule": "2bw"},
-            ["shard_optimizer=True", "schedule='2bw'", "'1f1b'"],
-        ),
         ({"num_replicas": "auto", "partitioner": "parameters"}, ["num_replicas='auto'", "'parameters'", "'auto'"]),
         ({"num_replicas": "auto", "schedule": "zb-v"}, ["num_replicas='auto'", "schedule='zb-v'", "num_replicas=2"]),
-        ({"num_replicas": 2, "num_stages": 2, "partitioner": "hierarchical"}, ["num_replicas=2", "'hierarchical'"]),
         (
             {"num_replicas": 2, "num_stages": 2, "schedule": "2bw", "codec_forward": "auto"},
             ["codec_forward='auto'", "schedule='2bw'"],
@@ -156,17 +152,10 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ({"vertical_sync": True, "schedule": "1f1b"}, ["vertical_sync=True", "'1f1b'"]),
         ({"group_size": 5, "num_microbatches": 4, "schedule": "kfkb"}, ["group_size=5", "num_microbatches=4"]),
         ({"retune_microbatches": True, "schedule": "2bw"}, ["retune_microbatches=True", "schedule='2bw'"]),
-        ({"retune_microbatches": True, "retune_interval_steps": 0}, ["retune_interval_steps=0", "nothing is turned"]),
+        ({"retune_microbatches": True, "retune_interval_steps": 0}, ["retune_interval_steps=0", "nothing is changed"]),
         ({"retune_microbatches": True, "schedule": "zb-v"}, ["retune_microbatches=True", "schedule='zb-v'"]),
         ({"codec_forward": "auto", "schedule": "interleaved"}, ["codec_forward='auto'", "codec_forward='bf16'"]),
         ({"codec_backward": "auto", "schedule": "zb-v"}, ["codec_backward='auto'", "schedule='zb-v'", "'none'"]),
-        ({"slack": 2, "schedule": "interleaved"}, ["slack=2", "'interleaved'"]),
-        ({"group_size": 2, "schedule": "zb-v"}, ["group_size=2", "'zb-v'"]),
-        ({"weight_versions": 2, "schedule": "interleaved"}, ["weight_versions=2", "'interleaved'"]),
-        (
-            {"partitioner": "hierarchical", "schedule": "interleaved"},
-            ["partitioner='hierarchical'", "'interleaved'", "partitioner='auto'"],
-        ),
         ({"num_stages": 3, "schedule": "zb-v"}, ["num_stages=3", "two on every worker", "Make them 4", "interleaved"]),
         ({"partitioner": ["b", "c"], "schedule": "zb-v"}, ["partitioner=('b', 'c')", "3 stages", "Make them 4"]),
     ],
@@ -214,7 +203,7 @@ def test_a_function_may_count_the_items_of_the_loss() -> None:
     [
         (
             {"recompute": [True, False, True], "num_stages": 2},
-            "recompute=(True, False, True) speaks of 3 stages, but num_stages=2. Give one item per stage, or a single "
+            "recompute=(True, False, True) has 3 items, but num_stages=2. Give one item per stage, or a single "
             "value for all; a list needs num_stages=3 beside it.",
         ),
         (
@@ -228,7 +217,7 @@ def test_a_function_may_count_the_items_of_the_loss() -> None:
         ),
         (
             {"recompute": [1, 1], "partitioner": ["a"]},
-            "recompute=(1, 1) names stage 1, but it stands there twice. Name each stage once.",
+            "recompute=(1, 1) names stage 1 twice. Name each stage once.",
         ),
     ],
 )

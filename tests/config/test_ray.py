@@ -36,7 +36,7 @@ def test_what_a_worker_takes(fields: dict[str, Any], resources: dict[str, float]
         ({"resources_per_worker": {"GPU": 1}}, "a GPU would be reserved and left idle. Set use_gpu=True"),
         ({"accelerator_type": "A100"}, "names the kind of GPU that workers are placed on, and use_gpu is False"),
         ({"use_gpu": True, "accelerator_type": 100}, "give the name of a kind of GPU"),
-        ({"use_gpu": "yes"}, "it says whether stages compute on GPUs; give True or False"),
+        ({"use_gpu": "yes"}, "it places stages on GPUs; give True or False"),
         ({"use_tpu": True}, "it would have no effect: stages compute on CPUs and on NVIDIA GPUs"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Codecs on hostile numbers, and what numpy makes of them: whoever encodes and decodes must do the same."""
+"""Codecs on hostile numbers, and their bytes as the host computes them: the reference of the kernels."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from raypipe.engine.codec import arrays, cuda, host
-from raypipe.engine.codec.arrays import BLOCK
+from raypipe.engine.codec import cuda, host
+from raypipe.engine.codec.codec import BLOCK, wire_bytes
 
 __all__ = ["CASES", "KEY", "SIZES", "decoded", "expected_wire", "hostile", "same_numbers"]
 
@@ -29,7 +29,7 @@ def hostile(size: int, seed: int) -> torch.Tensor:
     anything = (kind == 1) & (rng.random(size) < 0.02)
     x.view(np.uint32)[anything] = bits[anything]
     special = np.array(
-        [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-14, 65519.0, 65520.0, -3.39e38, arrays.INT8.least, 1.0, -1.0],
+        [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-14, 65519.0, 65520.0, -3.39e38, host.INT8.least, 1.0, -1.0],
         np.float32,
     )
     places = (kind == 2) & (rng.random(size) < 0.1)
@@ -39,20 +39,14 @@ def hostile(size: int, seed: int) -> torch.Tensor:
 
 
 def expected_wire(name: str, x: torch.Tensor, key: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes on the wire by numpy, which of them are defined: no codes of blocks that are not finite)."""
-    array = x.to(torch.float32).numpy()
+    """(bytes on the wire by the host, True for those that are defined: no codes of NaN and of blocks with one)."""
+    wire = torch.empty(wire_bytes(name, x.dtype, x.numel()), dtype=torch.uint8)
+    host.encode(name, x, wire, key)
     if name in ("bf16", "fp16"):
-        code = (arrays.encode_bf16 if name == "bf16" else arrays.encode_fp16)(array, np)
-        # What a NaN says numpy may drop from an fp16; that it stays one is seen where it is decoded.
-        defined = np.ones(array.size, bool) if name == "bf16" else ~np.isnan(array)
-        return code.view(np.uint8), np.repeat(defined, 2)
-    encode = {"int8": arrays.encode_int8, "int4": arrays.encode_int4}.get(name)
-    scales, code = arrays.encode_fp8(array, np) if encode is None else encode(array, np, key)
-    finite = np.repeat(np.isfinite(scales), BLOCK)[: array.size]
-    if name == "int4":
-        finite = finite[0::2]
-    wire = np.concatenate([scales.view(np.uint8), code.view(np.uint8)])
-    return wire, np.concatenate([np.ones(scales.nbytes, bool), finite])
+        return wire.numpy(), np.repeat(~x.isnan().numpy(), 2)
+    split = 4 * -(-x.numel() // BLOCK)
+    finite = wire[:split].view(torch.float32).isfinite().repeat_interleave(BLOCK)[: x.numel()].numpy()
+    return wire.numpy(), np.concatenate([np.ones(split, bool), finite[0::2] if name == "int4" else finite])
 
 
 def decoded(name: str, dtype: torch.dtype, wire: np.ndarray, size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What every device does behind the seam of engine/device.py; the CPU, the fake device and CUDA pass these tests.
+"""What every device does behind engine/device/device.py; the CPU, the fake device and CUDA pass these tests.
 
 A class of tests inherits them and has a fixture ``device``. On a device that computes later, ``busy`` keeps it so.
 """
@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from raypipe.engine.codec import Codec
-from raypipe.engine.codec.coded import CodedTensor
-from raypipe.engine.crossing import KEPT, Crossing
-from raypipe.engine.device import Crosses, Device, Stream
+from raypipe.engine.codec.codec import CodedTensor
+from raypipe.engine.device.device import Device, StreamName, TransferKind
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.late import arrived
+from raypipe.engine.messages.frame import wait_for_copies
+from raypipe.engine.messages.transfer import KEPT, DeviceTransfer
 from raypipe.ir.schedule import Action, Op
 
 __all__ = ["DeviceContract"]
 
-WHAT = Crosses.INPUTS
+WHAT = TransferKind.INPUTS
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -57,14 +57,14 @@ class DeviceContract:
             yield
 
     @pytest.fixture
-    def crossing(self, device: Device) -> Crossing:
-        return Crossing(device)
+    def crossing(self, device: Device) -> DeviceTransfer:
+        return DeviceTransfer(device)
 
     def busy(self, device: Device) -> None:
         """Give the computing stream work that takes a while, where there is anything to be busy with."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_tensors_come_back_as_they_were(self, crossing: Crossing, layout: str) -> None:
+    def test_tensors_come_back_as_they_were(self, crossing: DeviceTransfer, layout: str) -> None:
         for dtype in DTYPES:
             x = LAYOUTS[layout](sample(dtype))
             if dtype.is_floating_point:
@@ -81,7 +81,7 @@ class DeviceContract:
                 assert back.stride() == x.stride()
             assert torch.equal(back, x)
 
-    def test_what_is_computed_is_seen_on_the_host(self, device: Device, crossing: Crossing) -> None:
+    def test_what_is_computed_is_seen_on_the_host(self, device: Device, crossing: DeviceTransfer) -> None:
         x = sample()
         (there,) = crossing.to_device((x,), WHAT)
         assert there is not None
@@ -89,7 +89,7 @@ class DeviceContract:
         (back,) = crossing.to_host((there * 2 + 1,), WHAT)
         assert torch.equal(back, x * 2 + 1)  # type: ignore[arg-type]
 
-    def test_the_host_may_change_what_it_gave(self, device: Device, crossing: Crossing) -> None:
+    def test_the_host_may_change_what_it_gave(self, device: Device, crossing: DeviceTransfer) -> None:
         if device.immediate:
             pytest.skip("tensors are handed through")
         x = sample()
@@ -100,14 +100,16 @@ class DeviceContract:
         (back,) = crossing.to_host(there, WHAT)
         assert torch.equal(back, kept)  # type: ignore[arg-type]
 
-    def test_staging_memory_comes_round_again(self, device: Device, crossing: Crossing) -> None:
+    def test_staging_memory_comes_round_again(self, device: Device, crossing: DeviceTransfer) -> None:
         given = [sample(torch.float32, 1000) + i for i in range(3 * KEPT)]
         self.busy(device)
         there = [crossing.to_device((x,), WHAT)[0] for x in given]
         for x, back in zip(given, crossing.to_host(there, WHAT), strict=True):
             assert torch.equal(back, x)  # type: ignore[arg-type]
 
-    def test_memory_is_not_given_away_while_another_stream_uses_it(self, device: Device, crossing: Crossing) -> None:
+    def test_memory_is_not_given_away_while_another_stream_uses_it(
+        self, device: Device, crossing: DeviceTransfer
+    ) -> None:
         total = torch.zeros(4096)
         (there,) = crossing.to_device((total,), WHAT)
         for i in range(20):
@@ -118,20 +120,20 @@ class DeviceContract:
         (back,) = crossing.to_host((there,), WHAT)
         assert torch.equal(back, torch.full((4096,), float(sum(range(20)))))  # type: ignore[arg-type]
 
-    def test_copies_belong_to_whoever_asked(self, device: Device, crossing: Crossing) -> None:
+    def test_copies_belong_to_whoever_asked(self, device: Device, crossing: DeviceTransfer) -> None:
         there = crossing.named({"a": sample(), "b": sample(torch.int64)}, WHAT)
-        copies = crossing.copied(there, Crosses.SNAPSHOT)
+        copies = crossing.copied(there, TransferKind.SNAPSHOT)
         there["a"].add_(1)
         assert torch.equal(copies["a"], sample())
         assert torch.equal(copies["b"], sample(torch.int64))
         assert all(copy.device.type == "cpu" and not copy.requires_grad for copy in copies.values())
 
-    def test_another_thread_may_copy(self, device: Device, crossing: Crossing) -> None:
+    def test_another_thread_may_copy(self, device: Device, crossing: DeviceTransfer) -> None:
         found: list[dict[str, torch.Tensor]] = []
 
         def copy() -> None:
-            other = Crossing(device)
-            found.append(other.copied(other.named({"a": sample()}, WHAT), Crosses.SNAPSHOT))
+            other = DeviceTransfer(device)
+            found.append(other.copied(other.named({"a": sample()}, WHAT), TransferKind.SNAPSHOT))
 
         thread = threading.Thread(target=copy)
         thread.start()
@@ -140,7 +142,7 @@ class DeviceContract:
 
     @pytest.mark.parametrize("name", ["bf16", "int8"])
     def test_a_message_is_encoded_and_decoded_as_links_do_it(
-        self, device: Device, crossing: Crossing, name: str
+        self, device: Device, crossing: DeviceTransfer, name: str
     ) -> None:
         if not device.codes:
             pytest.skip("links encode for it")
@@ -150,7 +152,7 @@ class DeviceContract:
         self.busy(device)
         codec = Codec(name, 5 if name == "int8" else None)
         message = crossing.outgoing(action, (there * 2,), WHAT, codec)
-        arrived(message)
+        wait_for_copies(message)
         (coded,) = message
         assert isinstance(coded, CodedTensor)
         (plain,) = frame.decode(*_sent(action, (x.detach() * 2).requires_grad_(), codec))
@@ -162,7 +164,7 @@ class DeviceContract:
 
     @pytest.mark.parametrize("requires_grad", [False, True])
     def test_a_message_is_what_it_was_when_it_was_handed_over(
-        self, device: Device, crossing: Crossing, *, requires_grad: bool
+        self, device: Device, crossing: DeviceTransfer, *, requires_grad: bool
     ) -> None:
         if device.immediate:
             pytest.skip("tensors are handed through")
@@ -171,23 +173,25 @@ class DeviceContract:
         assert there is not None
         action = Action(0, Op.SEND_F, 1)
         self.busy(device)
-        message = crossing.outgoing(action, (there,), Crosses.OUTPUTS, Codec())
+        message = crossing.outgoing(action, (there,), TransferKind.OUTPUTS, Codec())
         if not requires_grad:  # a buffer, which the next forward changes
             there.add_(1)
-        arrived(message)
+        wait_for_copies(message)
         (came,) = message
         assert isinstance(came, torch.Tensor)
         assert torch.equal(came, x)
         assert (came.stride(), came.requires_grad) == (x.stride(), requires_grad)
 
-    def test_scalars_are_read(self, crossing: Crossing) -> None:
+    def test_scalars_are_read(self, crossing: DeviceTransfer) -> None:
         there = crossing.to_device((torch.tensor(2.5), None, torch.tensor(float("nan"))), WHAT)
-        values = crossing.read(there, Crosses.LOSS)
+        values = crossing.read(there, TransferKind.LOSS)
         assert values[:2] == [2.5, None]
         assert values[2] is not None
         assert values[2] != values[2]
 
-    def test_marks_are_reached_in_order_on_the_clock_of_the_host(self, device: Device, crossing: Crossing) -> None:
+    def test_marks_are_reached_in_order_on_the_clock_of_the_host(
+        self, device: Device, crossing: DeviceTransfer
+    ) -> None:
         for _ in range(3):  # a device's clock is placed anew every time
             begin_s = time.monotonic()
             marks = []
@@ -200,7 +204,7 @@ class DeviceContract:
             assert found == sorted(found)
             assert begin_s - 1e-4 <= found[0] <= found[-1] <= end_s + 1e-4  # an event counts half microseconds
 
-    def test_parts_of_a_backward_are_timed(self, device: Device, crossing: Crossing) -> None:
+    def test_parts_of_a_backward_are_timed(self, device: Device, crossing: DeviceTransfer) -> None:
         assert crossing.two_parts_s(None) is None
         marks = device.mark(), device.mark(), device.mark()
         parts = crossing.two_parts_s(marks)
@@ -208,14 +212,14 @@ class DeviceContract:
         assert min(parts) >= 0
 
     def test_a_stream_may_be_waited_for(self, device: Device) -> None:
-        with device.stream(Stream.COPY_IN):
+        with device.stream(StreamName.COPY_IN):
             x = device.empty(1000, torch.float32).fill_(3.0)
             filled = device.mark()
         device.wait(filled, "test: added once it is filled")
         device.record_stream(x)
         total = (x + 1).sum()
         summed = device.mark()
-        with device.stream(Stream.COPY_OUT):
+        with device.stream(StreamName.COPY_OUT):
             device.wait(summed, "test: copied once it is summed")
             device.record_stream(total)
             host = device.staging(4).view(torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raypipe.data import Images, Packed, Pad
-from raypipe.engine.data.source import open_data
+from raypipe.data.open_data import open_data
 from raypipe.errors import ConfigError, DataError
 
 RAGGED = [{"input_ids": list(range(1, n + 2)), "text": "x" * n, "n": n} for n in range(7)]
@@ -20,12 +20,12 @@ DOCUMENTS = [[5, 7, 9], [4, 8, 2, 6], [], [3, 1]]
 
 
 def test_pad_fills_to_the_smallest_length_that_holds_all() -> None:
-    found = Pad((4, 8), labels="input_ids")(RAGGED[1:3])
-    assert found["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
-    assert found["labels"].tolist() == [[1, 2, -100, -100], [1, 2, 3, -100]]
-    assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
-    assert found["n"].tolist() == [1, 2]
-    assert "text" not in found
+    batch = Pad((4, 8), labels="input_ids")(RAGGED[1:3])
+    assert batch["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
+    assert batch["labels"].tolist() == [[1, 2, -100, -100], [1, 2, 3, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert batch["n"].tolist() == [1, 2]
+    assert "text" not in batch
     assert Pad((4, 8))(RAGGED)["input_ids"].shape == (7, 8)
 
 
@@ -44,9 +44,9 @@ def test_pad_cuts_off_only_where_it_is_told_to() -> None:
 
 def test_pad_keeps_values_that_the_first_item_has_no_type_for() -> None:
     items = [{"x": [], "n": np.array([1], dtype=np.int8)}, {"x": [0.5], "n": np.array([300], dtype=np.int16)}]
-    found = Pad(1)([{"x": [1], "n": np.array([1], dtype=np.int8)}, items[1]])
-    assert found["x"].tolist() == [[1.0], [0.5]]
-    assert (found["n"].tolist(), found["n"].dtype) == ([[1], [300]], torch.int64)
+    batch = Pad(1)([{"x": [1], "n": np.array([1], dtype=np.int8)}, items[1]])
+    assert batch["x"].tolist() == [[1.0], [0.5]]
+    assert (batch["n"].tolist(), batch["n"].dtype) == ([[1], [300]], torch.int64)
     assert Pad(1)(items)["x"].tolist() == [[0.0], [0.5]]
 
 
@@ -61,8 +61,8 @@ def test_labels_of_padding_that_a_tokenizer_put_in_are_left_out() -> None:
     ("items", "given", "words"),
     [
         (RAGGED, {"labels": "words"}, r"Pad\(labels='words'\): the columns that are padded are input_ids, n"),
-        (RAGGED, {"columns": ["input_ids", "text"]}, "The column 'text' of an item is no list of numbers"),
-        ([{"x": [1]}, {"x": [[1, 2], [3]]}], {}, "The column 'x' of an item is no list of numbers"),
+        (RAGGED, {"columns": ["input_ids", "text"]}, "The column 'text' of an item is not a list of numbers"),
+        ([{"x": [1]}, {"x": [[1, 2], [3]]}], {}, "The column 'x' of an item is not a list of numbers"),
         ([{"x": [[1]]}, {"x": [[1, 2]]}], {}, "'x' has other shapes in other items"),
     ],
 )
@@ -179,10 +179,10 @@ def test_hidden_files_are_no_images_and_a_damaged_one_is_named(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("splits", r"A DatasetDict of 'train', 'test' is no dataset.*data\['train'\]"),
-        ("columns", r"A dict of 'x', 'y' is no dataset.*Dataset\.from_dict"),
-        ("pair", r"A tuple of 2 Tensors is no dataset.*TensorDataset\(x, y\)"),
-        ("frame", r"A DataFrame in memory.*as Parquet"),
+        ("splits", r"A DatasetDict of 'train', 'test' is not a dataset.*data\['train'\]"),
+        ("columns", r"A dict of 'x', 'y' is not a dataset.*pyarrow\.table\(data\)"),
+        ("pair", r"A tuple of 2 Tensors is not a dataset.*TensorDataset\(x, y\)"),
+        ("lazy", r"Lazy has no rows yet\. Give data\.collect\(\)"),
     ],
 )
 def test_containers_that_are_no_datasets(kind: str, said: str) -> None:
@@ -192,7 +192,7 @@ def test_containers_that_are_no_datasets(kind: str, said: str) -> None:
         datasets = pytest.importorskip("datasets")
         rows = datasets.Dataset.from_dict({"x": [[1.0], [2.0]], "y": [0, 1]})
         given = datasets.DatasetDict({"train": rows, "test": rows})
-    if kind == "frame":
-        given = pytest.importorskip("pandas").DataFrame({"x": [1.0], "y": [0]})
+    if kind == "lazy":
+        given = type("Lazy", (), {"collect": lambda self: None, "__getitem__": lambda self, key: None})()
     with pytest.raises(DataError, match=said):
         open_data(given, seed=0)

@@ -38,9 +38,3 @@ def test_proofs_exist(number: str) -> None:
     names = re.findall(r"`([^`]+)`", PROOFS[number])
     assert names
     assert [name for name in names if missing(name)] == []
-
-
-def test_a_proof_that_is_gone_is_found() -> None:
-    assert missing("tests/docs/test_compare.py::test_that_is_gone")
-    assert missing("tests/docs/gone.py")
-    assert not missing("tests/docs/test_compare.py::missing")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raypipe.doctor.checks import Facts, Finding, Node, Wishes, examine
+from raypipe.doctor.checks import Facts, Finding, NodeFacts, Requirements, examine
 
 HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0", "raypipe": "0.1.0"}
-GOOD = Node(
+GOOD = NodeFacts(
     "10.0.0.1", host="one", node_id="1", versions=HERE, cpus=4, ray_cpus=4, object_store_bytes=1 << 30,
     shm_bytes=2 << 30, shm_free_bytes=2 << 30, port=20000,
 )  # fmt: skip
@@ -18,19 +18,19 @@ CLUSTER = Facts(
     "10.0.0.1:6379", (GOOD, replace(GOOD, address="10.0.0.2", host="two", node_id="2")), HERE, auth_mode="token",
     token="~/.ray/auth_token",
 )  # fmt: skip
-WISHES = Wishes(ports=(20000, 20010), storage="runs", num_workers=4, resources={"CPU": 1})
+WISHES = Requirements(ports=(20000, 20010), storage="runs", num_workers=4, resources={"CPU": 1})
 
 FOUR_GPUS = {"gpus": 4, "cuda_build": "13.0", "cuda_gpus": 4, "ray_gpus": 4.0, "cupy": ("cupy-cuda13x",)}
 ON_GPUS = replace(WISHES, resources={"CPU": 1, "GPU": 1})
 
 
-def wrong(facts: Facts, wishes: Wishes = WISHES) -> list[Finding]:
+def wrong(facts: Facts, needs: Requirements = WISHES) -> list[Finding]:
     """Findings that are not ok; every one has a cure, every ok one has none."""
-    found = examine(facts, wishes)
-    for finding in found:
+    findings = examine(facts, needs)
+    for finding in findings:
         assert (finding.level == "ok") == (finding.cure == ""), finding
         assert "\n" not in finding.text + finding.cure
-    return [finding for finding in found if finding.level != "ok"]
+    return [finding for finding in findings if finding.level != "ok"]
 
 
 def second(**values: Any) -> Facts:
@@ -55,6 +55,7 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
         ({"versions": {**HERE, "python": "3.12.1"}}, "problem", "versions", ["python 3.12.1"], "3.11.7"),
         ({"versions": {**HERE, "python": "3.11.9"}}, "warning", "versions", ["python 3.11.9"], "3.11.7"),
         ({"versions": {**HERE, "torch": "2.13.0+cu130"}}, "warning", "versions", ["+cu130"], "2.13.0+cpu"),
+        ({"versions": {**HERE, "raypipe": "0.1.0.dev7+g1"}}, "warning", "versions", [".dev7"], "raypipe 0.1.0"),
         ({"port": 0, "port_error": "Address in use"}, "problem", "ports", ["20000-20010", "in use"], "another range"),
         ({"unreachable": {"10.0.0.1:20000": "timed out"}}, "problem", "ports", ["10.0.0.1:20000"], "firewalls"),
         ({"gpus": 2, "visible": ""}, "problem", "gpus", ["hidden GPU", "has 2", "sees 0"], "unset CUDA_VISIBLE_DEVIC"),
@@ -95,20 +96,20 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
 def test_a_fault_of_one_node_is_named_alone(
     values: dict[str, Any], level: str, subject: str, words: list[str], cure: str
 ) -> None:
-    found = wrong(second(**values))
+    findings = wrong(second(**values))
     if level == "ok":
-        assert found == []
+        assert findings == []
         return
-    assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
+    assert [(finding.level, finding.subject) for finding in findings] == [(level, subject)]
     for word in words:
-        assert word in found[0].text
-    assert cure in found[0].cure
+        assert word in findings[0].text
+    assert cure in findings[0].cure
 
 
 @pytest.mark.parametrize(
-    ("facts", "wishes", "level", "subject", "words"),
+    ("facts", "needs", "level", "subject", "words"),
     [
-        (replace(CLUSTER, auth_mode="disabled"), WISHES, "warning", "token", ["10.0.0.1", "can run anything"]),
+        (replace(CLUSTER, auth_mode="disabled"), WISHES, "warning", "token", ["10.0.0.1", "can run code"]),
         (replace(CLUSTER, error="InvalidAuthToken", kind="authentication"), WISHES, "problem", "token", ["not the"]),
         (
             replace(CLUSTER, error="no token was found", kind="authentication", token=""),
@@ -138,12 +139,12 @@ def test_a_fault_of_one_node_is_named_alone(
     ],
 )  # fmt: skip
 def test_a_fault_of_the_whole_is_named_alone(
-    facts: Facts, wishes: Wishes, level: str, subject: str, words: list[str]
+    facts: Facts, needs: Requirements, level: str, subject: str, words: list[str]
 ) -> None:
-    found = wrong(facts, wishes)
-    assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
+    findings = wrong(facts, needs)
+    assert [(finding.level, finding.subject) for finding in findings] == [(level, subject)]
     for word in words:
-        assert word in found[0].text
+        assert word in findings[0].text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])

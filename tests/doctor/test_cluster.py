@@ -101,7 +101,7 @@ def test_missing_and_wrong_token(broken: tuple[Home, tuple[str, ...]], environme
     run = doctor("--address", home.address, before=inside, HOME="/nowhere", **environment)
     found = findings(run)
     assert run.returncode == 1
-    assert found["token"].startswith(f"problem {home.address} lets nobody in without its token")
+    assert found["token"].startswith(f"problem {home.address} refuses connections without its token")
     assert ("is not the cluster's" if "RAY_AUTH_TOKEN" in environment else "gives no token") in found["token"]
     assert "cure: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in found["token"]
 
@@ -120,7 +120,9 @@ def test_status_beside_somebody_elses_cluster_says_so_in_a_line(
     assert line.startswith(
         "raypipe: There is no run's folder nowhere, neither here nor in ~/ray_results. No Ray cluster"
     )
-    lacks = "there is no token on this machine" if environment == {"RAY_AUTH_MODE": "token"} else "takes none from here"
+    lacks = (
+        "there is no token on this machine" if environment == {"RAY_AUTH_MODE": "token"} else "accepts none from here"
+    )
     assert f"at {home.address}: " in line
     assert lacks in line
     assert line.endswith("raypipe doctor looks closer.")
@@ -139,7 +141,7 @@ def test_a_cluster_without_a_token_and_a_hidden_gpu(tmp_path: Path) -> None:
     assert re.search(r"problem hidden GPU: node .* has 1, torch sees 0 .*CUDA_VISIBLE_DEVICES=''", found["gpus"])
     assert "cure: unset CUDA_VISIBLE_DEVICES" in found["gpus"]
     # Ray takes the machine's own address for 127.0.0.1, so others reach this cluster.
-    assert re.search(r"warning whoever reaches .*\n +cure: .*RAY_AUTH_MODE=token", found["token"])
+    assert re.search(r"warning any process that reaches .*\n +cure: .*RAY_AUTH_MODE=token", found["token"])
     for subject in ("cluster", "versions", "ports", "shm", "storage", "cpus"):
         assert found[subject].startswith("ok"), found[subject]
 

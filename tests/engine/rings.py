@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raypipe.engine.stage import Site, StageProgram
+from raypipe.engine.stage.stage import Site, StageProgram
+from raypipe.ir.schedule import Action
 
 
 @dataclass
@@ -23,6 +24,17 @@ class _Function:
 
     def __call__(self, *_: Any) -> tuple[torch.Tensor, ...]:
         raise AssertionError("these tests run no stage")
+
+
+@dataclass
+class Replicas:
+    """Link to the other replicas of a stage; see ``all_reduce.ReplicaLink``."""
+
+    send: Callable[[int, Action, Any, int], None]
+    recv: Callable[[int, Action, int], Any]
+
+    def waited(self, seconds: float) -> None:
+        assert seconds >= 0
 
 
 def program_of(

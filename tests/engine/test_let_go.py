@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe.engine.capture import Capture, capture
-from raypipe.engine.data.source import open_data
+from raypipe.capture import Capture, capture
+from raypipe.data.open_data import open_data
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.state import Settings
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.ir.work_order import Order
+from raypipe.ir.segment import Order
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -86,7 +86,8 @@ def train_and_let_go(found: Capture, run: RunSetup, spec: ScheduleSpec, stages: 
 
 
 def _of_worker(executor: Any) -> dict[str, Any]:
-    return {"executor": executor, "exchange": executor._exchange, "reduction": executor._reduction}
+    exchanges = {f"exchange of stage {stage}": one for stage, one in executor._exchanges.items()}
+    return {**exchanges, "executor": executor, "reduction": executor._reduction}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ step 4              its middle, where somebody dies
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -18,37 +18,37 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe.engine.beside import channels_between
-from raypipe.engine.capture import capture
-from raypipe.engine.checkpoint import load_stage
-from raypipe.engine.copy import CopyHeader, HeldCopies, JoinedSource, StageCopies, bring_back, parcels_of, put_together
-from raypipe.engine.data.source import open_data
-from raypipe.engine.executor import Executor
-from raypipe.engine.local import _with_own_functions
+from raypipe.capture import capture
+from raypipe.data.open_data import open_data
+from raypipe.engine.copy import (
+    CopyHeader,
+    HeldCopies,
+    StageCopies,
+    bring_back,
+    copy_source,
+    parcels_of,
+)
+from raypipe.engine.io.checkpoint import load_stage
+from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.optim.state import Settings, StageState, shard_optimizer
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.sharing import share_out
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import Settings, StageState
-from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.segment import Segment
-from raypipe.planner.copies import holders, pieces_sent
+from raypipe.planner.copy_interval import holders, pieces_sent
 from raypipe.planner.partition.chain import equal_parameters
-from raypipe.planner.recovery import Copy, newest_common
-from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
-from tests.engine.mortal import Mortal, MortalChannel, run_step
+from raypipe.planner.state_sources import Copy, Layout, Living, plan_transition
+from tests.engine.copy.stages import piece_of
+from tests.engine.mortal import Counts, Job, Workers, new_state, schedule_for
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
 
 LANES, STEPS, SAMPLES, SENT, OWN = 6, 5, 48, 2, 3
-Counts = tuple[int, ...]
-"""Workers of each stage; of both stages together where there is one number: two stages on a worker, in a V."""
 
 
 @cache
-def made() -> tuple[Sequence[StageProgram], Mapping[str, torch.Tensor], RunSetup]:
+def made() -> Job:
     """Two stages whose slices begin within a parameter; dropout, a schedule of the rate, every step clipped."""
     torch.manual_seed(0)
     sizes = (6, 90, 70, 60, 50, 3)
@@ -72,43 +72,18 @@ def segments() -> list[Segment]:
     return [segment for segment, _ in train_segments(SAMPLES, 12, 2, STEPS)]
 
 
-class Workers:
-    """Executors of these homes over states that stay, with the copies of each worker and those that it holds.
+class Copying(Workers):
+    """Workers with the copies of each and those that it has of others."""
 
-    Args:
-        states: by worker; None makes new ones.
-        mortal: a worker whose channels can end.
-    """
-
-    def __init__(
-        self, counts: Counts, states: Sequence[list[StageState]] | None = None, mortal: int | None = None
-    ) -> None:
-        programs, tensors, run = made()
-        kind, replicas = ("1f1b", counts) if len(counts) == 2 else ("zb-v", 2 * counts)
-        self.schedule = lower(schedule_of(ScheduleSpec(kind, 6, replicas=replicas, lanes=LANES), 2))
-        setup = self.setup = GenerationSetup(programs, self.schedule.wiring.homes, lanes=LANES)
-        self.placements = [setup.placement(worker) for worker in range(setup.num_workers)]
-        if states is None:
-            fresh = [[new_state(programs[stage], tensors) for stage in one.stages] for one in self.placements]
-        self.states = fresh if states is None else list(states)
-        channels: list[dict[int, Any]] = channels_between(self.placements, programs)
-        self.life = Mortal()
-        if mortal is not None:
-            channels[mortal] = {peer: MortalChannel(end, self.life) for peer, end in channels[mortal].items()}
-            self.life.channels = channels[mortal]
-        self.executors = [
-            Executor(run, _with_own_functions(setup, placement), worker, self.states[worker], channels[worker])
-            for worker, placement in enumerate(self.placements)
-        ]
+    def __init__(self, counts: Counts, states: Any = None, mortal: int | None = None) -> None:
+        super().__init__(made(), counts, LANES, 6, states, mortal)
+        programs = self.setup.programs
         self.copies = [
             {stage: StageCopies(programs[stage], state) for stage, state in zip(one.stages, of_one, strict=True)}
             for one, of_one in zip(self.placements, self.states, strict=True)
         ]
         self.held: list[dict[tuple[int, int], HeldCopies]] = [{} for _ in self.placements]
-        self.held_by = holders(["node"] * len(self.placements), setup.homes, shared_out=True)
-
-    def run(self, segment: Segment) -> None:
-        run_step(self.executors, self.schedule.rows(), segment)
+        self.held_by = holders(["node"] * len(self.placements), self.setup.homes, shared_out=True)
 
     def copy(self, step: int, *, send: bool = True) -> None:
         """All take one; what is sent went through text and parcels."""
@@ -133,25 +108,26 @@ class Workers:
             for stage, copies in self.copies[worker].items():
                 for piece in {header.piece: None for header in copies.headers}:
                     steps = tuple(header.step for header in copies.headers if header.piece == piece)
-                    own.append(Copy(copies, stage, steps, piece, copies.headers[-1].pieces))
+                    own.append(Copy(copies, 0, 2, stage, steps, piece, copies.headers[-1].pieces))
             for (stage, piece), copies_held in self.held[worker].items():
-                held.append(Copy(copies_held, stage, copies_held.steps, piece, copies_held.pieces))
+                held.append(Copy(copies_held, 0, 2, stage, copies_held.steps, piece, copies_held.pieces))
         return own + held
 
-    def source(self, lost: Collection[int]) -> tuple[int, JoinedSource] | None:
+    def source(self, lost: Collection[int]) -> tuple[int, StoredState] | None:
         """(step, state) that all can go back to."""
-        found = newest_common(self.known(lost), 2, range(STEPS + 1))
-        if found is None:
+        living = [Living(at, at, linked=False) for at in range(len(self.placements))]
+        now, then = (Layout(generation, self.setup.homes) for generation in (0, 1))
+        found = plan_transition(now, then, living, self.known(lost))
+        if found is None or found.step is None:
             return None
-        step, by_stage = found
+        step = found.step
         pieces = [
-            copy.holder.copy(step).source()
+            copy.holder.copy(step).piece()
             if isinstance(copy.holder, HeldCopies)
-            else copy.holder.source(step, copy.piece)
-            for of_stage in by_stage.values()
-            for copy in of_stage
+            else piece_of(copy.holder, step, copy.piece)
+            for copy in found.sources[0]
         ]
-        return step, JoinedSource(put_together(pieces))
+        return step, copy_source(pieces)
 
     def as_one(self) -> dict[str, torch.Tensor]:
         """All parameters and what optimizers keep, put together; every replica has the same of the former."""
@@ -173,12 +149,7 @@ class Workers:
         return tensors | options | {f"{key} of {name}": x for name, of in kept.items() for key, x in of.items()}
 
 
-def new_state(program: StageProgram, tensors: Mapping[str, torch.Tensor]) -> StageState:
-    _, _, run = made()
-    return StageState(program, {name: x.clone() for name, x in tensors.items()}, run.make_optimizer, run.make_scheduler)
-
-
-def gone_on(before: Workers, counts: Counts, lost: Collection[int]) -> Workers | None:
+def gone_on(before: Copying, counts: Counts, lost: Collection[int]) -> Copying | None:
     """With so many workers from the newest common step on: who is left goes back in place where its stages stay.
 
     None where there is none.
@@ -189,7 +160,7 @@ def gone_on(before: Workers, counts: Counts, lost: Collection[int]) -> Workers |
     step, source = found
     programs, tensors, run = made()
     assert step == (SENT if lost else OWN)
-    homes = lower(schedule_of(spec_of(counts), 2)).wiring.homes
+    homes = schedule_for(counts, LANES, 6).wiring.homes
     setup = GenerationSetup(programs, homes, lanes=LANES)
     left = [worker for worker in range(len(before.states)) if worker not in lost]
     states: list[list[StageState]] = []
@@ -198,7 +169,7 @@ def gone_on(before: Workers, counts: Counts, lost: Collection[int]) -> Workers |
         mine = [programs[stage] for stage in placement.stages]
 
         def shared(program: StageProgram, state: StageState, placement: Any = placement) -> None:
-            share_out(program, state, placement, run.settings)
+            shard_optimizer(program, state, placement, run.settings)
 
         same = next((old for old in left if before.placements[old].stages == placement.stages), None)
         if same is not None:
@@ -208,26 +179,21 @@ def gone_on(before: Workers, counts: Counts, lost: Collection[int]) -> Workers |
                 bring_back(source, program, state, run.make_optimizer, run.make_scheduler, share_out=shared)
             continue
         states.append(
-            [new_state(program, {name: torch.zeros_like(x) for name, x in tensors.items()}) for program in mine]
+            [new_state((programs, {name: torch.zeros_like(x) for name, x in tensors.items()}, run), x) for x in mine]
         )
         for program, state in zip(mine, states[-1], strict=True):
             shared(program, state)
             load_stage(source, program, state)
-    after = Workers(counts, states)
+    after = Copying(counts, states)
     for segment in segments()[step:]:
         after.run(segment)
     return after
 
 
-def spec_of(counts: Counts) -> ScheduleSpec:
-    kind, replicas = ("1f1b", counts) if len(counts) == 2 else ("zb-v", 2 * counts)
-    return ScheduleSpec(kind, 6, replicas=replicas, lanes=LANES)
-
-
 @cache
 def undisturbed() -> dict[str, torch.Tensor]:
     """Of one worker for each stage, which keeps its state whole."""
-    alone = Workers((1, 1))
+    alone = Copying((1, 1))
     for segment in segments():
         alone.run(segment)
     found = alone.as_one()
@@ -235,22 +201,21 @@ def undisturbed() -> dict[str, torch.Tensor]:
     return found
 
 
-def differences(workers: Workers) -> list[str]:
+def differences(workers: Copying) -> list[str]:
     found, wanted = workers.as_one(), undisturbed()
     assert found.keys() == wanted.keys()
     return [name for name, x in wanted.items() if not same_bits(found[name], x)]
 
 
-def struck(counts: Counts, victim: int | None = None, messages: int = 0) -> Workers:
+def struck(counts: Counts, victim: int | None = None, messages: int = 0) -> Copying:
     """Copies of two steps, of which one was sent; in the step behind them a victim dies after so many messages."""
-    before = Workers(counts, mortal=victim)
+    before = Copying(counts, mortal=victim)
     for step, segment in enumerate(segments()[:OWN], 1):
         before.run(segment)
         if step >= SENT:
             before.copy(step, send=step == SENT)
     if victim is not None:
-        before.life.most = before.life.used + messages
-        before.run(segments()[OWN])
+        before.run(segments()[OWN], dies_after=messages)
     return before
 
 
@@ -270,7 +235,7 @@ def test_whoever_is_lost_all_go_on_from_what_the_others_hold(counts: Counts, man
 
 def messages_of(counts: Counts, victim: int) -> int:
     """That a worker sends and takes in a step."""
-    found = Workers(counts, mortal=victim)
+    found = Copying(counts, mortal=victim)
     found.run(segments()[0])
     return found.life.used
 

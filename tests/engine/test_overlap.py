@@ -9,20 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raypipe.engine.exchange import last_backwards
-from raypipe.engine.gradients import GradientSink
-from raypipe.engine.memory_channel import InMemoryChannel
-from raypipe.engine.placement import Placement
-from raypipe.engine.replicas.all_reduce import AllReduce
-from raypipe.engine.replicas.chunks import chunks_of
-from raypipe.engine.stage import Site
+from raypipe.engine.messages.channel import InMemoryChannel
+from raypipe.engine.optim.all_reduce import AllReduce
+from raypipe.engine.optim.slices import chunks_of
+from raypipe.engine.reduction import last_backwards
+from raypipe.engine.stage.gradients import GradientSink
+from raypipe.engine.stage.placement import Placement
+from raypipe.engine.stage.stage import Site
 from raypipe.errors import LinkError
-from raypipe.ir import exchange
+from raypipe.ir import communication
 from raypipe.ir.schedule import Action, Op, parse_action
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.replicas import Replicas
+from raypipe.planner.schedule.replicas import Replicas as PlannedReplicas
 from raypipe.planner.schedule.sync import one_f_one_b
-from tests.engine.rings import program_of
+from tests.engine.rings import Replicas, program_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("small_chunks")]
 
@@ -34,7 +34,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 500 kB, which end at a site from 62 kB on."""
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 500_000)
+    monkeypatch.setattr(communication, "CHUNK_BYTES", 500_000)
 
 
 class Pair:
@@ -56,7 +56,8 @@ class Pair:
                     self.gathered[me].set()
 
             placement = Placement(((0, 1),), me, REPLICAS)
-            return AllReduce(0, placement, self.sinks[me], send, lambda _, action, __: ends[me].recv(action, TIMEOUT_S))
+            link = Replicas(send, lambda _, action, __: ends[me].recv(action, TIMEOUT_S))
+            return AllReduce(placement, self.sinks[me], link)
 
         self.works = [works(me) for me in range(REPLICAS)]
 
@@ -75,7 +76,7 @@ def draws(lane: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw) for shape in SHAPES.values()]
 
 
-class Late(torch.autograd.Function):
+class PendingCopy(torch.autograd.Function):
     """Its backward waits until something has happened."""
 
     @staticmethod
@@ -94,7 +95,7 @@ def backward(pair: Pair, me: int, lane: int, happened: threading.Event | None) -
     leaves = pair.leaves(me)
     terms = [(leaf * drawn).sum() for leaf, drawn in zip(leaves, draws(lane), strict=True)]
     if happened is not None:
-        terms[0] = Late.apply(terms[0], happened)  # type: ignore[no-untyped-call]
+        terms[0] = PendingCopy.apply(terms[0], happened)  # type: ignore[no-untyped-call]
     pair.sinks[me].use_lane(lane)
     found: list[torch.Tensor | None] = [None] * len(leaves)
     for site in reversed(range(len(leaves))):  # as a chain of layers would
@@ -164,7 +165,7 @@ def test_the_last_backward_of_a_row_is_found() -> None:
     words = "0F5 0B3 0F7 0B5 0B7 0SEND_B7 0REDUCE_GRAD7 0REDUCE_NORM7 0STEP7"
     row = [parse_action(word) for word in words.split()]
     assert last_backwards(row) == {4: 7}
-    lowered = lower(one_f_one_b(2, 4, 0, Replicas((2, 1), 2)))
+    lowered = lower(one_f_one_b(2, 4, 0, PlannedReplicas((2, 1), 2)))
     for row in lowered.body:
         (place,) = last_backwards(row)
         assert all(action.op is not Op.B for action in row[place + 1 :])

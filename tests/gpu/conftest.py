@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.engine.cuda_device import why_not
+from raypipe.engine.device.cuda_device import why_not
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of the codecs on a GPU, by CuPy: what numpy does, in torch's current stream, whichever that is."""
+"""The kernels of the codecs on a GPU, by CuPy: what the host does, in torch's current stream, whichever that is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raypipe.engine.codec import cuda
-from raypipe.engine.codec.choice import wire_bytes
+from raypipe.engine.codec.codec import wire_bytes
 from tests.contract.codec import CASES, KEY, SIZES, decoded, expected_wire, hostile, same_numbers
 
 
@@ -21,7 +21,7 @@ def _cupy() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).rpartition(".")[2])
-def test_they_do_what_numpy_does(name: str, dtype: torch.dtype) -> None:
+def test_they_do_what_the_host_does(name: str, dtype: torch.dtype) -> None:
     keys = (None, KEY) if name in ("int8", "int4") else (None,)
     for place, size in enumerate((*SIZES, 100_003)):
         x = hostile(size, seed=place).to(dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypipe.engine.cuda_device import CudaDevice
-from raypipe.engine.device import Device
+from raypipe.engine.device.cuda_device import CudaDevice
+from raypipe.engine.device.device import Device
 from tests.contract.device import DeviceContract
 
 

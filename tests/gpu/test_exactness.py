@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypipe.engine.cuda_device import CudaDevice
+from raypipe.engine.device.cuda_device import CudaDevice
 from tests.exactness import SHAPES, differences, expected, train
 from tests.models import CASES, TIED
 from tests.operations import OPERATIONS

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine.cuda_device import CudaDevice
+from raypipe.engine.device.cuda_device import CudaDevice
 from raypipe.errors import LinkError
-from raypipe.runtime.links.endpoint import Opening
-from raypipe.runtime.links.nccl import NcclEndpoint, why_no_nccl
+from raypipe.runtime.transport.endpoint import LinkSetup
+from raypipe.runtime.transport.process_group import ProcessGroupEndpoint, why_no_nccl
 from tests.contract.channel import WAIT_S, ChannelContract, Failing, Pair, b, f
-from tests.runtime.links.ends import HOST, close, together
+from tests.runtime.transport.ends import HOST, close, together
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,12 +22,12 @@ def _two_gpus() -> None:
 
 
 def opened(generation: int = 3, max_tensors: int = 4, gpus: tuple[int, int] = (0, 1)) -> Pair:
-    ends = [NcclEndpoint(HOST, None, CudaDevice(gpu)) for gpu in gpus]
+    ends = [ProcessGroupEndpoint(HOST, None, CudaDevice(gpu)) for gpu in gpus]
 
     def enter(me: int) -> Any:
         at = {1 - me: ends[1 - me].address}
         known = {"capacity": {1 - me: max_tensors}, "timeout_s": WAIT_S, "names": {1 - me: "link"}, "secret": b"secret"}
-        return ends[me].open(Opening(me=me, addresses=at, generation=generation, run_id="run", **known))[1 - me]  # type: ignore[arg-type]
+        return ends[me].open(LinkSetup(me=me, addresses=at, generation=generation, run_id="run", **known))[1 - me]  # type: ignore[arg-type]
 
     try:
         first, second = together(lambda: enter(0), lambda: enter(1))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from raypipe.engine.codec import Codec, Codecs, cuda, host
-from raypipe.engine.cuda_device import CudaDevice
-from raypipe.engine.device import CPU
+from raypipe.engine.device.cuda_device import CudaDevice
+from raypipe.engine.device.device import CPU
 from tests.device_run import run
-from tests.runs import test_replicas_on_device as replicas
+from tests.runs.test_fake_device import run_replicas
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])
@@ -40,8 +40,8 @@ def test_a_run_on_a_gpu_computes_what_the_cpu_does() -> None:
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_replicas_exchange_gradients_in_streams_of_their_own(codec: str) -> None:
     """What the CPU computes, the same bits every time."""
-    plain = replicas.run(lambda worker: CPU, codec_sums=codec)
-    first, again = (replicas.run(lambda worker: CudaDevice(), codec_sums=codec) for _ in range(2))
+    plain = run_replicas(lambda worker: CPU, codec_sums=codec)
+    first, again = (run_replicas(lambda worker: CudaDevice(), codec_sums=codec) for _ in range(2))
     same_and_close(plain, first, again, rtol=1e-2, atol=1e-3)
 
 

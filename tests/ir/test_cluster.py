@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 
 DEVICES = st.builds(
-    Device,
+    ComputeDevice,
     name=st.sampled_from(["a", "b"]),
     speed=st.sampled_from([0.5, 2.0]),
     memory_bytes=st.none() | st.integers(1, 1 << 40),
@@ -23,7 +23,7 @@ LINKS = st.builds(Link, st.sampled_from([math.inf, 3e9]), st.sampled_from([0.0, 
 
 @pytest.mark.slow
 @given(st.lists(DEVICES, min_size=1, max_size=4), st.lists(LINKS, min_size=1, max_size=3))
-def test_json_there_and_back(devices: list[Device], links: list[Link]) -> None:
+def test_json_there_and_back(devices: list[ComputeDevice], links: list[Link]) -> None:
     cluster = Cluster(tuple(devices), tuple(links))
     assert Cluster.from_json(cluster.to_json()) == cluster
 
@@ -31,7 +31,7 @@ def test_json_there_and_back(devices: list[Device], links: list[Link]) -> None:
 def test_the_link_is_the_one_of_the_first_part_that_differs() -> None:
     hosts = ["rack0/host0", "rack0/host0", "rack0/host1", "rack1/host2"]
     links = (Link(4.0), Link(2.0), Link(1.0))
-    cluster = Cluster(tuple(Device(host=host) for host in hosts), links)
+    cluster = Cluster(tuple(ComputeDevice(host=host) for host in hosts), links)
     assert [cluster.link(0, i) for i in (1, 2, 3)] == [links[0], links[1], links[2]]
     assert cluster.link(2, 3) == cluster.link(3, 2) == links[2]
     assert Cluster(cluster.devices, links[:2]).link(0, 3) == links[1]
@@ -51,8 +51,8 @@ def test_hosts_are_in_order() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Device("gpu", speed=0.0), "'gpu' has speed=0.0"),
-        (lambda: Device("gpu", memory_bytes=0), "'gpu' has memory_bytes=0"),
+        (lambda: ComputeDevice("gpu", speed=0.0), "'gpu' has speed=0.0"),
+        (lambda: ComputeDevice("gpu", memory_bytes=0), "'gpu' has memory_bytes=0"),
         (lambda: Link(0.0), "bandwidth above 0"),
         (lambda: Link(latency_s=-1.0), "latency from 0 up"),
         (lambda: Cluster(()), "at least one device"),

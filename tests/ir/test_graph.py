@@ -1,4 +1,4 @@
-"""The model's graph: what crosses a cut, JSON there and back, and refusals."""
+"""Graph of a model: what crosses a cut, JSON there and back, refusals."""
 
 from __future__ import annotations
 
@@ -48,12 +48,9 @@ def test_edges_go_forward(pair: tuple[int, int]) -> None:
         ModelGraph(nodes, (pair,))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"format": 1, "nodes": [{}], "edges": None})])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", json.dumps({"format": 1, "nodes": [{}], "edges": None}), '{"format": 9}']
+)
 def test_what_is_no_graph_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="not a saved model graph"):
+    with pytest.raises(PlanError, match="format 9" if "9" in text else "not a saved model graph"):
         ModelGraph.from_json(text)
-
-
-def test_another_format_is_refused_by_its_number() -> None:
-    with pytest.raises(PlanError, match="format 9"):
-        ModelGraph.from_json(json.dumps({"format": 9}))

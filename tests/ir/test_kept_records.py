@@ -10,8 +10,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from raypipe.ir.kept_records import KeptRecords
-from raypipe.ir.report import StepRecord
+from raypipe.ir.report import KeptRecords, StepRecord
 
 pytestmark = pytest.mark.core
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.plan import Plan
 from tests.given_times import with_times
 from tests.hugging_face import hugging_face
@@ -23,17 +22,6 @@ pytestmark = pytest.mark.engine
 NAMES = ("stages:  ", "step:    ", "memory:  ", "why:     ")
 SIZE = r"\d+(\.\d)? [KMG]?i?B"
 TIME = r"[\d.]+ (s|ms|us)"
-RIDDLES = (
-    "decided by",
-    "poor line",
-    "closed form",
-    "before scaling",
-    "bubble",
-    "bound:",
-    "t(b)",
-    "free links",
-    "F + B",
-)
 
 
 def sequential(run_config: object = None, **pipeline: object) -> raypipe.PipelineTrainer:
@@ -74,7 +62,7 @@ def test_the_four_lines_of_a_sequential() -> None:
     assert stages == "2. Stage 0: layer 0 (Linear) to layer 1 (ReLU); stage 1: layer 2 (Linear) to layer 4 (Linear)"
     assert step == "16 samples in 4 micro-batches of 4; how long it takes is not known, for nothing was timed"
     assert memory.startswith("parameters take at most 17.3 KiB, on stage 1; ")
-    assert why == "cut where PipelineConfig.partitioner says"
+    assert why == "cut as set by PipelineConfig.partitioner"
 
 
 def test_a_measured_plan_says_seconds_bytes_and_reasons() -> None:
@@ -87,29 +75,26 @@ def test_a_measured_plan_says_seconds_bytes_and_reasons() -> None:
         step,
     )
     assert re.fullmatch(rf"at most {SIZE} on worker 0, {SIZE} on worker 1, of 1\.0 MiB each", memory)
-    assert why.endswith("; 2 stages, as num_stages says")
+    assert why.endswith("; 2 stages, as set by num_stages")
 
 
-def test_stages_of_gpt2_are_told_in_the_users_names() -> None:
-    stages, _, memory, _ = lines_of(gpt2(partitioner=["transformer.h.1"]).plan())
-    assert stages == (
-        "2. Stage 0: transformer.wte (Embedding) to transformer.h.0 (GPT2Block); "
-        "stage 1: transformer.h.1 (GPT2Block) to lm_head (Linear)"
-    )
-    assert memory
-
-
-def test_a_cut_inside_a_block_names_what_lies_beside_it() -> None:
-    stages = lines_of(gpt2(partitioner=["transformer.h.1.mlp"]).plan())[0]
-    assert re.search(
-        r"to transformer\.h\.1\.ln_2 \(LayerNorm\); stage 1: transformer\.h\.1\.mlp \(GPT2MLP\) to", stages
-    )
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ("transformer.h.1", "to transformer.h.0 (GPT2Block); stage 1: transformer.h.1 (GPT2Block) to lm_head (Linear)"),
+        ("transformer.h.1.mlp", "to transformer.h.1.ln_2 (LayerNorm); stage 1: transformer.h.1.mlp (GPT2MLP) to"),
+    ],
+)
+def test_stages_have_the_names_of_the_users_modules(cut: str, words: str) -> None:
+    stages = lines_of(gpt2(partitioner=[cut]).plan())[0]
+    assert stages.startswith("2. Stage 0: transformer.wte (Embedding) to ")
+    assert words in stages
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count: int) -> None:
     between = Link(25e9 / 8, 2e-5)
-    cluster = Cluster.hosts(count, 1, inside=Link(), between=between, device=Device("gpu", 2.0, 1 << 24))
+    cluster = Cluster.hosts(count, 1, inside=Link(), between=between, device=ComputeDevice("gpu", 2.0, 1 << 24))
     plan = sequential(num_stages="auto" if count == 2 else 5, num_microbatches=4).plan(cluster=cluster)
     stages, step, memory, _ = lines_of(plan)
     used = plan.partition.num_stages
@@ -145,25 +130,6 @@ def test_explain_is_the_four_lines_and_then_the_rest() -> None:
     assert all_of_it.to_json() == plan.to_json()
     assert str(Plan.from_json(plan.to_json())) == str(plan)
     assert "explained" not in plan.to_json()
-
-
-def plans() -> Sequence[Plan]:
-    slow = Cluster.hosts(2, 1, inside=Link(), between=Link(1e6, 1e-2), device=Device("gpu", 0.5, 1 << 24))
-    return (
-        sequential().plan(),
-        sequential(num_stages="auto", schedule="interleaved").plan(),
-        sequential(partitioner="parameters").plan(),
-        sequential(schedule="pipedream", num_microbatches=4).plan(),
-        sequential(schedule="zb-h1").plan(cluster=slow),
-        gpt2().plan(),
-        gpt2(schedule="2bw", retune_interval_steps=0).plan(),
-    )
-
-
-def test_no_plan_speaks_in_riddles() -> None:
-    texts = [f"{plan.explain()}\n{' '.join(plan.notes)}" for plan in plans()]
-    assert [(riddle, text) for text in texts for riddle in RIDDLES if riddle in text] == []
-    assert not any("{" in text for text in texts)
 
 
 def test_fit_says_where_the_folder_is_first_and_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

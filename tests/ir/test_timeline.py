@@ -1,12 +1,17 @@
-"""Timelines: bubble and busy time."""
+"""Timelines: bubble and busy time, packed spans."""
 
 from __future__ import annotations
+
+import pickle
 
 import pytest
 
 from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.schedule import parse_action
-from raypipe.ir.timeline import Span, Timeline
+from raypipe.ir.timeline import PackedSpans, Span, Timeline
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.sync import gpipe
+from raypipe.planner.simulator import Costs, simulate
 
 
 def _span(worker: int, action: str, start_s: float, end_s: float) -> Span:
@@ -45,3 +50,16 @@ def test_a_record_spans_from_the_end_of_the_step_before() -> None:
     assert record.link_bytes_per_s == pytest.approx(60 / 2.5)
     assert record.samples_per_s == pytest.approx(32 / 2.5)
     assert merge_reports(reports, previous_end_s=None).seconds == 2.0
+
+
+def test_packed_spans_are_the_tuple_of_their_spans() -> None:
+    spans = simulate(lower(gpipe(2, 2)), Costs.uniform(2)).spans
+    assert isinstance(spans, PackedSpans)
+    plain = tuple(spans)
+    assert spans == plain
+    assert plain == spans
+    assert hash(spans) == hash(plain)
+    assert (spans[0], spans[1:3]) == (plain[0], plain[1:3])
+    assert spans != plain[1:]
+    assert pickle.loads(pickle.dumps(spans)) == plain
+    assert repr(spans) == f"<{len(plain)} spans>"

@@ -31,13 +31,6 @@ def test_figures_of_a_small_tensor() -> None:
     assert "int8_at_random" in bench.shown("title", found)
 
 
-def test_both_ways_are_counted() -> None:
-    """A figure can be computed again from its trials."""
-    row = bench.measure(bench.on_host, 1 << 12, rounds=1)["bf16"]
-    ((encode_s, decode_s),) = row["trials_s"]
-    assert row["gbytes_per_second"] == pytest.approx(2 * (4 + 2) * (1 << 12) / (encode_s + decode_s) / 1e9)
-
-
 @pytest.mark.slow
 def test_a_quick_run_as_people_start_it(tmp_path: Path) -> None:
     """From the repository's root; the figures can be computed from the raw trials, and no record is left."""

@@ -1,50 +1,63 @@
-"""What the benchmarks share: their command line, medians, tables, and how they end."""
+"""Frame of all benchmarks: command line, medians, records, and cells that are kept."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.lib import common, records
+from jobs.lib.common import Bench, BenchRun
+from jobs.lib.growth import Growth, Look, growth_of
+from jobs.lib.kept_cells import KeptCells
+from jobs.lib.records import begin, keep, problems, read, run_of, text_of
+
+pytestmark = [pytest.mark.core, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_medians_and_quantiles() -> None:
-    assert common.median([5.0, 1.0, 3.0]) == 3.0
-    assert common.median([4.0, 1.0, 2.0, 3.0]) == 2.5
-    values = [float(v) for v in range(10, 0, -1)]
-    assert [common.quantile(values, share) for share in (0.0, 0.1, 0.5, 0.9, 0.91, 1.0)] == [1, 1, 5, 9, 10, 10]
-    assert common.quantile([7.0], 0.9) == 7.0
+@dataclass(frozen=True)
+class Settings:
+    rounds: int = 3
+    nets: tuple[str, ...] = ("a",)
 
 
-def test_the_last_line_is_json_and_refuses_what_is_no_number() -> None:
-    line = common.final_line("bench_x", {"overhead": 1.0345678})
-    assert json.loads(line) == {"bench": "bench_x", "figures": {"overhead": 1.0346}}
-    assert "\n" not in line
-    for missed in ([], ["overhead"]):
-        assert json.loads(common.final_line("check_x", {"overhead": 2.0}, missed))["missed"] == missed
+BENCH = Bench("bench_x", "what it is", settings=Settings(), quick=Settings(1), handicap=True)
+
+
+def ended(words: list[str], variant: str = "") -> None:
+    run = BENCH.begin(words)
+    run.figures["a"] = 1.5
+    run.raw["steps_s"] = [0.1, 0.2]
+    run.end(variant=variant)
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    figures = {"ratio_a": 1.25, "count": 3}
+    return {**run_of("python jobs/bench/x", begin(), figures, {"steps_s": [0.123456789, 0.2]}), **changes}
+
+
+def test_a_quick_run_prints_what_its_file_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "raw.json"
+    ended(["--quick", "--json", str(file)])
+    kept = json.loads(file.read_text())
+    assert problems({"bench": kept.pop("bench"), "runs": [kept]}) == []
+    assert kept["figures"] == {"a": 1.5}
+    assert kept["raw"] == {"settings": {"rounds": 1, "nets": ["a"]}, "steps_s": [0.1, 0.2]}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "bench_x"
     with pytest.raises(ValueError, match="JSON"):
         common.final_line("bench_x", {"overhead": float("nan")})
 
 
-def test_json_holds_what_a_record_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "new" / "raw.json"
-    asked = common.arguments("what it is", ["--quick", "--json", str(file)])
-    common.finish("bench_x", {"a": 1.5}, {"steps_s": [0.1, 0.2]}, asked)
-    kept = json.loads(file.read_text())
-    assert records.problems({"bench": kept.pop("bench"), "runs": [kept]}) == []
-    assert (kept["figures"], kept["raw"]) == ({"a": 1.5}, {"steps_s": [0.1, 0.2]})
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "bench_x"
-
-
 @pytest.mark.parametrize(
-    ("given", "variant", "file"),
+    ("words", "variant", "file"),
     [
         ([], "", "x.json"),
         (["--handicap", "0"], "slow", "x-slow.json"),
@@ -53,62 +66,107 @@ def test_json_holds_what_a_record_does(tmp_path: Path, capsys: pytest.CaptureFix
         (["--handicap", "0.001"], "", None),
     ],
 )
-def test_a_full_run_is_recorded_and_no_other(
-    given: list[str], variant: str, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_a_full_run_is_recorded(
+    words: list[str], variant: str, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "FOLDER", tmp_path)
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    common.finish("bench_x", {"a": 1.5}, {"steps_s": [0.1]}, common.arguments(None, given, handicap=True), variant)
+    ended(words, variant)
     assert [path.name for path in tmp_path.iterdir()] == ([file] if file else [])
 
 
-def test_what_cannot_be_recorded_is_printed_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(records, "FOLDER", tmp_path / "file")
-    common.finish("bench_x", {"a": 1.5}, {"steps_s": [0.1]}, common.arguments(None, []))
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2].startswith("not recorded: ")
-    assert json.loads(said[-1])["figures"] == {"a": 1.5}
-
-
-def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(ROOT / "jobs/bench/links/__main__.py")])
     options: dict[str, dict[str, Any]] = {
-        "--emulated": {"action": "store_true"},
-        "--nets": {"nargs": "+", "default": ["a"]},
-        "--rounds": {"type": int, "default": 3},
-        "--plot": {"type": Path},
-    }
-    given = ["--quick", "--json", "x.json", "--emulated", "--nets", "b", "c", "--plot", "/here"]
-    asked = common.arguments("what it is", given, options=options)
-    assert (asked.quick, asked.json, asked.emulated, asked.rounds) == (True, Path("x.json"), True, 3)
-    assert asked.command == "python jobs/bench/links --emulated --nets b c", "what changes figures, and no path"
-    assert common.arguments(None, ["--handicap", "0.003"], handicap=True).handicap == 0.003
-    for refused in ("-1", "nan"):
+        "--emulated": {"action": "store_true"}, "--nets": {"nargs": "+"}, "--plot": {"type": Path},
+    }  # fmt: skip
+    bench = dataclasses.replace(BENCH, options=options, handicap=False)
+    run = bench.begin(["--quick", "--json", "x.json", "--emulated", "--nets", "b", "c", "--plot", "/here"])
+    assert run.settings == Settings(1, ["b", "c"]), "an option of the name of a field sets it"  # type: ignore[arg-type]
+    assert run.command == "python jobs/bench/links --emulated --nets b c", "what changes figures, and no path"
+    for refused in (["--handicap", "-1"], ["--handicap", "nan"]):
         with pytest.raises(SystemExit):
-            common.arguments(None, ["--handicap", refused], handicap=True)
-    with pytest.raises(SystemExit):
-        common.arguments(None, ["--handicap", "0.003"])
-    assert "--handicap" in capsys.readouterr().err
+            BENCH.begin(refused)
 
 
-def test_a_handicap_must_show_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert common.handicap_seen("here", 0.003, 1.05, 1.26, 0.2)
+def test_candidates_take_turns_and_a_handicap_must_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(BenchRun.turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    run = BENCH.begin(["--handicap", "0.003"])
+    assert run.handicap_seen("here", 1.05, 1.26, 0.2)
     assert "1.2500 predicted, 1.2600 measured: seen" in capsys.readouterr().out
-    assert not common.handicap_seen("here", 0.003, 1.05, 1.06, 0.2)
+    assert not run.handicap_seen("here", 1.05, 1.06, 0.2)
 
 
-def test_a_table_is_aligned() -> None:
-    lines = common.table("title", ("name", "value"), [["a", 1.23456], ["long name", 2]]).splitlines()
-    assert lines == ["title", "name       value", "---------  -----", "a          1.235", "long name      2"]
-
-
-def test_it_loads_neither_torch_nor_ray() -> None:
-    check = (
-        "import sys, jobs.lib.common, jobs.lib.processes\n"
-        "print(*sorted({'torch', 'ray', 'raypipe'} & set(sys.modules)))"
-    )
+def test_the_frame_loads_neither_torch_nor_ray() -> None:
+    check = "import sys, jobs.lib.common, jobs.lib.processes\nprint(*{'torch', 'ray', 'raypipe'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.split()) == (0, [])
+
+
+def test_the_newest_run_is_first_and_alone_has_raw_trials(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "x.json"
+    keep(file, "bench_x", record())
+    keep(file, "bench_x", record(figures={"ratio_a": 1.0}))
+    newest, before = read(file)["runs"]
+    assert (newest["figures"], newest["raw"]) == ({"ratio_a": 1.0}, {"steps_s": [0.123457, 0.2]})
+    assert (before["figures"], before["raw"]) == ({"ratio_a": 1.25, "count": 3}, None)
+    text = file.read_text()
+    assert json.loads(text_of(json.loads(text))) == json.loads(text)
+    with pytest.raises(ValueError, match="is a record of bench_x, not of bench_y"):
+        keep(file, "bench_y", record())
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"source": "a page", "duration_s": None, "load": {"before": None, "after": None}, "raw": None}, ""),
+        ({"figures": {"a": float("nan")}}, "figure a is nan"),
+        ({"date": "yesterday"}, "date 'yesterday' is not a date"),
+        ({"duration_s": None}, "duration_s is unknown, and no source is named"),
+        ({"load": {}}, "load has before and after"),
+        ({"raw": {}}, "the newest run has no raw trials"),
+        ({"more": 1}, "the fields more are missing or too many"),
+    ],
+)
+def test_problems_of_a_record(changes: dict[str, Any], problem: str) -> None:
+    lines = "; ".join(problems({"bench": "bench_x", "runs": [record(**changes)]}))
+    assert problem in lines if problem else lines == ""
+
+
+def test_the_committed_records_are_valid() -> None:
+    for file in records.FOLDER.glob("*.json"):
+        read(file)
+
+
+def test_a_kept_cell_is_measured_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def measure() -> dict[str, object]:
+        calls.append(1)
+        return {"steps": (1.0, 2.0)}
+
+    with pytest.raises(ZeroDivisionError):
+        KeptCells(tmp_path).measured("a", [1, "x"], lambda: 1 / 0)
+    for _ in range(2):
+        assert KeptCells(tmp_path).measured("a", [1, "x"], measure) == {"steps": [1.0, 2.0]}
+    assert len(calls) == 1
+    KeptCells(tmp_path).measured("a", [2, "x"], measure)
+    KeptCells(None).measured("a", [2, "x"], measure)
+    assert len(calls) == 3
+    kept = KeptCells(tmp_path, only_kept=True)
+    assert [title for title in ("a", "b") if kept.counts(title)] == ["a"]
+    with pytest.raises(SystemExit, match="measured with other arguments"):
+        kept.measured("a", [3, "x"], measure)
+
+
+def test_a_leak_has_a_slope_and_a_single_high_look_has_none() -> None:
+    def looks(resident_mib: list[float]) -> list[tuple[float, Look]]:
+        return [(100.0 * at, Look(int(mib * (1 << 20)), 8, 3)) for at, mib in enumerate(resident_mib)]
+
+    leaks = growth_of(looks([400 + at for at in range(9)]))
+    assert leaks == Growth((1 << 20) / 100, 8 << 20, 0, 0)
+    assert not leaks.flat
+    assert growth_of(looks([400, 400, 404, 400, 400, 400])).flat
+    assert not growth_of(looks([400, 406, 400])).flat

@@ -30,7 +30,7 @@ def chaos(*words: str) -> dict[str, Any]:
 
 
 def test_a_run_that_loses_stages_ends_like_one_that_does_not() -> None:
-    """With versions of the weights beside them; without, losses are those of tests/runtime/workers/test_recovery.py."""
+    """With versions of the weights beside them; without, losses are those of tests/runtime/fleet/test_recovery.py."""
     found = chaos("--faults", "1", "--seed", "5", "--kinds", "again", "--stages", "2", "--schedule", "2bw")
     assert found["faults"] == {"again": 1}
     assert found["failures"] >= 1

@@ -47,26 +47,11 @@ def test_splits_are_of_whole_files_and_bounded(built: corpus.Corpus) -> None:
     assert b"import " in built.heldout_text
 
 
-def test_building_again_gives_the_same(built: corpus.Corpus, tmp_path: Path) -> None:
-    again = corpus.build_corpus(tmp_path / "new" / "folder", context=16, max_bytes=400_000)
-    assert again.train_text == built.train_text
-    assert again.heldout_text == built.heldout_text
-    assert [path.name for path in sorted((tmp_path / "new" / "folder").iterdir())] == [
-        "heldout.parquet",
-        "train.parquet",
-    ]
-
-
 def test_sources_leave_out_tests_and_packages(tmp_path: Path) -> None:
     for name in ("b.py", "a/x.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     assert [name for name, _ in corpus._sources(tmp_path)] == ["a/x.py", "b.py"]
-
-
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="too few for one row of 128"):
-        corpus.build_corpus(tmp_path, max_bytes=100)
 
 
 def test_entropies_of_known_texts() -> None:
@@ -75,15 +60,3 @@ def test_entropies_of_known_texts() -> None:
     assert corpus.bigram_entropy_nats(b"abac" * 100 + b"a") == pytest.approx(math.log(2) / 2)
     random = np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint8).tobytes()
     assert corpus.bigram_entropy_nats(random) == pytest.approx(math.log(256), rel=0.01)
-
-
-def test_cross_entropy_of_a_smoothed_bigram_model() -> None:
-    # 'a' was followed by 'b' 3 times: p(b | a) = (3 + 1) / (3 + 256); p of anything after 'z' is 1 / 256.
-    assert corpus.bigram_cross_entropy_nats(b"ab" * 3, b"ab") == pytest.approx(-math.log(4 / 259))
-    assert corpus.bigram_cross_entropy_nats(b"ab" * 3, b"zq") == pytest.approx(math.log(256))
-
-
-def test_no_model_beats_the_texts_own_entropy(built: corpus.Corpus) -> None:
-    own = corpus.bigram_entropy_nats(built.heldout_text)
-    model = corpus.bigram_cross_entropy_nats(built.train_text, built.heldout_text)
-    assert 1.0 < own < model < math.log(256)

@@ -7,13 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from jobs.lib.processes import in_child
-from tests import processes
 from tests.waiting import wait_until
 
 
@@ -30,34 +28,6 @@ def test_what_a_child_writes_comes_back() -> None:
     assert in_child(double, 21, limit_s=120) == 42
     with pytest.raises(RuntimeError, match=r"ended with \[3\]"):
         in_child(fail, limit_s=120)
-
-
-POOL = """
-import multiprocessing, os, sys, time
-from concurrent.futures import ProcessPoolExecutor
-from jobs.lib.processes import end_with_parent
-if __name__ == "__main__":
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
-        print(pool.submit(os.getpid).result(), flush=True)
-        time.sleep(60)
-"""
-
-
-def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
-    script = tmp_path / "pool.py"
-    script.write_text(POOL)
-    path = os.pathsep.join(sys.path)
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    ) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert processes.alive(child)
-        parent.send_signal(signal.SIGKILL)
-    deadline_s = time.monotonic() + 120
-    while processes.alive(child):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 CHILD = """

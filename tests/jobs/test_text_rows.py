@@ -72,10 +72,3 @@ def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
     plain = tmp_path / "rows.txt"
     plain.write_bytes(b"a\x0cb\n\nc\n")
     assert read_lines(plain) == {1: {"text": "a\x0cb"}, 3: {"text": "c"}}
-
-
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "a"}\n{"text": b}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, column 10 is no JSON"):
-        read_lines(file)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from jobs.train import corpus, lm
+from jobs.train import lm
 from jobs.train.finetune_hf import task_of
 from jobs.train.images import read_images
-from jobs.train.options import add_common, arguments_of, data_folder
+from jobs.train.options import add_common, arguments_of
 from jobs.train.text_rows import count_classes, read_lines
 
 
@@ -32,30 +32,10 @@ def test_flags_without_an_effect_are_refused(words: tuple[str, ...]) -> None:
         asked(*words)
 
 
-def test_an_empty_list_in_the_file_is_the_default(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("logger: []\nsteps: 3\n")
-    found = asked("--config", str(tmp_path / "a.yaml"))
-    assert (found.logger, found.steps) == ([], 3)
-
-
-def test_a_bucket_stays_a_bucket() -> None:
-    assert data_folder(asked("--storage", "s3://bucket/runs", "--name", "a")) == "s3://bucket/runs/a-data"
-    assert data_folder(asked("--storage", "runs", "--name", "a")) == str(Path.cwd() / "runs/a-data")
-
-
-def test_labels_of_both_files_count() -> None:
-    assert count_classes(labelled(0, 1.0), labelled(3)) == 4
-
-
 @pytest.mark.parametrize("labels", [(0.5, 1.5), (0, -1), ("good", "bad"), (0, float("nan"))])
 def test_labels_that_are_no_numbers_of_classes_are_refused(labels: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match="Labels are whole numbers from 0"):
         count_classes(labelled(*labels))
-
-
-def test_one_class_is_refused() -> None:
-    with pytest.raises(ValueError, match="two classes at least"):
-        count_classes(labelled(0, 0))
 
 
 def test_a_missing_label_is_told_by_the_line_of_the_file(tmp_path: Path) -> None:
@@ -90,8 +70,3 @@ def test_the_language_model_takes_storage_as_a_uri_or_as_a_folder() -> None:
     for uri in ("s3://bucket/runs", "gs://bucket/runs", "file:///shared/runs"):
         assert lm.run_config(lm.parse(["--storage", uri])).storage_path == uri
     assert lm.run_config(lm.parse(["--storage", "runs"])).storage_path == str(Path("runs").absolute())
-
-
-def test_a_corpus_is_written_to_a_folder_and_no_uri_becomes_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"s3://bucket/data is a URI.* all nodes can read"):
-        corpus.build_corpus("s3://bucket/data")

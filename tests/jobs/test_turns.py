@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch.utils.data import SequentialSampler
 
-from jobs.bench.recovery.nets import trainer
 from jobs.lib.shaped import Rig
 from jobs.lib.turns import gated, in_turns, open_gate
 
@@ -37,30 +36,6 @@ def test_samples_come_as_far_as_the_gate_says(tmp_path: Path) -> None:
     read.join(WAIT_S)
     open_gate(gate, 3)
     assert [here[3], here[4], here[5]] == ["d", "a", "b"], "they begin again"
-
-
-def test_the_gate_holds_whoever_is_given_the_data_in_the_middle_of_a_run(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    open_gate(gate, 2)
-    anew = pickle.loads(pickle.dumps(gated(list("abcdef"), gate, per_step=2, steps=3).dataset))
-    assert anew[3] == "d", "a stage that was started anew goes on at the second step, not at the first"
-    came = threading.Event()
-    read = threading.Thread(target=lambda: (anew[4], came.set()), daemon=True)
-    read.start()
-    assert not came.wait(0.1), "it has read nothing of the steps before, and waits all the same"
-    open_gate(gate, 3)
-    assert came.wait(WAIT_S)
-    read.join(WAIT_S)
-
-
-@pytest.mark.timeout(120)
-def test_a_run_is_made_while_its_gate_is_closed(tmp_path: Path) -> None:
-    """It looks at its data for that, to the last sample."""
-    gate = tmp_path / "gate"
-    open_gate(gate, 0)
-    made = trainer(tmp_path, "held", 0.1, 2, gate=gate, steps=100)
-    blueprint = made._blueprint(made._prepared(), 100, local=False)
-    assert "sample" in str(blueprint.spec)
 
 
 # Does what links_ours.py does with its gate, in no time; one whose pipeline says "dies" ends after ten steps.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.train.images import HELD_OUT, read_images
+from jobs.train.images import read_images
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -80,18 +80,3 @@ def test_a_folder_of_images_is_resized_and_labelled_by_its_folders(tmp_path: Pat
     assert found.splits["train"].labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.splits["heldout"].pixels.shape == (2, 48)
     assert found.splits["heldout"].pixels[1, :16].tolist() == [255] * 16
-
-
-def test_folders_and_images_that_are_none(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for name in ("cat", "dog", ".cache"):
-        (tmp_path / name).mkdir()
-        for number in range(HELD_OUT // 2):
-            image.new("L", (4, 4), 9).save(tmp_path / name / f"{number}.png")
-    assert read_images(tmp_path, 4).classes == ["cat", "dog"]
-    (tmp_path / "cow").mkdir()
-    with pytest.raises(ValueError, match="cow has no images"):
-        read_images(tmp_path, 4)
-    image.fromarray(np.full((4, 4), 900, dtype=np.uint16)).save(tmp_path / "cow" / "deep.png")
-    with pytest.raises(ValueError, match="more than 8 bits per pixel"):
-        read_images(tmp_path, 4)

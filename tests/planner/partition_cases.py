@@ -13,10 +13,10 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
-from raypipe.planner.memory import MemoryModel
-from raypipe.planner.partition.limits import Limits
+from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.partition.costs import Limits
 from tests.planner.specs import spec_for
 
 TICK = 1 / 1024  # seconds; a whole number of picoseconds
@@ -65,9 +65,11 @@ def graphs(draw: st.DrawFn, most: int = 6, *, chain: bool = False, together: boo
     return link_nodes(nodes, sorted(edges), sorted(joined))
 
 
-def devices(memory: st.SearchStrategy[int | None] | None = None) -> st.SearchStrategy[Device]:
+def devices(memory: st.SearchStrategy[int | None] | None = None) -> st.SearchStrategy[ComputeDevice]:
     caps = memory if memory is not None else st.none() | st.integers(5, 25) | st.integers(10, 60)
-    return st.builds(Device, speed=st.sampled_from([0.5, 1.0, 1.0, 3.0]), memory_bytes=caps, host=st.sampled_from("ab"))
+    return st.builds(
+        ComputeDevice, speed=st.sampled_from([0.5, 1.0, 1.0, 3.0]), memory_bytes=caps, host=st.sampled_from("ab")
+    )
 
 
 @st.composite

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from raypipe.planner.liveness import TABLE, Finding, Seen, judge
+from raypipe.planner.liveness import TABLE, Diagnosis, Seen, judge
 
 GRACE_S = 60.0
 LOOK_S = 0.1
@@ -38,10 +38,10 @@ WELL = Truth()
 STOPPED = Truth(answers=False, stopped=True, share=0.0)
 
 
-def follow(script: Iterable[tuple[float, Truth]], longest_s: float = 0.1) -> tuple[float, Finding] | None:
+def follow(script: Iterable[tuple[float, Truth]], longest_s: float = 0.1) -> tuple[float, Diagnosis] | None:
     """Seconds from the begin of a script to the first finding; every entry lasts so long.
 
-    What a driver sees is counted here as runtime/workers/watch.py counts it.
+    What a driver sees is counted here as runtime/fleet/watch.py counts it.
     """
     now_s = silent_s = stopped_s = idle_s = action_s = 0.0
     before = ""
@@ -82,9 +82,9 @@ def test_the_docstring_shows_the_table() -> None:
     from raypipe.planner import liveness
 
     lines = [line.split() for line in (liveness.__doc__ or "").splitlines() if line.startswith("    ")]
-    names = [words[0] for words in lines if words[-1] in ("ended", "up", "told")]
+    names = [words[0] for words in lines if words[-1] in ("ended", "up", "logged")]
     assert names == [row.means for row in TABLE]
-    assert [words[-1] == "told" for words in lines if words[0] in names] == [not row.over for row in TABLE]
+    assert [words[-1] == "logged" for words in lines if words[0] in names] == [not row.over for row in TABLE]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
-from raypipe.planner.control import Choice, ControllerConfig, predicted_s, search
+from raypipe.planner.controller import Choice, ControllerConfig, predicted_s, search
+from raypipe.planner.replay import FILLING, Wire, compiled, step_s
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.validate import validate
-from raypipe.planner.search.replay import FILLING, Wire, compiled, step_s
-from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
-from raypipe.planner.tune import Request, build_schedule, step_of
-from tests.planner.control.test_search import at_most, measured_of
+from raypipe.planner.schedule.lower import lower, validate
+from raypipe.planner.search import Request, build_schedule, step_of
+from raypipe.planner.simulator import Costs, makespan_s, simulate
+from tests.planner.controller.test_search import at_most, measured_of
 from tests.planner.specs import spec_for
 
 SECONDS = st.floats(0.01, 1.0)
@@ -115,7 +114,7 @@ def test_who_clips_or_ties_waits() -> None:
 
 
 def test_the_search_takes_more_slack_where_steps_overlap() -> None:
-    """At 50 Mbit/s, in the numbers of docs/design/0020."""
+    """At 50 Mbit/s, in the numbers of docs/results/decisions.md."""
     measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), split_backward_s=((0.0181, 0.0181),) * 2)
     apart, together = (
         search(

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.memory import MemoryModel
-from raypipe.planner.row_memory import resident_of
+from raypipe.planner.cost.memory import MemoryModel, resident_of
+from raypipe.planner.dependency_tables import build
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.tables import build
-from raypipe.planner.tune import Request, memory_model
+from raypipe.planner.search import Request, memory_model
 from tests.planner.specs import spec_for
 
 CHUNKED = ["interleaved", "zb-v"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.ir.action import EVALUATION
+from raypipe.ir.schedule import EVALUATION
+from raypipe.ir.segment import Phase
 from raypipe.planner.segments import (
+    Flow,
     Position,
     evaluation_segments,
+    flowing_segments,
     next_segment,
     num_steps_of,
     train_segments,
@@ -64,3 +69,39 @@ def test_evaluation_reads_in_order_under_numbers_of_its_own(num_samples: int, mi
     assert sum(s.minibatch_samples for s in segments) == num_samples
     numbers = [s.first_microbatch + i for s in segments for i in range(len(s.microbatch_samples))]
     assert numbers == list(range(EVALUATION, EVALUATION + len(numbers)))
+
+
+@given(
+    num_samples=st.integers(1, 60), minibatch=st.integers(1, 9), microbatch=st.integers(1, 9),
+    steps=st.integers(1, 40), drained=st.integers(1, 4), every=st.integers(1, 12), hurry=st.sets(st.integers(0, 60)),
+)  # fmt: skip
+def test_segments_take_every_sample_once_and_are_empty_where_they_must_be(
+    num_samples: int, minibatch: int, microbatch: int, steps: int, drained: int, every: int, hurry: set[int]
+) -> None:
+    minibatch = min(minibatch, num_samples)
+    microbatch = min(microbatch, minibatch)
+    queries = iter(range(1000))
+    segments = list(
+        flowing_segments(
+            Flow(1, drained, minibatch, microbatch), num_samples, steps, Position(),
+            empty_after=lambda step: step % every == 0, empty_soon=lambda: next(queries) in hurry,
+        )
+    )  # fmt: skip
+    at, flowing = Position(), False
+    for segment, after in segments:
+        assert (segment.first_step, segment.first_microbatch, segment.epoch, segment.offset) == (
+            at.step, at.microbatch, at.epoch, at.offset,
+        )  # fmt: skip
+        assert segment.phase.begins_empty != flowing
+        begun = segment.num_minibatches + (0 if segment.phase.ends_empty else drained)
+        assert segment.offset + begun * segment.minibatch_samples <= num_samples, "begins what the epoch does not have"
+        assert at.step + begun <= steps
+        for step in range(at.step + 1, after.step):
+            assert step % every or segment.phase is Phase.DRAIN, "passes a step after which it must be empty"
+        flowing = not segment.phase.ends_empty
+        if after.step % every == 0 or after.offset == 0:
+            assert not flowing
+        at = after
+    assert at.step == steps
+    assert not flowing
+    assert segments[-1][1].epoch == steps // math.ceil(num_samples / minibatch)

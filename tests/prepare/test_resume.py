@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.profile_cache import cached_profile
 from raypipe.errors import CheckpointError, ConfigError
+from raypipe.profiling.profile_cache import cached_profile
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
 
@@ -211,7 +211,7 @@ def test_micro_batches_left_to_the_planner_stay_what_they_were(tmp_path: Path, m
         profile, read = cached_profile(captured, example)
         return dataclasses.replace(profile, seconds_by_size=tuple((b, overhead_s + b) for b in (1, 2, 4))), read
 
-    monkeypatch.setattr("raypipe.prepare.profile.cached_profile", measured)
+    monkeypatch.setattr("raypipe.prepare.model_profile.cached_profile", measured)
     chosen = []
     for overhead_s, steps in ((1000.0, SAVED), (0.0, STEPS)):  # noqa: B007  (measured() reads it)
         made = trainer("mlp", tmp_path, "run", 2, pipeline=pipeline)
@@ -239,7 +239,7 @@ def test_a_full_disk_ends_no_training(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool
 ) -> None:
     """Events, metrics and checkpoints cannot be written for a while: steps go on. At the end there must be room."""
-    monkeypatch.setattr("raypipe.engine.metrics.WRITE_S", 0.05)
+    monkeypatch.setattr("raypipe.engine.io.run_files.WRITE_S", 0.05)
     steps = 250
     pipeline = config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20)
     made = partial(trainer, "mlp", stages=2, pipeline=pipeline)
@@ -251,7 +251,7 @@ def test_a_full_disk_ends_no_training(
         while file.write(bytes(4096)):
             pass
     full_at = handle.status().step
-    wait_for(lambda: "No space left" in handle.status().message)
+    wait_for(lambda: any("No space left" in alert.message for alert in handle.status().alerts))
     wait_for(lambda: handle.status().step >= min(full_at + 40, steps))
     if freed:
         filler.unlink()

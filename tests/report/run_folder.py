@@ -10,13 +10,12 @@ import json
 import math
 from pathlib import Path
 
-from raypipe.engine.metrics import MetricsWriter
-from raypipe.engine.rundir import RunFolder
-from raypipe.engine.storage import Place
+from raypipe.engine.io.run_files import MetricsWriter, RunFolder
+from raypipe.engine.io.storage import Place
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Span, Timeline
-from raypipe.planner.tune import decide, plan_of, timeline_of
-from tests.planner.tune.test_choose import MIB, REQUEST, chain
+from raypipe.planner.search import decide, plan_of, timeline_of
+from tests.planner.search.test_choose import MIB, REQUEST, chain
 
 __all__ = ["HOSTILE", "make_run"]
 
@@ -78,8 +77,8 @@ def _events(steps: int) -> list[tuple[int, dict[str, object]]]:
         (60, {"decision": "failure", "reason": f"stage 1 was killed {HOSTILE}", "seconds": 0.2, "failures": 1}),
         (58, {"decision": "recovery", "reason": "from copies in memory", "seconds": 0.81, "redone_steps": 2,
               "restore_s": 0.3, "configure_s": 0.5, "moved_bytes": 3 * MIB, "replaced": ["worker 1"]}),
-        (80, {"decision": "recovery", "reason": "Stage 1 did 5 steps again alone", "seconds": 0.4, "redone_steps": 0,
-              "replayed_steps": 5, "replaced": ["Stage 1"]}),
+        (80, {"decision": "recovery", "reason": "from copies in memory", "seconds": 0.4, "redone_steps": 5,
+              "replaced": ["Stage 1"]}),
         (90, {"decision": "regroup", "reason": "the run goes on with 1-1 workers", "seconds": 0.09, "completed": 1}),
         (94, {"decision": "join", "reason": "replicas are there again", "seconds": 0.05, "replicas": [2, 1]}),
         (100, {"decision": "keep", "reason": "1f1b stays.", "link_s": link_s}),

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raypipe.engine.rundir import RunFolder
+from raypipe.engine.io.run_files import RunFolder
 from raypipe.ir.schedule import parse_action
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.report.page import report_html
-from raypipe.report.read import read_run
+from raypipe.report.run_facts import read_run
 from tests.browser import MISPLACED, SMALL, needs_chromium, opened
 from tests.report.run_folder import make_run
 

@@ -11,12 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from raypipe.cli import app
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
-from raypipe.report.memory import bytes_over_step
-from raypipe.report.page import report_html
-from raypipe.report.read import read_run
-from raypipe.report.sections import facts_of
+from raypipe.report.page import bytes_over_step, facts_of, report_html
+from raypipe.report.run_facts import read_run
 from tests.report.run_folder import make_run
 
 pytestmark = pytest.mark.slow
@@ -59,7 +57,7 @@ def test_every_section_is_there(text: str, folder: Place) -> None:
     assert [f">{way}</text>" in links for way in ("0→1", "1→0", "1→2", "2→1")] == [True] * 4
     for expected in (
         "200 of 200", "Group size k of kFkB", "predicted lm", "measured lm", "link 0→1", "op0 to op3",
-        "2 steps done again", "5 steps done again by one stage alone", "eval_loss", "eval_accuracy",
+        "2 steps done again", "5 steps done again", "eval_loss", "eval_accuracy",
         "3.0 MiB moved", "810 ms", "A message, as the controller measured it", "Memory over a step, measured times",
     ):  # fmt: skip
         assert expected in words, expected

@@ -61,8 +61,8 @@ def test_every_key_has_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\nb: 2\na: 3\n", ["x.yaml, line 3", "a stands twice"]),
-        ("a:\n  b: 1\n  b: 2\n", ["line 3", "b stands twice"]),
+        ("a: 1\nb: 2\na: 3\n", ["x.yaml, line 3", "a occurs twice"]),
+        ("a:\n  b: 1\n  b: 2\n", ["line 3", "b occurs twice"]),
         ("a: [1,\n", ["x.yaml is not YAML", "line 2"]),
         ("- 1\n", ["one list where settings belong"]),
         ("", ["nothing where settings belong"]),

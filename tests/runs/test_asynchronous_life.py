@@ -12,7 +12,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
-from raypipe.runtime.run.blueprint import predicted_step
+from raypipe.run.plans.blueprint import predicted_step
 from tests.exactness import same_bits
 from tests.given_times import with_times
 from tests.models import CASES

@@ -1,13 +1,13 @@
 """Features that meet by chance train what plain PyTorch trains, or are refused before the first step by a field's name.
 
-`python jobs/check/combinations.py` hunts for hours; here are a few draws, the same ones every time.
+RAYPIPE_TRIALS=300 makes a hunt of the few draws here; ``Combination.parse`` repeats a failure from its text.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,17 +16,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from jobs.lib.combinations import trial
-from jobs.lib.combinations.drawn import SCHEDULES, Combination, drawn
-from jobs.lib.combinations.nets import NETS
-from jobs.lib.combinations.optimizers import OPTIMIZERS, SCHEDULERS
-from jobs.lib.combinations.trial import carry_out
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import ConfigError
+from tests.combinations import trial
+from tests.combinations.drawn import Combination, drawn
+from tests.combinations.nets import NETS
+from tests.combinations.trial import carry_out
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
-TRIALS = 16
+TRIALS = int(os.environ.get("RAYPIPE_TRIALS", "16"))
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "2bw goes on with one stage": {
         "fields": {"schedule": "2bw", "num_stages": 1, "partitioner": "parameters"},
@@ -90,25 +89,8 @@ def test_groups_that_are_empty_on_a_stage_are_named(tmp_path: Path) -> None:
         train_data=TensorDataset(torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)),
         pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"stage 0, which trains 0\.weight .* Leave such groups out"):
+    with pytest.raises(ConfigError, match=r"stage 0, which trains 0\.weight .* Leave it out"):
         trainer.plan()
-
-
-def test_draws_are_repeatable_and_reach_everything() -> None:
-    made = [drawn(Random(number)) for number in range(600)]
-    assert made == [drawn(Random(number)) for number in range(600)]
-    assert all(Combination.parse(str(found)) == found for found in made)
-    for seen, wanted in (
-        ({found.net for found in made}, set(NETS)),
-        ({found.schedule for found in made}, set(SCHEDULES)),
-        ({found.optimizer for found in made}, set(OPTIMIZERS)),
-        ({found.scheduler for found in made}, set(SCHEDULERS)),
-        ({found.fields["precision"] for found in made}, {"fp32", "bf16", "fp16", "bf16-autocast"}),
-    ):
-        assert seen == wanted
-    often = Counter(name for found in made for name in found.fields)
-    assert min(often[name] for name in ("num_replicas", "recompute", "codec_forward", "codec_sums", "slack")) > 5
-    assert sum(found.stop > 0 and found.first["schedule"] != found.schedule for found in made) > 20
 
 
 @pytest.mark.parametrize("fields", [{}, {"schedule": "pipedream", "num_stages": 3}])

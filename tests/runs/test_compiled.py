@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.compiling import compiled_stage, why_not_compiled
-from raypipe.engine.data.source import open_data
-from raypipe.engine.randomness import RandomKey
+from raypipe.data.open_data import open_data
+from raypipe.engine.device_functions import compiled_stage, why_not_compiled
+from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError, PlanError, StageError
 from tests import nets
 from tests.exactness import captured, programs, same_bits
@@ -112,7 +112,7 @@ def test_too_many_shapes_are_named_with_the_field() -> None:
     def forward(samples: int) -> None:
         function(leaves, held, (), [torch.zeros(samples, 6, dtype=torch.int64)], RandomKey(0, 0, 0))
 
-    words = r"compile_stages='aot_eager': torch.compile fails: FailOnRecompileLimitHit"
+    words = r"compile_stages='aot_eager': torch.compile failed: FailOnRecompileLimitHit"
     with torch._dynamo.config.patch(recompile_limit=1):  # type: ignore[attr-defined]
         forward(2)
         with pytest.raises(StageError, match=words):

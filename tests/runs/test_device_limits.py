@@ -12,13 +12,13 @@ from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.api.devices import gpu_rates, in_threads, on_devices
-from raypipe.engine.cuda_device import CONTEXT_BYTES, share_of
-from raypipe.engine.device import CPU
+from raypipe.engine.device.cuda_device import CONTEXT_BYTES, share_of
+from raypipe.engine.device.device import CPU
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
-from raypipe.runtime.run.device_limits import Offered, within
-from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import PlanBasis
+from raypipe.run.plans.later import Offered, within
+from raypipe.run.plans.planning import PlanBasis
+from raypipe.run.spec import Planned
 from tests.models import vectors
 
 GPU = {"CPU": 1.0, "GPU": 0.5}

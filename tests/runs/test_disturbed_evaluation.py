@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
-from raypipe.engine.checkpoint.find import read_manifest
-from raypipe.engine.storage import Place
+from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, DataError, PlanError, StageError
 from tests.waiting import wait_until
 

@@ -1,9 +1,11 @@
-"""Corners of a run that were once wrong: frozen stages, odd outputs, odd optimizers, names, and sums."""
+"""Unusual models and optimizers: frozen stages, other outputs, assigned buffers, draws, recurrent networks."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.capture import capture
+from raypipe.capture import capture
+from raypipe.engine.stage.randomness import num_draws
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
 from tests import nets
+from tests.exactness import captured, same_bits
+from tests.models import vectors
+from tests.operations import as_in_plain_pytorch
 
 X, Y = torch.randn(16, 6), torch.randint(0, 3, (16,))
 SETTINGS = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4)
@@ -232,3 +238,176 @@ def test_sums_are_added_up_in_evaluation(tmp_path: Path) -> None:
         losses.append((result.metrics["eval_loss"], functional.cross_entropy(trained(X), Y, reduction="sum").item()))
     for found, expected in losses:
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+STEPS = 3
+
+
+class Dropping(nn.Module):
+    """Layers that are left out with a probability, or kept with one, as written in Hugging Face's models."""
+
+    def __init__(self, dropped: float, *, kept: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.last, self.dropped, self.kept = nn.Linear(6, 3), dropped, kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training:
+                drawn = torch.rand([])
+                if drawn < self.dropped:
+                    continue
+                if self.kept and not drawn >= self.dropped:
+                    continue
+            x = functional.dropout(torch.relu(layer(x)), 0.2, self.training)
+        return self.last(x)
+
+
+def given(dropped: float, *, kept: bool = False) -> dict[str, object]:
+    torch.manual_seed(3)
+    return {
+        "model": Dropping(dropped, kept=kept), "loss_fn": functional.cross_entropy,
+        "optimizer": partial(torch.optim.SGD, lr=0.1), "train_data": vectors(40),
+        "pipeline": PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters",
+                                   loss_reduction="mean"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dropped", "kept"), [(0.0, False), (0.0, True), (0, False), (1.0, False)])
+def test_the_bits_of_plain_pytorch(dropped: float, *, kept: bool, tmp_path: Path) -> None:
+    asked = given(dropped, kept=kept)
+    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
+    if dropped == 1.0:  # every layer, and with it all that could be a first stage
+        asked["pipeline"] = PipelineConfig(num_stages=1, minibatch_size=8, num_microbatches=4, loss_reduction="mean")
+    result = PipelineTrainer(**asked, run_config=place).fit(STEPS, local=True, progress=False)  # type: ignore[arg-type]
+    plain = reference(**given(dropped, kept=kept), num_steps=STEPS)  # type: ignore[arg-type]
+    assert [record.loss for record in result.records] == list(plain.losses)
+    trained = load_state_dict(str(tmp_path / "run"))
+    assert all(same_bits(trained[name], x) for name, x in plain.parameters.items())
+
+
+def test_a_branch_that_may_go_either_way_is_refused(tmp_path: Path) -> None:
+    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
+    with pytest.raises(CaptureError, match="decides by values of its data"):
+        PipelineTrainer(**given(0.5), run_config=place).plan()  # type: ignore[arg-type]
+
+
+Step = Callable[["Net", torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Does something with its buffers before the second of four layers."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.step = nn.Linear(6, 8), nn.Linear(8, 3), step
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("square", torch.arange(16.0).view(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.step(self, self.first(x))
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.steps += 1
+    return x
+
+
+def counts_anew(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.steps = net.steps + 1
+    return x
+
+
+def averages(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.mean *= 0.9
+    net.mean += 0.1 * x.detach().mean(0)
+    return x
+
+
+def averages_without_gradients(net: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        net.mean = 0.9 * net.mean + 0.1 * x.mean(0)
+    return x
+
+
+def multiplies_before(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The backward needs the old one."""
+    x = x * net.mean
+    net.mean = 0.9 * net.mean + 0.1 * x.detach().mean(0)
+    return x
+
+
+def changes_later(net: Net, x: torch.Tensor) -> torch.Tensor:
+    new = 0.9 * net.mean
+    net.mean = new
+    x = torch.tanh(x)
+    new.add_(x.detach().mean(0), alpha=0.1)
+    return x
+
+
+def turns(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.square = net.square.t()
+    return x
+
+
+STEPS_BUFFER_WRITES: list[Step] = [
+    counts, counts_anew, averages, averages_without_gradients, multiplies_before, changes_later, turns,
+]  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("step", STEPS_BUFFER_WRITES, ids=lambda step: step.__name__)
+def test_what_forward_assigns_is_written_and_the_model_is_cut_behind_it(step: Step, tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 6, generator=drawn), torch.randint(0, 3, (24,), generator=drawn))
+    pipeline = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4, partitioner="parameters")
+    what = {"loss_fn": functional.cross_entropy, "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    wanted = reference(Net(step), **what, train_data=data, pipeline=pipeline, num_steps=6)
+    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
+    trainer = PipelineTrainer(Net(step), **what, train_data=data, pipeline=pipeline, run_config=place)
+    trainer.fit(num_steps=6, local=True, progress=False)
+    found = load_state_dict(tmp_path / "run")
+    expected = {**wanted.parameters, **wanted.buffers}
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    begun = Net(step).state_dict()
+    assert any(not torch.equal(tensor, begun[name]) for name, tensor in wanted.buffers.items()) or step is turns
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lstm", "lstm-deep", "lstm-both-ways", "lstm-projected", "gru", "gru-deep", "rnn-deep", "recurrent-sequential",
+    ],
+)  # fmt: skip
+def test_recurrent_networks(name: str) -> None:
+    # One state before the last step of the last layer is zero in the reverse direction, so nothing learns from it.
+    assert as_in_plain_pytorch(name, still=("recurrent.weight_hh_l1_reverse",)) == []
+
+
+def test_draws_are_counted_by_layers() -> None:
+    """And what comes behind has the number behind."""
+    graph = captured("lstm-deep")[1].model.train.traced  # type: ignore[union-attr]
+    assert graph.num_draws == 3
+    assert captured("lstm-deep")[1].model.eval.traced.num_draws == 0  # type: ignore[union-attr]
+    x, state, weights = torch.ones(1, 2, 3), [torch.ones(4, 2, 5)] * 2, [torch.ones(1)]
+    counted = {
+        (layers, dropout, train): num_draws(
+            aten.lstm.input, (x, state, weights, True, layers, dropout, train, False, True), {}
+        )
+        for layers in (1, 4)
+        for dropout in (0.0, 0.5, 1.0)
+        for train in (True, False)
+    }
+    assert {case for case, count in counted.items() if count} == {(4, 0.5, True)}
+    assert counted[4, 0.5, True] == 3

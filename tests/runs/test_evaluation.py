@@ -15,11 +15,12 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from raypipe import EarlyStopping, PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.checkpoint.find import read_manifest
-from raypipe.engine.storage import Place
+from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
+from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
+from tests.exactness import same_bits
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+pytestmark = pytest.mark.engine
 
 X, Y = torch.randn(32, 6), torch.randint(0, 3, (32,))
 EX, EY = torch.randn(21, 6), torch.randint(0, 3, (21,))
@@ -90,6 +91,7 @@ def numbers(result: Any) -> list[dict[str, float]]:
     return [dict(record.evaluation) for record in result.records]
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_evaluations_change_no_bit_of_training(tmp_path: Path) -> None:
     plain, found = fit(tmp_path, name="plain"), evaluated(tmp_path)
     assert [(r.loss, r.grad_norm) for r in found.records] == [(r.loss, r.grad_norm) for r in plain.records]
@@ -98,6 +100,7 @@ def test_evaluations_change_no_bit_of_training(tmp_path: Path) -> None:
     assert [bool(of_step) for of_step in numbers(found)] == [False, True] * 4
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_metrics_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     result = evaluated(tmp_path, metrics=METRICS)
     trained = model().eval()
@@ -119,6 +122,7 @@ def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.var(0).mean()
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_a_metric_that_takes_no_single_row_is_refused_by_the_plan(tmp_path: Path) -> None:
     """21 rows of eval_data leave one in the last micro-batch of 2."""
     with pytest.raises(ConfigError, match=r"at least two samples.*An evaluation of 21 samples has a micro-batch of 1"):
@@ -126,6 +130,7 @@ def test_a_metric_that_takes_no_single_row_is_refused_by_the_plan(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_objects_of_torchmetrics_see_every_micro_batch(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     own = torchmetrics.Accuracy(task="multiclass", num_classes=3)
@@ -133,6 +138,7 @@ def test_objects_of_torchmetrics_see_every_micro_batch(tmp_path: Path) -> None:
     assert result.metrics["eval_theirs"] == pytest.approx(result.metrics["eval_counted"], rel=1e-6)
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_evaluate_beside_fit_gives_the_same_numbers(tmp_path: Path) -> None:
     made = trainer(tmp_path, config={"eval_interval_steps": 4}, eval_data=TensorDataset(EX, EY), metrics=METRICS)
     result = made.fit(num_steps=4, local=True, progress=False)
@@ -141,6 +147,7 @@ def test_evaluate_beside_fit_gives_the_same_numbers(tmp_path: Path) -> None:
     assert made.predict(TensorDataset(EX, EY), local=True).shape == (21, 3)
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_a_run_that_goes_on_has_the_same_evaluations(tmp_path: Path) -> None:
     whole = evaluated(tmp_path, name="whole")
     evaluated(tmp_path, steps=3)
@@ -156,6 +163,7 @@ def test_a_run_that_goes_on_has_the_same_evaluations(tmp_path: Path) -> None:
     assert {"eval_loss", "eval_accuracy", "eval_counted", "eval_largest", "lr"} <= set(table.column_names)
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path: Path) -> None:
     kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_largest", checkpoint_score_order="min")
     place = SimpleNamespace(name="run", storage_path=str(tmp_path), checkpoint_config=kept)
@@ -173,25 +181,7 @@ def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path: Path) -> None:
     assert result.checkpoint == str(folders[-1])
 
 
-def test_a_metric_of_several_numbers_orders_checkpoints_and_ends_a_run(tmp_path: Path) -> None:
-    kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_a_mean", checkpoint_score_order="max")
-    place = SimpleNamespace(name="run", storage_path=str(tmp_path), checkpoint_config=kept)
-    stops = EarlyStopping("eval_a_count", patience=2)
-    more: dict[str, Any] = {"run_config": place, "metrics": {"a": both}, "eval_data": TensorDataset(EX, EY)}
-    config = {"eval_interval_steps": 1, "checkpoint_interval_steps": 1}
-    result = fit(tmp_path, 40, config=config, early_stopping=stops, **more)
-    assert (len(result.records), result.stopped) == (
-        3,
-        "eval_a_count has not got better than 1.90909 for 2 evaluations",
-    )
-    columns = pq.read_table(Path(result.path) / "metrics.parquet").column_names
-    assert [name for name in columns if name.startswith("eval_")] == ["eval_loss", "eval_a_mean", "eval_a_count"]
-    scores = {step + 1: of_step["eval_a_mean"] for step, of_step in enumerate(numbers(result))}
-    folders = (tmp_path / "run" / "checkpoints").glob("step_*")
-    best = max(scores, key=lambda step: (scores[step], step))
-    assert {int(folder.name.split("_")[1]) for folder in folders} == {best, 3}
-
-
+@pytest.mark.usefixtures("shared_captures")
 def test_a_run_ends_early_and_ends_again_when_it_is_submitted_again(tmp_path: Path) -> None:
     stops = EarlyStopping("eval_rising", patience=2, mode="min")
     more = {"metrics": {"rising": Rising()}, "early_stopping": stops}
@@ -201,6 +191,7 @@ def test_a_run_ends_early_and_ends_again_when_it_is_submitted_again(tmp_path: Pa
     assert (len(again.records), again.stopped) == (6, result.stopped)
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_patience_counts_no_evaluation_but_those_at_the_interval(tmp_path: Path) -> None:
     """The end of each submission has one more, and a score has one with every checkpoint."""
     kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_same", checkpoint_score_order="min")
@@ -234,6 +225,7 @@ class OfAllClasses(Largest):
         self.seen = []
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_a_metric_that_computes_nothing_of_few_rows(tmp_path: Path) -> None:
     """An object sees every micro-batch, so it is tried on more rows; a function is called with one of them."""
     metrics = {"accuracy": accuracy, "seen": OfAllClasses()}
@@ -252,6 +244,7 @@ def test_a_metric_that_computes_nothing_of_few_rows(tmp_path: Path) -> None:
         evaluated(tmp_path, 2, metrics=metrics | {"three": of_three})
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_a_metric_without_a_number_ends_a_run_in_its_own_words(tmp_path: Path) -> None:
     stops = EarlyStopping("eval_none", patience=2)
     result = evaluated(tmp_path, 20, metrics={"none": lambda output, target: math.nan}, early_stopping=stops)
@@ -274,6 +267,7 @@ class Rising:
         self.count += 1
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize(
     ("values", "stops"),
     [([3, 2, 1], False), ([1, 2, 3], False), ([1, 2, 3, 4], True), ([1, math.nan, 2, 0.99, 1, 1], False)],
@@ -306,6 +300,7 @@ class OwnLoss(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_a_model_that_returns_its_own_loss_keeps_what_metrics_read(tmp_path: Path) -> None:
     torch.manual_seed(1)
     own = OwnLoss()
@@ -333,6 +328,7 @@ class Wide(OwnLoss):
         return found | {"wide": found["logits"].float().softmax(-1)}
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp16"])
 def test_what_a_metric_reads_is_found_out_in_the_precision_of_the_run(precision: str, tmp_path: Path) -> None:
     """It reads another part where logits are of 16 bits."""
@@ -348,6 +344,7 @@ def test_what_a_metric_reads_is_found_out_in_the_precision_of_the_run(precision:
     assert len(kinds) == 1
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_the_learning_rate_of_every_step_is_told(tmp_path: Path) -> None:
     result = fit(tmp_path, 4, lr_scheduler=halving)
     assert [record.lr for record in result.records] == [0.1 * 0.5**step for step in range(4)]
@@ -367,6 +364,7 @@ def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -387,3 +385,145 @@ def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_is_refused_before_the_run(more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         fit(tmp_path, 2, "run", **more)
+
+
+class Follows(nn.Module):
+    """Keeps an average of what it sees, in training and in evaluation alike, and computes with it."""
+
+    average: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x - self.average
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), Follows(16), nn.BatchNorm1d(16), nn.ReLU(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8)), Follows(8), nn.BatchNorm1d(8), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("make", [_layers, Traced])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"recompute": "always"},
+        {"schedule": "pipedream", "checkpoint_interval_steps": 2},
+        {"schedule": "2bw", "checkpoint_interval_steps": 2},
+    ],
+)
+def test_buffers_are_those_of_a_run_without_evaluations(make: Any, config: dict[str, Any], tmp_path: Path) -> None:
+    """An asynchronous run empties its pipeline for an evaluation: the other one does so for a checkpoint."""
+    plain = fit(tmp_path, 8, "plain", config, model=make())
+    found = fit(
+        tmp_path, 8, "evaluated", config | {"eval_interval_steps": 2}, model=make(), eval_data=TensorDataset(EX, EY)
+    )
+    assert [(r.loss, r.grad_norm) for r in found.records] == [(r.loss, r.grad_norm) for r in plain.records]
+    ours, theirs = load_state_dict(found.checkpoint), load_state_dict(plain.checkpoint)
+    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+    assert [bool(r.evaluation) for r in found.records] == [False, True] * 4
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("make", [_layers, Traced])
+def test_an_evaluation_is_that_of_a_copy_of_the_model(make: Any, tmp_path: Path) -> None:
+    """What its forwards change counts for the samples behind them, as in plain PyTorch, and then no more."""
+    result = fit(tmp_path, 2, "run", {"eval_interval_steps": 1}, model=make(), eval_data=TensorDataset(EX, EY))
+    copy = make().eval()
+    copy.load_state_dict(load_state_dict(result.checkpoint))
+    with torch.no_grad():
+        total = sum(
+            float(nn.functional.cross_entropy(copy(x), y)) * len(x)
+            for x, y in zip(EX.split(2), EY.split(2), strict=True)
+        )
+    assert result.metrics["eval_loss"] == pytest.approx(total / len(EX), rel=1e-6)
+
+
+# Traced anew in each test: equal modules of other attributes would share a capture.
+
+
+class Switches(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.one, self.two, self.head, self.aux = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        middle = torch.tanh(self.one(x))
+        logits = self.head(torch.relu(self.two(middle)))
+        if self.kind == "keys":
+            return (
+                {"logits": logits, "aux": self.aux(middle)} if self.training else {"probabilities": logits.softmax(1)}
+            )
+        if self.kind == "flag":
+            return logits + self.aux(middle), self.training
+        if self.kind == "gradients":
+            return logits + self.aux(middle) if torch.is_grad_enabled() else logits
+        return (logits, self.aux(middle)) if self.training else logits
+
+
+def keys(output: Any, target: torch.Tensor) -> torch.Tensor:
+    if "logits" in output:
+        return functional.cross_entropy(output["logits"], target) + functional.cross_entropy(output["aux"], target)
+    return functional.nll_loss(output["probabilities"].log(), target)
+
+
+def flag(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output[0], target) * (1 if output[1] else 2)
+
+
+def fewer(output: Any, target: torch.Tensor) -> torch.Tensor:
+    parts = output if isinstance(output, tuple) else (output,)
+    return sum(functional.cross_entropy(part, target) for part in parts)  # type: ignore[return-value]
+
+
+def gradients(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, target)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+@pytest.mark.parametrize("loss_fn", [keys, flag, fewer, gradients])
+def test_evaluations_and_predictions_are_those_of_the_model(loss_fn: Any, precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Switches(loss_fn.__name__)
+    made = trainer(
+        tmp_path, config={"precision": precision}, model=model, loss_fn=loss_fn, eval_data=TensorDataset(EX, EY),
+        metrics={"width": lambda output, _: float(len(tensors_of(output)))},
+    )  # fmt: skip
+    result = made.fit(num_steps=3, local=True, progress=False)
+    model.load_state_dict(load_state_dict(result.checkpoint))
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+        parts = list(zip(EX.split(2), EY.split(2), strict=True))
+        wanted = [model(x) for x, _ in parts]
+        losses = [loss_fn(output, y).float() for output, (_, y) in zip(wanted, parts, strict=True)]
+        widths = [len(tensors_of(output)) for output in wanted]
+    mean = sum(float(loss) * len(y) for loss, (_, y) in zip(losses, parts, strict=True)) / len(EY)
+    assert result.metrics["eval_loss"] == pytest.approx(mean, rel=1e-6)
+    assert result.metrics["eval_width"] == widths[0]
+    found = made.predict(TensorDataset(EX), result.checkpoint, local=True)
+    assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(wanted[0])
+    for at, tensor in enumerate(tensors_of(found)):
+        assert same_bits(tensor, torch.cat([tensors_of(output)[at] for output in wanted]))

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.data.source import open_data
-from raypipe.engine.microbatch import loss_weights
-from raypipe.engine.one_thread import one_thread
+from raypipe.data.open_data import open_data
+from raypipe.engine.stage.losses import loss_weights
+from raypipe.engine.torch_settings import one_thread
 from raypipe.testing import reference
 from tests.exactness import (
     SCHEDULES,

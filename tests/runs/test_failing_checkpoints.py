@@ -1,40 +1,124 @@
-"""Checkpoints that cannot be saved are told when the first one fails, and to whoever waits for one."""
+"""Checkpoints and callbacks that fail are alerts, which no quick step takes back; what failed leaves no files."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from raypipe import Callback, Result
 from raypipe.api.handle import RunHandle
+from raypipe.cli import app
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError
-from tests.runtime.run.test_planning import trainer
+from raypipe.ir.report import StepRecord
+from raypipe.progress import RunProgress
+from raypipe.report.page import report_html
+from raypipe.report.run_facts import read_run
+from raypipe.run.status import Alert
+from tests.run.plans.test_planning import trainer
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 
-def said(handle: RunHandle, words: str) -> Any:
-    """Whether the run says so at this moment; what it says is gone with the next step, so it is to be slow."""
-    return lambda: words in handle.status().message
+def alerts(handle: RunHandle) -> dict[str, Alert]:
+    return {alert.kind: alert for alert in handle.status().alerts}
 
 
-def test_a_place_that_is_blocked_is_told_at_once_and_so_is_its_coming_back(tmp_path: Path) -> None:
+class Fails(Callback):
+    def on_step(self, record: StepRecord) -> None:
+        raise ValueError(f"step {record.step} is not liked")
+
+
+def test_a_place_that_is_blocked_is_told_and_so_is_its_coming_back(tmp_path: Path) -> None:
     handle = trainer(tmp_path, "run", "mlp", 0.02, checkpoint_interval_steps=8).start(10**6, local=True)
     wait_until(lambda: handle.status().step > 0)
     blocked = tmp_path / "run" / "checkpoints"
     blocked.write_text("no folder")
-    wait_until(said(handle, "The checkpoint after 8 steps was not saved"))
-    assert handle.status().message.endswith("Training goes on.")
     wait_until(lambda: "after 16 steps" in handle.status().checkpoint_error)
+    told = alerts(handle)["checkpoint failed"]
+    assert (told.first_step, told.in_a_row) == (8, told.count)
+    assert "The checkpoint after " in told.message
+    assert told.message.endswith("Training goes on.")
     with pytest.raises(CheckpointError, match=r"The checkpoint after \d+ steps was not saved: "):
         handle.checkpoint(timeout_s=60.0)
     blocked.unlink()
-    wait_until(said(handle, "Checkpoints are saved again"))
+    wait_until(lambda: "checkpoints again" in alerts(handle))
     assert handle.status().checkpoint_error == ""
     assert handle.checkpoint(timeout_s=60.0)
     handle.stop()
-    assert Path(handle.wait(timeout_s=60.0).checkpoint).is_dir()
+    result = handle.wait(timeout_s=60.0)
+    assert Path(result.checkpoint).is_dir()
+    assert result.alerts == handle.status().alerts
     shutil.rmtree(blocked)
+
+
+def fails_for_many_quick_steps(folder: Path, *, local: bool) -> None:
+    """Train 1,000 steps whose callback always fails, and whose checkpoints fail but for the first ones and the last."""
+    made = trainer(folder, "run", "mlp", checkpoint_interval_steps=1, verify="off")
+    made._callbacks = (Fails(),)
+    blocked, stream = folder / "run" / "checkpoints", io.StringIO()
+    handle = made.start(num_steps=1000, local=local)
+    wait_until(blocked.exists)
+    while not blocked.is_file():  # the run may be making it at this moment
+        with contextlib.suppress(OSError):
+            shutil.rmtree(blocked, ignore_errors=True)
+            blocked.write_text("no folder")
+    wait_until(lambda: handle.status().step >= 900)  # a client that looks seldom
+    first = alerts(handle)
+    assert first.keys() == {"checkpoint failed", "callback Fails.on_step"}
+    assert all(alert.count > 100 and alert.in_a_row == alert.count for alert in first.values())
+    blocked.unlink()
+    result = handle.wait(timeout_s=240.0, on_news=RunProgress([], stream))
+    found = {alert.kind: alert for alert in result.alerts}
+    assert (found["callback Fails.on_step"].count, found["callback Fails.on_step"].last_step) == (1000, 1000)
+    assert "ValueError: step 999 is not liked." in found["callback Fails.on_step"].message
+    assert found["checkpoint failed"].count >= first["checkpoint failed"].count
+    assert found["checkpoints again"].count == 1
+    for alert in result.alerts:
+        lines = [line for line in stream.getvalue().splitlines() if line.startswith(f"run: {alert.kind} ")]
+        assert len(lines) <= 2, "at once, and the rest at the end"
+        assert lines or alert.count == 1
+    assert Result.from_path(folder / "run").alerts == result.alerts, "for those who come later"
+
+
+@pytest.mark.slow
+def test_alerts_of_quick_steps_are_not_lost(tmp_path: Path) -> None:
+    fails_for_many_quick_steps(tmp_path, local=True)
+    told = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
+    assert "run: finished" in told
+    assert "  callback Fails.on_step 1000 times in a row, after steps 1 to 1000; last: The callback" in told
+    assert "callback Fails.on_step" in report_html(read_run(Place.of(tmp_path / "run")), "finished")
+
+
+def folders(run: Path) -> set[str]:
+    return {str(path.relative_to(run)) for path in (run / "checkpoints").glob("*/**/*")}
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_what_a_failed_checkpoint_has_written_goes_and_nothing_else(tmp_path: Path, generation: int) -> None:
+    """One stage cannot write its file: what the other one has written would lie there for ever."""
+    run = tmp_path / "run"
+    made = partial(trainer, tmp_path, "run", "mlp", 0.0, checkpoint_interval_steps=4, verify="off")
+    if generation == 2:
+        made().fit(num_steps=4, local=True, progress=False)
+    kept = folders(run) if run.exists() else set()
+    below = "" if generation == 1 else "/generation_2"
+    blocked = run / f"checkpoints/step_0000008{below}/stage_1.safetensors"
+    blocked.mkdir(parents=True)
+    other = run / "checkpoints/step_0000008/generation_9/stage_0.safetensors"
+    if generation == 2:
+        other.parent.mkdir()
+        other.write_text("of another one")
+    result = made().fit(num_steps=12, local=True, progress=False)
+    assert [alert.kind for alert in result.alerts] == ["checkpoint failed", "checkpoints again"]
+    assert kept <= folders(run)
+    assert other.exists() == (generation == 2)
+    assert not blocked.parent.exists() if generation == 2 else not (run / "checkpoints/step_0000008").exists()
+    assert result.checkpoint.endswith("step_0000012")

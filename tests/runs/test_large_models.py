@@ -85,6 +85,9 @@ class Blocks(nn.Module):
         # Not torch.linspace: once transformers has built a model, its tensors are not on torch.device("meta").
         self.register_buffer("scale", 1 + torch.arange(8) / 7)
         self.register_buffer("shift", torch.arange(8) / 7, persistent=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
         nn.init.trunc_normal_(self.second.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,9 +110,7 @@ def plain_case(build: Callable[[], nn.Module]) -> Case:
 
 
 @pytest.mark.parametrize("build", [Blocks, sequential])
-def test_what_the_constructor_makes_does_not_depend_on_the_stages(
-    tmp_path: Path, build: Callable[[], nn.Module]
-) -> None:
+def test_what_initialisers_make_does_not_depend_on_the_stages(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     case = plain_case(build)
     one, two = (trained(case, tmp_path, str(n), num_stages=n, weights_on="workers") for n in (1, 2))
     assert one[1] == two[1]
@@ -212,7 +213,7 @@ def test_an_index_that_names_another_file_is_refused(tmp_path: Path) -> None:
     save_file(state, first, {"format": "pt"})
     save_file({**load_file(second), moved: tensor}, second, {"format": "pt"})
     made = trainer(hugging_face("gpt2"), tmp_path, init_from=weights, weights_on="workers")
-    with pytest.raises(ConfigError, match=f"says that '{moved}' is in {first.name}, but it is not there"):
+    with pytest.raises(ConfigError, match=f"lists '{moved}' in {first.name}, but it is not there"):
         made.plan()
 
 

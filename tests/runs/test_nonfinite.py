@@ -16,15 +16,15 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.checkpoint import open_checkpoint
-from raypipe.engine.data.source import open_data
-from raypipe.engine.storage import Place
-from raypipe.engine.update import MOST_SKIPPED
+from raypipe.data.open_data import open_data
+from raypipe.engine.io.checkpoint import open_checkpoint
+from raypipe.engine.io.storage import Place
+from raypipe.engine.optim.update import MOST_SKIPPED
 from raypipe.errors import ConfigError, StageError
 from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.nets import Mlp, sequential
-from tests.runtime.run.test_calls import Listens
+from tests.run.test_calls import Listens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
@@ -172,8 +172,8 @@ def test_ten_in_a_row_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(StageError) as caught:
         fit(arguments(traced, range(3, 14), math.nan, checkpoint_interval_steps=3), tmp_path, 20)
     assert str(caught.value).startswith(
-        "Step 12: the loss is nan and the gradient norm nan. It is the 10th step in a row that is not finite, and "
-        "on_nonfinite='skip' leaves out no more than that: the parameters are those before step 3. Column 0 of the "
+        "Step 12: the loss is nan and the gradient norm nan. It is the 10th non-finite step in a row, the "
+        "most that on_nonfinite='skip' leaves out: the parameters are those before step 3. Column 0 of the "
         "data has nan at [1] in item 66 of TensorDataset: mend the data there, or leave that out."
     )
     assert [line["step"] for line in events(tmp_path, "skip")] == list(range(3, 12))
@@ -200,9 +200,9 @@ def test_asynchronous_schedules_are_refused(schedule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(schedule=schedule, on_nonfinite="skip")
     assert str(caught.value) == (
-        f"on_nonfinite='skip' is not possible with schedule={schedule!r}: its stages update without waiting for each "
-        "other, so that some have taken a step before another one finds that it is not finite. Take a synchronous "
-        "schedule, such as '1f1b', or leave on_nonfinite out for 'stop'."
+        f"on_nonfinite='skip' is not possible with schedule={schedule!r}, whose stages update without waiting for each "
+        "other: some have taken the step before another one finds NaN. Set a synchronous schedule, such as '1f1b', or "
+        "on_nonfinite='stop'."
     )
 
 

@@ -14,16 +14,15 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine import loss_scale
-from raypipe.engine.checkpoint import open_checkpoint
-from raypipe.engine.data.source import open_data
-from raypipe.engine.storage import Place
+from raypipe.data.open_data import open_data
+from raypipe.engine.io.checkpoint import open_checkpoint
+from raypipe.engine.io.storage import Place
 from raypipe.errors import CaptureError, ConfigError, StageError
 from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits
 from tests.runs.plain_precision import Plain, train_plain
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
+pytestmark = pytest.mark.slow
 
 STEPS, MINIBATCH, MICROBATCHES = 4, 8, 4
 FIELDS: dict[str, Any] = {"minibatch_size": MINIBATCH, "num_microbatches": MICROBATCHES, "max_grad_norm": 0.5}
@@ -154,6 +153,7 @@ SCHEDULES: Sequence[dict[str, Any]] = (
 )
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("fields", SCHEDULES, ids=lambda f: "-".join(str(v) for v in f.values()))
 @pytest.mark.parametrize("make", [words, children])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-autocast"])
@@ -165,6 +165,7 @@ def test_equal_to_plain_pytorch(precision: str, make: Any, fields: dict[str, Any
     assert other.losses != plain.losses, "the precision does nothing"
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_losses_of_many_microbatches_are_added_up_in_fp32(precision: str, tmp_path: Path) -> None:
     """512 losses of 16 bits: a sum of as many bits would stop growing."""
@@ -235,6 +236,7 @@ SCALED: Sequence[dict[str, Any]] = (
 )
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("fields", SCALED, ids=lambda f: "-".join(str(v) for v in f.values()))
 @pytest.mark.parametrize("make", [words, children])
 def test_fp16_equals_plain_pytorch_with_its_grad_scaler(make: Any, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -244,12 +246,13 @@ def test_fp16_equals_plain_pytorch_with_its_grad_scaler(make: Any, fields: dict[
     assert faults(model, tmp_path, plain, precision="fp16", **fields) == []
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_all_stages_skip_where_gradients_of_one_overflow(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without clipping, so that nothing but the scale asks for the norm of all; the run is cut in two by a resume."""
-    monkeypatch.setattr(loss_scale, "PATIENCE", 2)
+    monkeypatch.setattr("raypipe.engine.optim.state.GROWTH_INTERVAL", 2)
     model, data = planted(), planted_data([2, 5])
     fields = {"precision": "fp16", "schedule": schedule, "num_stages": 3, "max_grad_norm": None}
     plain = train_plain(
@@ -266,6 +269,7 @@ def test_all_stages_skip_where_gradients_of_one_overflow(
     assert scale == plain.scales[-1]
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize(("make", "begins"), [(words, "norm"), (children, "4")])
 def test_messages_are_counted_in_the_type_that_forwards_compute_in(make: Any, begins: str, tmp_path: Path) -> None:
     found = {}
@@ -275,6 +279,7 @@ def test_messages_are_counted_in_the_type_that_forwards_compute_in(make: Any, be
     assert found["bf16"] == [count // 2 for count in found["fp32"]]
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision='fp16'.*schedule='pipedream'.*precision='bf16'"):
         PipelineConfig(precision="fp16", schedule="pipedream")
@@ -294,6 +299,7 @@ def test_refusals(tmp_path: Path) -> None:
         trainer(frozen, tmp_path, precision="fp16", partitioner=["5"]).plan()
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_autocast_trains_fp32_beside_frozen_parameters_of_16_bits_and_other_buffers(tmp_path: Path) -> None:
     """As adapters beside a base that does not learn."""
     model = children()
@@ -322,6 +328,7 @@ class Late(nn.Module):
         return x * self.scale + self.shift
 
 
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("is_counted", [True, False], ids=["torch counts it", "through data"])
 def test_a_child_that_begins_to_change_a_buffer_of_16_bits_ends_the_run(is_counted: bool, tmp_path: Path) -> None:
     """The change would be lost with the copy; no graph tells of it, nor the trial of the first micro-batch."""
@@ -332,6 +339,7 @@ def test_a_child_that_begins_to_change_a_buffer_of_16_bits_ends_the_run(is_count
     assert load_state_dict(str(tmp_path / "run"))["1.count"] == 2 * MICROBATCHES
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
     """Capture and verify convert it, and give it back."""
     model = words()
@@ -341,6 +349,7 @@ def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
     assert [n for n, (held, x) in before.items() if held != id(after[n]) or not same_bits(x, after[n])] == []
 
 
+@pytest.mark.usefixtures("shared_captures")
 def test_the_reference_is_of_fp32() -> None:
     with pytest.raises(ConfigError, match=r"precision='bf16'"):
         reference(
@@ -356,3 +365,131 @@ class Traced(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
+
+
+# The models below are traced anew in each test: equal modules of other attributes would share a capture.
+
+
+class Switching(nn.Module):
+    """As models of transformers do around rotary angles and routers: some products are not of 16 bits."""
+
+    def __init__(self, *, switches: bool = True) -> None:
+        super().__init__()
+        self.one, self.again, self.other, self.switches = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3), switches
+        self.register_buffer("table", torch.linspace(-1, 1, 48).view(6, 8))
+        self.register_buffer("square", torch.linspace(-1, 1, 64).view(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = x.device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=not self.switches):
+            angles = (x @ self.table).float()
+        with torch.autocast(kind, enabled=not self.switches):
+            h = torch.relu_(self.one(x) + angles.cos())
+            with torch.autocast(kind, torch.bfloat16):  # on again, as it is around the whole
+                h = h + self.again(h)
+            h = functional.dropout(h, 0.0, self.training) * x.shape[1]
+        return self.other(h)
+
+
+class Routed(Switching):
+    """Ends a region in a product, and switches autocast on again in the middle of one that ends in another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=not self.switches, cache_enabled=False):
+            h = self.one(x.float())
+        with torch.autocast(x.device.type, enabled=not self.switches):
+            h = torch.relu(h)
+            with torch.autocast(x.device.type, torch.bfloat16):
+                again = self.again(h)
+            h = (h + again) @ self.square
+        return self.other(h)
+
+
+class Mapped(Switching):
+    """Maps a function over rows where autocast is off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(x)
+        with torch.autocast(x.device.type, enabled=not self.switches):
+            h = torch.vmap(lambda row: row @ self.square)(h.float())
+        return self.other(h)
+
+
+class Recurrent(Switching):
+    """What follows an LSTM depends on the type of what it returns."""
+
+    def __init__(self, *, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.lstm, self.gru = kind, nn.LSTM(6, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, _ = self.lstm(x[:, None])
+        if self.kind == "gru":
+            h, _ = self.gru(h)
+        elif self.kind == "finfo":
+            h = h + torch.finfo(h.dtype).eps
+        else:
+            h = torch.zeros(8, dtype=h.dtype) + h.float()
+        return self.other(h[:, 0].float() if self.switches else h[:, 0].bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"partitioner": "prefix_sum"}, {"schedule": "zb-h1", "recompute": "always"}], ids=["profiled", "split"]
+)
+@pytest.mark.parametrize("made", [Switching, Routed, Mapped])
+def test_where_a_model_switches_autocast_off_it_is_off(
+    made: type[Switching], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model = made()
+    steps = microbatches_of(data_of(children()))
+    plain = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
+    given = {"precision": "bf16-autocast", "data": data_of(children()), **fields}
+    assert faults(model, tmp_path, plain, **given) == []
+    model.switches = False
+    other = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
+    assert other.losses != plain.losses, "it makes no difference"
+
+
+class Choosing(Switching):
+    """Switches autocast off in one of two ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def off(h: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.other(h.float())
+
+        return torch.cond(x.sum() > 0, off, lambda h: self.other(h).float(), (self.one(x),))
+
+
+def test_autocast_that_is_switched_off_in_one_of_two_ways_is_refused(tmp_path: Path) -> None:
+    made = trainer(Choosing(), tmp_path, precision="bf16-autocast", data=data_of(children()))
+    with pytest.raises(CaptureError, match=r"switches autocast off inside torch.cond.*precision='bf16'"):
+        made.plan()
+
+
+class Chosen(Switching):
+    """Chooses where autocast is off; torch.export keeps no such region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.switches):
+            h = torch.cond(h.sum() > 0, lambda z: z * 2, lambda z: z * 3, (h.float(),))
+        return self.other(h)
+
+
+@pytest.mark.parametrize(("switches", "precision"), [(True, "bf16-autocast"), (False, "fp32")])
+def test_a_choice_within_a_region_is_refused(switches: bool, precision: str, tmp_path: Path) -> None:
+    """In fp32 the region would switch autocast on, which is refused elsewhere by its region."""
+    made = trainer(Chosen(switches=switches), tmp_path, precision=precision, data=data_of(children()))
+    with pytest.raises(CaptureError, match=r"torch\.cond in a region of torch\.autocast at .*test_precision"):
+        made.plan()
+
+
+@pytest.mark.parametrize("kind", ["gru", "finfo", "zeros"])
+def test_what_follows_an_lstm_meets_its_real_type(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Recurrent(kind=kind)
+    steps = microbatches_of(data_of(children()))
+    plain = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
+    assert faults(model, tmp_path, plain, precision="bf16-autocast", data=data_of(children())) == []

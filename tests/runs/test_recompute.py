@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.second_forward import SecondForward
+from raypipe.engine.stage.activation_checkpointing import Recomputation
 from tests.exactness import SHAPES, STEPS, differences, expected, faults, same_bits, train
 from tests.models import CASES, FAST, TIED, case, vectors
 from tests.runs.test_asynchronous import Setup, emulated, trained
@@ -109,7 +109,7 @@ def test_dropout_with_several_versions(name: str, schedule: str, tmp_path: Path)
 
 def test_a_second_change_of_a_buffer_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is worth something: where B is given the buffers themselves, statistics are others."""
-    monkeypatch.setattr(SecondForward, "_copied", lambda self, kind, tensors: dict(tensors))
+    monkeypatch.setattr(Recomputation, "_copied", lambda self, kind, tensors: dict(tensors))
     run = train("cnn", 2, SHAPES["even"], "1f1b", "sgd", max_grad_norm=0.5, recompute="always")
     found = differences(run, expected("cnn", SHAPES["even"], "sgd", max_grad_norm=0.5))
     assert any("running_mean" in name for name in found)

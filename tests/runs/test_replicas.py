@@ -1,7 +1,8 @@
-"""Replicas of stages change no bit: gradients are summed in the same lanes, whoever works on them."""
+"""Replicas of stages change no bit: gradients are summed in the same lanes, whatever worker computes them."""
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.api.launch import refuse_replicas
+from raypipe.engine.optim import all_reduce
 from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.ir.plan import Plan
+from raypipe.prepare.policies import refuse_replicas
 from tests.exactness import SHAPES, Run, differences, expected, same_bits, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
@@ -183,7 +186,7 @@ def test_an_optimizer_without_a_learning_rate_trains_and_is_not_scaled(tmp_path:
 
     unnamed("one").fit(num_steps=2, local=True, progress=False)
     scaled = unnamed("two", schedule="pipedream", update_interval="per_replica")
-    with pytest.raises(StageError, match="Unnamed has groups without an option 'lr'"):
+    with pytest.raises(StageError, match="Unnamed has groups whose 'lr' is missing or not a number"):
         scaled.fit(num_steps=2, local=True, progress=False)
 
 
@@ -286,8 +289,154 @@ def test_a_child_with_a_constant_buffer_has_replicas(tmp_path: Path) -> None:
 
 def test_a_child_that_begins_to_change_a_buffer_ends_a_run_with_replicas(tmp_path: Path) -> None:
     run = trainer(tmp_path, "late", net(Late()), num_replicas=[2, 1])
-    with pytest.raises(StageError, match=r"Stage 0 changed '1\.count' in this step and not when the model was tried"):
+    with pytest.raises(
+        StageError, match=r"Stage 0 changed buffer '1\.count' in this step, but not when the model was tried"
+    ):
         run.fit(num_steps=3, local=True, progress=False)
     trainer(tmp_path, "single", net(Late()), num_lanes=2).fit(num_steps=3, local=True, progress=False)
     kept = {"num_replicas": [2, 1], "replicated_buffers": True}
     trainer(tmp_path, "kept", net(Late()), **kept).fit(num_steps=3, local=True, progress=False)
+
+
+OPEN = {
+    "num_replicas": "auto", "num_stages": "auto", "partitioner": "auto", "num_microbatches": "auto",
+    "minibatch_size": 24, "profile_budget_s": 0.01,
+}  # fmt: skip
+
+
+def kept_plan(folder: Path) -> Plan:
+    return Plan.from_json((folder / "plan.json").read_text())
+
+
+def test_the_chosen_plan_runs_and_another_run_has_its_bits(tmp_path: Path) -> None:
+    trainer(tmp_path, "chosen", **OPEN).fit(num_steps=4, local=True, progress=False)
+    plan = kept_plan(tmp_path / "chosen")
+    assert {(2,), (1, 1)} <= {each.workers for each in plan.candidates}
+    (chosen,) = (each for each in plan.candidates if each.chosen)
+    assert chosen.workers == plan.partition.replicas
+    given = {
+        "num_stages": plan.partition.num_stages, "num_replicas": list(plan.partition.replicas),
+        "num_lanes": plan.schedule.wiring.lanes, "num_microbatches": plan.num_microbatches, "minibatch_size": 24,
+    }  # fmt: skip
+    trainer(tmp_path, "given", **given).fit(num_steps=4, local=True, progress=False)
+    (rows, one), (others, two) = told(tmp_path / "chosen"), told(tmp_path / "given")
+    assert [row[:2] for row in rows] == [row[:2] for row in others]
+    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_a_run_goes_on_in_its_lanes_whatever_would_be_chosen_today(tmp_path: Path) -> None:
+    """Two lanes where nothing is replicated: the planner would choose one for a pipeline."""
+    trainer(tmp_path, "kept", num_lanes=2, num_microbatches=4, minibatch_size=24).fit(
+        num_steps=2, local=True, progress=False
+    )
+    trainer(tmp_path, "kept", **OPEN).fit(num_steps=4, local=True, progress=False)
+    plan = kept_plan(tmp_path / "kept")
+    assert plan.schedule.wiring.lanes == 2
+    assert max(plan.partition.replicas) <= 2
+    config = json.loads((tmp_path / "kept" / "plan.json").read_text())
+    assert config["num_microbatches"] == 4
+
+
+def test_what_changes_buffers_is_not_replicated_and_the_table_says_so(tmp_path: Path) -> None:
+    plan = trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), **OPEN).plan()
+    assert plan.partition.replicas == (1, 1)
+    refused = {each.workers: each.refused for each in plan.candidates}
+    assert refused[2,] == "a stage with several workers would change buffers in every forward"
+    assert "  data parallelism  " in str(plan)
+    with pytest.raises(PlanError, match="in every forward, so that its 2 replicas"):
+        trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_stages=1, num_replicas=2).plan()
+
+
+def test_stages_that_begin_at_named_modules_have_replicas_on_the_workers_that_are_offered(tmp_path: Path) -> None:
+    """Stages are counted by the modules then, not by workers."""
+    made = trainer(tmp_path, "named", num_stages="auto", partitioner=("3",), num_replicas=[2, 1])
+    made._scaling = SimpleNamespace(num_workers=3)
+    assert made.plan().partition.replicas == (2, 1)
+
+
+def test_fields_for_replicas_that_the_chosen_plan_has_no_use_for_are_named(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "single", **OPEN, replicated_buffers=True, codec_sums="bf16")
+    made._scaling = SimpleNamespace(num_workers=1)
+    notes = " ".join(made.plan().notes)
+    assert "replicated_buffers=True changes nothing" in notes
+    assert "codec_sums changes nothing" in notes
+
+
+def wide() -> nn.Sequential:
+    """Layers of 256 KiB and more, which are exchanged early, and their biases, which are not."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 280), nn.ReLU(),
+        nn.Linear(280, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("replicas", "more"),
+    [
+        ([3], {"num_stages": 1, "num_lanes": 3}),
+        ([2], {"num_stages": 1, "num_lanes": 2, "codec_sums": "bf16"}),
+        ([2, 2], {"num_lanes": 4, "schedule": "gpipe", "recompute": "always", "max_grad_norm": 0.1}),
+        ([2, 2, 2, 2], {"num_stages": 4, "num_lanes": 2, "schedule": "interleaved"}),
+    ],
+)
+def test_gradients_exchanged_during_the_backward_have_the_same_bits(
+    replicas: list[int], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed = []
+    inner = all_reduce._ThreadedExchange.completed
+    monkeypatch.setattr(
+        all_reduce._ThreadedExchange, "completed", lambda begun, site: (completed.append(site), inner(begun, site))[1]
+    )
+    trainer(tmp_path, "one", wide(), **more).fit(num_steps=3, local=True, progress=False)
+    assert completed == []
+    trainer(tmp_path, "many", wide(), num_replicas=replicas, **more).fit(num_steps=3, local=True, progress=False)
+    assert completed, "layers were exchanged as their gradients came"
+    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "many")
+    assert rows == others
+    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_layers_of_16_bits_are_exchanged_as_early_as_their_sums_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """88 KiB of fp32, whose leaf has 44: chunks are exchanged in their order, so one that is late delays all others."""
+    completed = []
+    inner = all_reduce._ThreadedExchange.completed
+    monkeypatch.setattr(
+        all_reduce._ThreadedExchange, "completed", lambda begun, site: (completed.append(site), inner(begun, site))[1]
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.ReLU(), nn.Linear(150, 3))
+    more: dict[str, Any] = {"num_stages": 1, "precision": "bf16"}
+    trainer(tmp_path, "two", net, num_replicas=2, **more).fit(num_steps=2, local=True, progress=False)
+    assert set(completed) == {2}, "the weight of the second layer, and nothing that is small"
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages", "replicas", "lanes", "shape", "more"),
+    [
+        ("mlp", "zb-v", 4, 2, 2, "even", {}),
+        ("mlp", "interleaved", 4, 2, 2, "even", {}),
+        ("mlp", "interleaved", 4, 3, 6, "ragged-epoch", {}),
+        ("mlp", "zb-v", 4, 2, 5, "ragged-epoch", {}),
+        ("tied-lm", "interleaved", 4, 2, 2, "even", {}),
+        ("tied-lm", "zb-v", 2, 2, 2, "ragged-microbatch", {}),
+        ("frozen-below", "zb-v", 4, 2, 4, "ragged-epoch", {}),
+        ("frozen-middle", "interleaved", 4, 2, 2, "indivisible-by-k", {}),
+        ("masked", "zb-v", 4, 2, 2, "ragged-microbatch", {"loss_reduction": "valid_tokens"}),
+        ("dropout-sequential", "interleaved", 4, 2, 2, "even", {"recompute": "always"}),
+    ],
+)
+def test_replicas_of_workers_with_several_stages_have_the_same_bits(
+    name: str, schedule: str, stages: int, replicas: int, lanes: int, shape: str, more: dict[str, Any]
+) -> None:
+    """Losses, norms, gradients, parameters and buffers, to the unreplicated run of the same lanes."""
+    workers = stages // 2
+    run = train(name, stages, SHAPES[shape], schedule, "adamw", workers=replicas * workers, replicas=replicas,
+                lanes=lanes, **MANNER, **more)  # fmt: skip
+    one = train(name, stages, SHAPES[shape], schedule, "adamw", workers=workers, lanes=lanes, **MANNER, **more)
+    plain = train(name, stages, SHAPES[shape], "1f1b", "adamw", lanes=lanes, **MANNER, **more)
+    assert differences(run, one) == []
+    assert differences(one, plain) == []
+    assert {report.worker for report in run.reports[0]} == set(range(replicas * workers))

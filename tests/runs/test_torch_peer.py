@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
-from raypipe.engine.capture import capture
-from raypipe.engine.data.source import open_data
+from raypipe.capture import capture
+from raypipe.data.open_data import open_data
 from raypipe.planner.schedule.text import to_csv
-from raypipe.planner.tune import build_schedule
+from raypipe.planner.search import build_schedule
 from tests.exactness import Recorder, Shape, config_of, request_of, same_bits, train_stages
 from tests.models import Case
 from tests.runs import torch_peer

@@ -17,7 +17,7 @@ from ray._private import state, worker
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver
+from raypipe.runtime.worker.places import NAMESPACE, PREFIX, is_driver
 from tests.waiting import wait_until
 
 __all__ = ["AFTER_FAILURE_S", "NOTHING", "PATIENCE_S", "Held", "Living", "leave_nothing", "living", "ours"]

@@ -6,10 +6,10 @@ from typing import Any
 
 from raypipe.api.handle import RunHandle
 from raypipe.api.trainer import PipelineTrainer
-from raypipe.runtime.run.blueprint import Assembled
-from raypipe.runtime.run.threads import ThreadConnection
-from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import stored
+from raypipe.run.spec import PlanInForce
+from raypipe.run.threads import ThreadConnection
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.worker.packing import stored
 
 __all__ = ["start_on"]
 
@@ -32,8 +32,8 @@ def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandl
     job = trainer._prepared()
     blueprint = trainer._blueprint(job, num_steps, local=False)
 
-    def lent(made: Assembled) -> Any:
-        fleet.configure(made.run, made.setup, [stored(job.initial)])
+    def lent(made: PlanInForce) -> Any:
+        fleet.configure(blueprint.setup, made.setup, [stored(job.initial)])
         return _Lent(fleet)
 
     return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, lent))

@@ -3,8 +3,8 @@
     row.py          a row: what is trained, on what, with which loss, and the verdict
     training.py     train it as a user would, beside plain PyTorch, and say where the two differ
     cases/          the rows, a file per family
-    test_zoo.py     a test per row; each leaves its result in pytest's cache
-    table.py        docs/zoo.md from those results: python -m tests.zoo.table
+    test_zoo.py     a test per row
+    table.py        docs/zoo.md from the rows: python -m tests.zoo.table
 
     equal      losses, gradient norms, every gradient, parameter and buffer: to the bit
     rounding   within a stated bound, for a reason in words

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine.capture import Capture, capture
+from raypipe.capture import Capture, capture
 
 
 class Once:
-    """As ``raypipe.engine.capture.capture``, for one model: its runs in other micro-batches take the same graphs."""
+    """As ``raypipe.capture.capture``, for one model: its runs in other micro-batches take the same graphs."""
 
     def __init__(self) -> None:
         self.made: Capture | None = None

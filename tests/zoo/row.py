@@ -44,7 +44,8 @@ class Refused:
     """Before the first step.
 
     Attributes:
-        message: the whole of it; ``{line}`` stands for a file with a line (``x.py:12``), ``{number}`` for a number.
+        message: the whole of it; ``{line}`` stands for a file with a line (``x.py:12``), ``{number}`` for a number, and
+            ``{gradients}`` for what is said of gradients.
         note: what is wrong, in a few words.
     """
 
@@ -57,6 +58,7 @@ class Refused:
         pattern = (
             re.escape(self.message).replace(r"\{line\}", r"\S+\.py:\d+").replace(r"\{number\}", r"(?:[-+.e\d]*\d|nan)")
         )
+        pattern = pattern.replace(r"\{gradients\}", r"(?:Gradients are off by [-+.\w %]+\. )?")
         return re.fullmatch(pattern, message) is not None
 
 
@@ -80,6 +82,7 @@ class Row:
         twin: what plain PyTorch trains in place of the model: the same without recomputation, whose second forward
             would draw other numbers under the keys that make draws comparable.
         whole: plain PyTorch trains on whole mini-batches, because it cannot weigh the terms of a loss one by one.
+        by_word: loss_reduction="per_microbatch": micro-batches have losses of their own, and the whole another one.
         needs: a package that the model is made with, and without which the row is skipped.
         older: the least torch with which the verdict holds, and how older ones have several micro-batches refused.
         pending: why the verdict is not yet true.
@@ -99,6 +102,7 @@ class Row:
     evaluated: int = 10
     twin: Callable[[], nn.Module] | None = None
     whole: bool = False
+    by_word: bool = False
     needs: str = ""
     older: tuple[str, Refused] | None = None
     pending: str = ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.engine.data.source import open_data
+from raypipe.data.open_data import open_data
 from tests.exactness import Recorder
 from tests.models import Records
 from tests.runs.plain_precision import train_plain

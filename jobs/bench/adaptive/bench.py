@@ -1,4 +1,4 @@
-"""A link that changes while a run trains: what the controller makes of it, against fixed plans and an oracle.
+"""Link that changes while a run trains: the controller against fixed plans and an oracle.
 
     a   real compute on two hosts (the GPT of bench/links, M = 8): free, 50 Mbit/s, 200 Mbit/s, 200 shared with another
         flow, free; 40 steps each
@@ -7,11 +7,10 @@
 
 Fixed plans run each phase for fewer steps, whose mean counts for all of the phase; the adaptive runs count every step,
 those in which the controller had not yet answered among them. All take turns, round by round, there and back. The
-oracle takes the best fixed plan of each phase: which one that is, another round says than the one that it is timed in,
+oracle takes the best fixed plan of each phase, chosen in another round than the one that it is timed in,
 for the least of many noisy numbers is shorter than any plan is; but a plan chosen so may not be the best.
 ``vs_oracle_of_means`` takes the least mean of all rounds, so that the truth is between the two. With the controller
-frozen (retune_interval_steps=0) b must miss its mark: ``frozen_fails`` is 1 then. ``--plot FOLDER`` keeps the histories
-as pictures.
+frozen (retune_interval_steps=0) b must miss its mark: ``frozen_fails`` is 1 then.
 ``free_link_penalty`` is of runs that live at the same time and take turns of eight steps on a free link, the first and
 last of which are not counted: the adaptive one's over the best fixed plan's, from the first steps on.
 ``free_link_best_took_turns`` is 0 where the phases' own best plan for a free link was not among those.
@@ -23,17 +22,15 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from jobs.bench.adaptive.history_plot import history_svg
-from jobs.lib import common
-from jobs.lib.common import machine_line
-from jobs.lib.held_links import moving
+from jobs.bench.adaptive.sleeping import Ran, run_sleeping
+from jobs.lib.common import Bench, BenchRun, machine_line
+from jobs.lib.emulated import moving
 from jobs.lib.shaped import Rig, rig
-from jobs.lib.sleeping import Ran, run_sleeping
 from jobs.lib.turns import in_turns
 
 LIMIT_S = 500.0
@@ -58,30 +55,49 @@ ADAPTIVE = "adaptive"
 B_PHASES = ("hop 0", "hop 1", "hop 2", "none")
 B_TAKEN_S, B_STAGES, B_COUNT, B_HELD = 0.025, [(0.010, 0.020)] * 4, 16, 6
 B_MARK = 1.25
-LAYOUT: dict[str, str] = {
-    "against 1F1B": r"(a|b)_vs_static_1f1b",
-    "against the best fixed plan": r"(a|b)_vs_best_static",
-    "over the oracle": r"(a|b)_vs_oracle",
-    "over the oracle of means": r"(a|b)_vs_oracle_of_means",
-    "the oracle against 1F1B": r"(a|b)_oracle_vs_static_1f1b",
-}
-TARGETS: dict[str, str] = {r"b_vs_static_1f1b": ">= 1.25", r"free_link_penalty": "<= 1.01", r"frozen_fails": ">= 1"}
 
 
-class Settings(NamedTuple):
-    """How much is measured: rounds, steps of a phase, of a phase with a fixed plan, and of those that warm it up."""
+@dataclass(frozen=True)
+class Settings:
+    """Extent of a measurement.
+
+    Attributes:
+        rounds: number of rounds in which all plans take turns.
+        phase_steps: steps of a phase of an adaptive run.
+        fixed_steps: steps of a phase of a run with a fixed plan, of which the first ``settling`` are not counted.
+        scenario: letters of the scenarios to run.
+        fixed: largest number of fixed plans.
+        turns, turn_steps: turns of each run on the free link, and steps of a turn.
+    """
 
     rounds: int = 2
     phase_steps: int = PHASE_STEPS
     fixed_steps: int = 10
     settling: int = 3
-    scenarios: str = "ab"
+    scenario: str = "ab"
     fixed: int = 100
     turns: int = 12
     turn_steps: int = 8
 
 
-QUICK = Settings(1, 6, 4, 2, "b", 2)
+BENCH = Bench(
+    "bench_adaptive",
+    __doc__,
+    settings=Settings(),
+    quick=Settings(1, 6, 4, 2, "b", 2),
+    layout={
+        "against 1F1B": r"(a|b)_vs_static_1f1b",
+        "against the best fixed plan": r"(a|b)_vs_best_static",
+        "over the oracle": r"(a|b)_vs_oracle",
+        "over the oracle of means": r"(a|b)_vs_oracle_of_means",
+        "the oracle against 1F1B": r"(a|b)_oracle_vs_static_1f1b",
+    },
+    targets={r"b_vs_static_1f1b": ">= 1.25", r"free_link_penalty": "<= 1.01", r"frozen_fails": ">= 1"},
+    options={
+        "--scenario": {"choices": ("a", "b"), "help": "only this one"},
+        "--rounds": {"type": int, "default": Settings.rounds, "help": "how often all plans take turns"},
+    },
+)
 
 
 class Fixed(NamedTuple):
@@ -93,17 +109,17 @@ class Fixed(NamedTuple):
 
     @property
     def phase_s(self) -> list[float]:
-        """By phase, of all rounds."""
+        """Mean seconds by phase, over all rounds."""
         return [fmean(column) for column in zip(*self.rounds, strict=True)]
 
     def add(self, seconds: list[float], settings: Settings) -> None:
-        """One more round."""
+        """Add one round."""
         self.rounds.append(phase_means(seconds, settings))
         self.seconds.append(seconds)
 
 
 def run_a(lab: Rig, pipeline: dict[str, Any], steps: int) -> dict[str, Any]:
-    """One run through all phases of ``steps`` steps; the link changes when a phase's last step has been reported."""
+    """Run all phases of ``steps`` steps; the link changes when a phase's last step has been reported."""
     with contextlib.ExitStack() as traffic:
         phase = [0]
 
@@ -125,13 +141,13 @@ def run_a(lab: Rig, pipeline: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def phase_means(seconds: list[float], settings: Settings) -> list[float]:
-    """Of each phase of a fixed plan, without the steps at its beginning."""
+    """Compute the mean seconds of a step in each phase of a fixed plan, without the steps at its beginning."""
     steps, settling = settings.fixed_steps, settings.settling
     return [fmean(seconds[begin + settling : begin + steps]) for begin in range(0, len(seconds), steps)]
 
 
 def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
-    """Figures, raw numbers and rows of scenario a."""
+    """Run scenario a; return figures, raw numbers and rows."""
     fixed = {name: Fixed(name, [], []) for name in itertools.islice(A_FIXED, settings.fixed)}
     adaptive = []
     with rig() as lab:
@@ -140,16 +156,14 @@ def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
         free = in_turns(lab, pipelines, settings.turns, settings.turn_steps)
         for name, ran in free.items():
             print(f"a free link, in turns, {name}: {_in_ms([mean_of(ran)])}; {machine_line()}", flush=True)
-        for turn in range(settings.rounds):
-            # There and back again, so that nobody always runs first on a machine that slows down.
-            for name in [ADAPTIVE, *fixed][:: -1 if turn % 2 else 1]:
-                if name == ADAPTIVE:
-                    adaptive.append(run_a(lab, {}, settings.phase_steps))
-                    print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
-                    continue
-                one = fixed[name]
-                one.add(run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"], settings)
-                print(f"a {name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
+        for _, name in BenchRun.turns([ADAPTIVE, *fixed], settings.rounds):
+            if name == ADAPTIVE:
+                adaptive.append(run_a(lab, {}, settings.phase_steps))
+                print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
+                continue
+            one = fixed[name]
+            one.add(run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"], settings)
+            print(f"a {name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
     plans = list(fixed.values())
     figures = _judged("a", [ran["seconds"] for ran in adaptive], plans, settings)
     figures["free_link_penalty"] = mean_of(free[ADAPTIVE]) / min(mean_of(free[name]) for name in A_FREE)
@@ -161,25 +175,25 @@ def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
 
 
 def mean_of(ran: dict[str, Any]) -> float:
-    """Seconds of a step over all turns of a run."""
+    """Compute the mean seconds of a step over all turns of a run."""
     return fmean(seconds for turn in ran["turns"] for seconds in turn)
 
 
 def fixed_plans_b() -> list[tuple[int, ...]]:
-    """Slack by hop that keeps to the micro-batches allowed on stage 0, which holds most."""
+    """List slacks by hop that keep to the micro-batches allowed on stage 0, which holds most."""
     found = itertools.product(range(1, B_HELD), repeat=len(B_STAGES) - 1)
     return [slack for slack in found if 1 + sum(slack) <= B_HELD]
 
 
 def run_b(steps: int, **pipeline: Any) -> Ran:
-    """One run through all phases of ``steps`` steps."""
+    """Run all phases of ``steps`` steps."""
     where = (*range(len(B_STAGES) - 1), None)
     delay = moving(tuple((steps * place, hop) for place, hop in enumerate(where)), B_TAKEN_S)
     return run_sleeping(B_STAGES, B_COUNT, steps * len(where), delay, **pipeline)
 
 
 def scenario_b(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
-    """Figures, raw numbers and rows of scenario b."""
+    """Run scenario b; return figures, raw numbers and rows."""
     slacks = fixed_plans_b()[: settings.fixed]
     fixed = [Fixed(f"slack {','.join(map(str, slack))}", [], []) for slack in slacks]
     frozen = Fixed("frozen", [], [])
@@ -210,10 +224,10 @@ def _in_ms(phase_s: list[float]) -> str:
 
 
 def _chosen_elsewhere(fixed: list[Fixed], seconds: Callable[[list[float]], float]) -> float:
-    """Seconds of the best plan, a mean over rounds: in each it is timed, by all the others it is chosen.
+    """Compute the mean seconds of the best fixed plan, which is timed in one round and chosen by all other rounds.
 
     Args:
-        seconds: that count, of the phases of one round.
+        seconds: function of the seconds of one round by phase, which returns the seconds to compare.
     """
     count, found = len(fixed[0].rounds), []
     for here in range(count):
@@ -224,7 +238,7 @@ def _chosen_elsewhere(fixed: list[Fixed], seconds: Callable[[list[float]], float
 
 
 def _judged(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Settings) -> dict[str, float]:
-    """The adaptive runs against 1F1B (the first of the fixed plans), the best fixed plan, and the oracle."""
+    """Compare the adaptive runs with 1F1B (the first of the fixed plans), the best fixed plan, and the oracle."""
     own_s = fmean(map(sum, runs)) / settings.phase_steps
     phases = range(len(fixed[0].phase_s))
     oracle_s = sum(_chosen_elsewhere(fixed, itemgetter(place)) for place in phases)
@@ -251,30 +265,16 @@ def _rows(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Sett
 
 
 def main() -> int:
-    """Both scenarios."""
-    plots = {"type": Path, "metavar": "FOLDER", "help": "keep the histories there as pictures"}
-    scenario = {"choices": ("a", "b"), "help": "only this one"}
-    rounds = {"type": int, "default": Settings().rounds, "help": "how often all plans take turns"}
-    asked = common.arguments(__doc__, options={"--plot": plots, "--scenario": scenario, "--rounds": rounds})
-    plot: Path | None = asked.plot
-    settings = QUICK if asked.quick else Settings(rounds=asked.rounds)
-    if asked.scenario:
-        settings = settings._replace(scenarios=asked.scenario)
-    raw: dict[str, Any] = {"settings": settings._asdict()}
-    figures: dict[str, float] = {}
+    """Measure both scenarios."""
+    run = BENCH.begin()
+    settings = run.settings
     rows: list[list[Any]] = []
-    for name, run, phases in (("a", scenario_a, A_PHASES), ("b", scenario_b, B_PHASES)):
-        if name not in settings.scenarios:
+    for name, scenario in (("a", scenario_a), ("b", scenario_b)):
+        if name not in settings.scenario:
             continue
-        some, raw[name], more = run(settings)
-        figures |= some
+        figures, run.raw[name], more = scenario(settings)
+        run.figures |= figures
         rows += more
-        if plot is not None:
-            plot.mkdir(parents=True, exist_ok=True)
-            begins = [(place * settings.phase_steps, phase) for place, phase in enumerate(phases)]
-            own = raw[name]["adaptive"][-1]
-            picture = history_svg(f"bench_adaptive, scenario {name}", own["seconds"], own["schedules"], begins)
-            (plot / f"adaptive_{name}.svg").write_text(picture)
-    print("\n" + common.table(f"milliseconds per step; {machine_line()}", ("plan", "phase", "mean ms"), rows))
-    common.finish("bench_adaptive", figures, raw, asked)
+    run.table("milliseconds per step", ("plan", "phase", "mean ms"), rows)
+    run.end()
     return 0

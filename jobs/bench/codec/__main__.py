@@ -7,4 +7,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from jobs.bench.codec.bench import main
 
-main()
+sys.exit(main())

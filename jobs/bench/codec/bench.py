@@ -1,4 +1,4 @@
-"""What the codecs cost and lose: encoding and decoding one tensor, one thread, as a link's thread does it.
+"""Cost and error of the codecs: encoding and decoding one tensor, one thread, as a link's thread does it.
 
     gbytes_per_second   bytes read and written by encoding and by decoding / seconds of both
     ratio               bytes of the tensor / bytes on the wire
@@ -6,18 +6,20 @@
     fraction_of_copy    on a GPU: gbytes_per_second / that of a copy there; of 64 MiB, elsewhere 4 MiB
 
 Seconds on the host are processor seconds of the one thread, so that other work on the machine counts little; on a GPU
-they are of the wall. A codec shortens a message when its seconds are fewer than those of the bytes that it saves: the
-break-even rate says above which Mbit/s of the link it does not pay, where nothing hides either.
+they are wall time. A codec shortens a message if its seconds are fewer than those of the bytes that it saves: the
+break-even rate is the link's Mbit/s above which it does not pay, if neither is hidden by computation.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from jobs.lib import common
+from jobs.lib.common import Bench
 
 SIZES = (1 << 16, 1 << 20, 1 << 24)
 """Elements of float32: 256 KiB, 4 MiB and 64 MiB."""
@@ -30,25 +32,41 @@ CANDIDATES = {
     "int4": "int4", "int4_at_random": "int4",
 }  # fmt: skip
 KEYS = {"int8_at_random": 7, "int4_at_random": 7}
-"""Of random rounding."""
-LAYOUT: dict[str, str] = {
-    "GB/s": r"gbytes_per_second_(\w+)",
-    "ratio": r"ratio_(\w+)",
-    "relative error": r"relative_error_(\w+)",
-    "of a copy": r"fraction_of_copy_(\w+)",
-}
-TARGETS: dict[str, str] = {r"fraction_of_copy_\w+": ">= 0.8"}
+"""Keys of random rounding."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Elements of tensors on the host, and rounds in which candidates take turns."""
+
+    host_sizes: tuple[int, ...] = SIZES
+    rounds: int = 25
+
+
+BENCH = Bench(
+    "codec",
+    __doc__,
+    settings=Settings(),
+    quick=Settings(SIZES[:2], 5),
+    layout={
+        "GB/s": r"gbytes_per_second_(\w+)",
+        "ratio": r"ratio_(\w+)",
+        "relative error": r"relative_error_(\w+)",
+        "of a copy": r"fraction_of_copy_(\w+)",
+    },
+    targets={r"fraction_of_copy_\w+": ">= 0.8"},
+)
 
 
 class Work(NamedTuple):
-    """Both ways of one candidate on one tensor, and what they move.
+    """Encoding and decoding of one tensor by one candidate.
 
     Attributes:
-        encode, decode: do it once.
-        clock: seconds, when all that was begun is done.
-        moved_bytes: read and written by both.
-        wire_bytes: of the encoded tensor.
-        error: relative.
+        encode, decode: functions that do it once.
+        clock: function that waits until all started work is done, and returns the time in seconds.
+        moved_bytes: bytes that one encoding and one decoding read and write.
+        wire_bytes: bytes of the encoded tensor.
+        error: relative error of the decoded tensor.
     """
 
     encode: Callable[[], object]
@@ -60,11 +78,11 @@ class Work(NamedTuple):
 
 
 def on_host(label: str, elements: int) -> Work:
-    """A candidate as links use it."""
+    """Prepare a candidate as links use it."""
     import torch
 
     from raypipe.engine.codec import host
-    from raypipe.engine.codec.choice import wire_bytes
+    from raypipe.engine.codec.codec import wire_bytes
 
     torch.set_num_threads(1)
     name = CANDIDATES[label]
@@ -84,11 +102,11 @@ def on_host(label: str, elements: int) -> Work:
 
 
 def on_gpu(label: str, elements: int) -> Work:
-    """A candidate with the kernels of an NVIDIA device."""
+    """Prepare a candidate with the kernels of an NVIDIA device."""
     import torch
 
     from raypipe.engine.codec import cuda
-    from raypipe.engine.codec.choice import wire_bytes
+    from raypipe.engine.codec.codec import wire_bytes
 
     name, key = CANDIDATES[label], KEYS.get(label)
     x = torch.randn(elements, generator=torch.Generator().manual_seed(1)).cuda()
@@ -111,14 +129,14 @@ def on_gpu(label: str, elements: int) -> Work:
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is here, and torch finds a device."""
+    """Return True if CuPy is installed and torch has a device."""
     import torch
 
     return torch.cuda.is_available() and find_spec("cupy") is not None
 
 
 def seconds_of(call: Callable[[], object], clock: Callable[[], float], times: int) -> float:
-    """Of one of ``times`` calls."""
+    """Measure the mean seconds of ``times`` calls."""
     begin_s = clock()
     for _ in range(times):
         call()
@@ -126,7 +144,7 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float], times: in
 
 
 def measure(make: Callable[[str, int], Work], elements: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """By candidate: medians over rounds in which candidates take turns, and every trial."""
+    """Measure all candidates: medians over rounds in which candidates take turns, and every trial."""
     works = {label: make(label, elements) for label in CANDIDATES}
     trials: dict[str, list[tuple[float, float]]] = {label: [] for label in works}
     times = {}
@@ -155,7 +173,7 @@ def measure(make: Callable[[str, int], Work], elements: int, rounds: int) -> dic
 
 
 def shown(title: str, found: dict[str, dict[str, Any]]) -> str:
-    """A table for people."""
+    """Format the table of a measurement."""
     columns = ("codec", "encode ms", "decode ms", "GB/s", "of copy", "ratio", "error", "break-even Mbit/s")
     copy = found["copy"]["gbytes_per_second"]
     rows = [
@@ -167,7 +185,7 @@ def shown(title: str, found: dict[str, dict[str, Any]]) -> str:
 
 
 def figures_of(found: dict[str, dict[str, Any]], suffix: str = "") -> dict[str, float]:
-    """Of every candidate but the copy; ``suffix`` is "_gpu" for figures of a GPU."""
+    """Compute the figures of every candidate but the copy; ``suffix`` is "_gpu" for figures of a GPU."""
     figures = {}
     for label, row in found.items():
         if label == "copy":
@@ -179,19 +197,17 @@ def figures_of(found: dict[str, dict[str, Any]], suffix: str = "") -> dict[str, 
     return figures
 
 
-def main() -> None:
-    asked = common.arguments(__doc__)
-    rounds = 5 if asked.quick else 25
+def main() -> int:
+    run = BENCH.begin()
     places = {"host": on_host} | ({"gpu": on_gpu} if has_gpu() else {})
     if "gpu" not in places:
         print("no GPU, or no CuPy: figures of host memory only")
-    figures: dict[str, float] = {}
-    raw: dict[str, Any] = {}
     for place, make in places.items():
-        for elements in SIZES[:2] if asked.quick and place == "host" else SIZES:
-            found = measure(make, elements, rounds)
-            raw[f"{place} {elements}"] = found
-            print(shown(f"{place}, {4 * elements >> 10} KiB of float32; {common.machine_line()}", found))
+        for elements in run.settings.host_sizes if place == "host" else SIZES:
+            row = measure(make, elements, run.settings.rounds)
+            run.raw[f"{place} {elements}"] = row
+            print(shown(f"{place}, {4 * elements >> 10} KiB of float32; {common.machine_line()}", row))
             if elements == OF_FIGURES[place]:
-                figures |= figures_of(found, "_gpu" if place == "gpu" else "")
-    common.finish("codec", figures, raw, asked)
+                run.figures |= figures_of(row, "_gpu" if place == "gpu" else "")
+    run.end()
+    return 0

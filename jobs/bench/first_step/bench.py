@@ -14,20 +14,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.lib import common
-from jobs.lib.common import median
-from jobs.lib.machine import machine_line
+from jobs.lib.common import Bench, median
 
 NETS = ("readme", "resnet50", "gpt2")
-ROUNDS = 3
 LIMIT_S = 900.0
 Round = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Nets, and rounds over all of them."""
+
+    nets: tuple[str, ...] = NETS
+    rounds: int = 3
+
+
+BENCH = Bench("first_step", __doc__, settings=Settings(), quick=Settings(NETS[:1], 1))
+
+
 def process_s(script: str, net: str, folder: Path, cache: Path) -> float:
-    """Seconds from start to end of one process.
+    """Measure the seconds from start to end of one process.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -45,7 +54,7 @@ def process_s(script: str, net: str, folder: Path, cache: Path) -> float:
 
 
 def one_round(net: str) -> Round:
-    """Cold, TorchTrainer, warm: TorchTrainer stands between ours, in the same minutes."""
+    """Run cold, TorchTrainer, warm: TorchTrainer runs between our two, within the same minutes."""
     with tempfile.TemporaryDirectory(prefix="first-step-") as name:
         folder = Path(name)
         cache = folder / "cache"
@@ -57,7 +66,7 @@ def one_round(net: str) -> Round:
 
 
 def figures_of(net: str, rounds: Sequence[Round]) -> dict[str, float]:
-    """Ratios of each round, then medians; and the median seconds."""
+    """Compute ratios of each round, then medians; and the median seconds."""
     ratios = {way: median(one[way] / one["torch_trainer"] for one in rounds) for way in ("cold", "warm")}
     seconds = {way: median(one[way] for one in rounds) for way in ("cold", "warm", "torch_trainer")}
     return {f"{way}_{net}": ratio for way, ratio in ratios.items()} | {
@@ -65,16 +74,15 @@ def figures_of(net: str, rounds: Sequence[Round]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Round after round over all nets."""
-    asked = common.arguments(__doc__)
-    nets, count = (NETS[:1], 1) if asked.quick else (NETS, ROUNDS)
-    found: dict[str, list[Round]] = {net: [] for net in nets}
-    for _ in range(count):
-        for net in nets:
-            found[net].append(one_round(net))
-            print(f"{net}: {found[net][-1]}; {machine_line()}", flush=True)
-    figures: dict[str, float] = {}
-    for net, rounds in found.items():
-        figures |= figures_of(net, rounds)
-    common.finish("first_step", figures, {"seconds": found}, asked)
+def main() -> int:
+    """Measure round after round over all nets."""
+    run = BENCH.begin()
+    rounds: dict[str, list[Round]] = {net: [] for net in run.settings.nets}
+    for _, net in run.turns(rounds, run.settings.rounds):
+        rounds[net].append(one_round(net))
+        run.note(f"{net}: {rounds[net][-1]}")
+    for net, of_net in rounds.items():
+        run.figures |= figures_of(net, of_net)
+    run.raw["seconds"] = rounds
+    run.end()
+    return 0

@@ -15,7 +15,7 @@ from jobs.bench.first_step.tasks import optimizer_of, task_of
 
 
 def main() -> None:
-    """Everything but the size of the mini-batch and the number of stages is left to the planner."""
+    """Train with everything but the mini-batch size and the number of stages left to the planner."""
     name, folder = sys.argv[1:]
     task = task_of(name)
     result = raypipe.PipelineTrainer(

@@ -16,7 +16,7 @@ from jobs.bench.first_step.tasks import optimizer_of, task_of
 
 
 def step(config: dict[str, str]) -> None:
-    """On each worker: half of the mini-batch, gradients averaged by DistributedDataParallel."""
+    """Train one step on each worker: half of the mini-batch, gradients averaged by DistributedDataParallel."""
     task = task_of(config["task"])
     model = ray.train.torch.prepare_model(task.model)
     context = ray.train.get_context()
@@ -35,7 +35,7 @@ def step(config: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """As its own guide shows it."""
+    """Run TorchTrainer as its own guide shows it."""
     name, folder = sys.argv[1:]
     ray.train.torch.TorchTrainer(
         step,

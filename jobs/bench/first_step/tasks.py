@@ -1,4 +1,4 @@
-"""What both sides of bench/first_step train: a model, its data and how its loss is taken."""
+"""Tasks of both sides of bench/first_step: a model, its data and how its loss is taken."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Task:
     """One model to start.
 
     Attributes:
-        data: samples are (x, y), or dicts where the model returns its own loss.
+        data: samples are (x, y), or dicts if the model returns its own loss.
         minibatch_size: samples of the one step.
     """
 
@@ -37,7 +37,7 @@ class Task:
 
 
 def task_of(name: str) -> Task:
-    """One of TASKS; the same initial weights every time."""
+    """Make one of TASKS, with equal initial weights every time."""
     torch.manual_seed(0)
     if name == "readme":
         layers = torch.nn.Sequential(
@@ -54,9 +54,9 @@ def task_of(name: str) -> Task:
     if name == "gpt2":
         model = pipeline_nets.gpt2(width=WIDTH, layers=LAYERS, words=WORDS, context=CONTEXT)
         return Task(model, pipeline_nets.sentences(TOKENS, 4096, words=WORDS), 8)
-    raise ValueError(f"{name!r} is none of {', '.join(TASKS)}")
+    raise ValueError(f"task {name!r} is unknown: give one of {', '.join(TASKS)}")
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """The same for all of them."""
+    """Make the optimizer of all tasks."""
     return torch.optim.AdamW(parameters, lr=3e-4)

@@ -1,4 +1,4 @@
-"""What a pipeline costs on one GPU: a GPT of 1 B parameters in bf16, beside plain PyTorch and torch's pipelining.
+"""Pipeline on one GPU: a GPT of 1 B parameters in bf16, beside plain PyTorch and torch's pipelining.
 
     step_s_*                 seconds of a step: forwards, backwards of all micro-batches, AdamW; under bf16 autocast
         plain                plain PyTorch
@@ -6,14 +6,14 @@
         torch, torch_two_stages   torch.distributed.pipelining in one process, which hands tensors over as they are
     *_over_plain             seconds over those of plain PyTorch
     tokens_per_second_*      of a step
-    mfu_*                    operations of the model, none counted twice, over what the GPU's data sheet promises
-    peak_over_plain          most memory of the device, one stage over plain PyTorch
-    peak_over_plan           the same of one stage with precision="bf16", over the bytes that its plan says
+    mfu_*                    operations of the model, each counted once, over the peak of the GPU's data sheet
+    peak_over_plain          peak memory of the device, one stage over plain PyTorch
+    peak_over_plan           the same of one stage with precision="bf16", over the bytes of its plan
     seconds_over_plan        a step of "stage" over that of its plan, which estimates it from the data sheet
 
-What a message costs is in the seconds of two stages, and no second GPU. All take turns. Without a GPU nothing is
-measured; --device cpu shows that everything works, with figures that say nothing of one. A GPU whose data sheet is not
-known here needs --peak-tflops for mfu_*. Where kernels are short the host is the limit: --where says what it does.
+The seconds of two stages include the cost of messages, but no second GPU. All take turns. Without a GPU nothing is
+measured; --device cpu tests the benchmark, with figures that do not apply to a GPU. A GPU whose data sheet is not
+known here needs --peak-tflops for mfu_*. If kernels are short the host is the limit: --where shows its operations.
 """
 
 from __future__ import annotations
@@ -25,43 +25,30 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from jobs.bench.gpu import torch_stages, where
-from jobs.lib import common
+from jobs.lib.common import Bench, median
 from jobs.lib.on_device import adamw, gpt, pipeline, texts, trainer_of
 from jobs.train.lm import loss_fn
-from raypipe.engine.cuda_device import CudaDevice, why_not
-from raypipe.engine.device import CPU, Device
-from raypipe.engine.one_thread import one_thread
-from raypipe.engine.profiling.gpus import GPUS, kind_of
+from raypipe.engine.device.cuda_device import CudaDevice, why_not
+from raypipe.engine.device.device import CPU, Device
+from raypipe.engine.torch_settings import one_thread
+from raypipe.profiling.rates import GPUS, kind_of
 
-LAYOUT: dict[str, str] = {
-    "seconds of a step": r"step_s_(\w+)",
-    "over plain PyTorch": r"(\w+)_over_plain",
-    "tokens per second": r"tokens_per_second_(\w+)",
-    "of the data sheet": r"mfu_(\w+)",
-    "peak": r"peak_over_(\w+)",
-    "over the plan's": r"(seconds)_over_plan",
-}
-TARGETS: dict[str, str] = {"stage_over_plain": "<= 1.02", "peak_over_plan": "0.9 to 1.1"}
 STAGES = {"stage": 1, "two_stages": 2}
 TORCH = {"torch": 1, "torch_two_stages": 2}
 LABELS = ("plain", *STAGES, *TORCH)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
-    "--rounds": {"type": int, "default": None, "metavar": "N", "help": "in which all candidates take turns"},
-    "--where": {"action": "store_true", "help": "say what takes the host's time in a step, and measure nothing"},
-    "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
-}
 
 
-class Size(NamedTuple):
-    """Of the model and of a step; ``steps`` after ``warm_up`` are measured, ``rounds`` times."""
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model and of a step; ``steps`` after ``warm_up`` are measured, ``rounds`` times."""
 
     context: int = 1024
     width: int = 2048
@@ -73,31 +60,51 @@ class Size(NamedTuple):
     rounds: int = 3
 
 
-QUICK = Size(width=512, depth=8, minibatch=16, warm_up=2, steps=4, rounds=1)
 TINY = Size(16, 32, 2, 4, 2, 1, 2, 1)
-"""For a CPU."""
+"""Sizes for a CPU."""
+BENCH = Bench(
+    "gpu",
+    __doc__,
+    settings=Size(),
+    quick=Size(width=512, depth=8, minibatch=16, warm_up=2, steps=4, rounds=1),
+    layout={
+        "seconds of a step": r"step_s_(\w+)",
+        "over plain PyTorch": r"(\w+)_over_plain",
+        "tokens per second": r"tokens_per_second_(\w+)",
+        "of the data sheet": r"mfu_(\w+)",
+        "peak": r"peak_over_(\w+)",
+        "over the plan's": r"(seconds)_over_plan",
+    },
+    targets={"stage_over_plain": "<= 1.02", "peak_over_plan": "0.9 to 1.1"},
+    options={
+        "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
+        "--rounds": {"type": int, "default": None, "metavar": "N", "help": "in which all candidates take turns"},
+        "--where": {"action": "store_true", "help": "print what takes the host's time in a step, and measure nothing"},
+        "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
+    },
+)
 
 
 @functools.cache
 def initial(size: Size) -> torch.nn.Module:
-    """The model, made once: every candidate trains a copy."""
+    """Make the model, once: every candidate trains a copy."""
     return gpt(size.context, size.width, size.depth)
 
 
 def fresh(size: Size) -> torch.nn.Module:
-    """On the CPU, with the same parameters every time."""
+    """Copy of the model on the CPU, with the same parameters every time."""
     return copy.deepcopy(initial(size))
 
 
 def minibatches(size: Size) -> Iterator[tuple[torch.Tensor, ...]]:
-    """(inputs, targets) of one after another, in host memory, without end."""
+    """Yield (inputs, targets) of mini-batches in host memory, without end."""
     columns = texts(4 * size.minibatch, size.context).tensors
     while True:
         yield from zip(*(column.split(size.minibatch) for column in columns), strict=True)
 
 
 def plain(size: Size, device: Device) -> Iterator[None]:
-    """One step of plain PyTorch at each turn, done when it returns."""
+    """Run one step of plain PyTorch at each turn, finished when it returns."""
     place = device.place
     model = fresh(size).to(place)
     optimizer = adamw(model.parameters())
@@ -113,7 +120,7 @@ def plain(size: Size, device: Device) -> Iterator[None]:
 
 
 def measured(run: Iterator[Any], size: Size) -> list[float]:
-    """Seconds of the steps after the warm-up."""
+    """Measure the seconds of the steps after the warm-up."""
     for _ in range(size.warm_up):
         next(run)
     found = []
@@ -126,7 +133,7 @@ def measured(run: Iterator[Any], size: Size) -> list[float]:
 
 @contextmanager
 def running(label: str, size: Size, device: Device, device_of: Callable[[], Device]) -> Iterator[Iterator[Any]]:
-    """Steps of a candidate, whose operations on the host have one thread each, as those of stages do."""
+    """Enter the steps of a candidate, whose operations on the host have one thread each, as those of stages do."""
     with ExitStack() as stack:
         run: Any
         if label == "plain":
@@ -142,7 +149,7 @@ def running(label: str, size: Size, device: Device, device_of: Callable[[], Devi
 
 
 def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list[float], int]:
-    """(seconds of the steps, most bytes that the device had in use) of a candidate, which is gone afterwards."""
+    """Measure (seconds of the steps, peak bytes of the device) of a candidate, and free it."""
     device = device_of()
     if device.place.type == "cuda":
         torch.cuda.empty_cache()
@@ -152,8 +159,8 @@ def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list
 
 
 def where_of(size: Size, device_of: Callable[[], Device]) -> str:
-    """What takes the host's time in a step of plain PyTorch and of one stage."""
-    size, device, found = size._replace(warm_up=where.WARM_UP, steps=where.STEPS), device_of(), []
+    """Format the table of the host's time in a step of plain PyTorch and of one stage."""
+    size, device, found = replace(size, warm_up=where.WARM_UP, steps=where.STEPS), device_of(), []
     for label in ("plain", "stage"):
         with running(label, size, device, device_of) as run:
             found.append(where.profiled(run, device.place))
@@ -162,7 +169,7 @@ def where_of(size: Size, device_of: Callable[[], Device]) -> str:
 
 @contextmanager
 def ours(size: Size, device_of: Callable[[], Device], num_stages: int, precision: str) -> Iterator[Iterator[Any]]:
-    """Steps of a pipeline in threads."""
+    """Enter the steps of a pipeline in threads."""
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         data, config = texts(4 * size.minibatch, size.context), config_of(size, num_stages, precision)
         with pipeline(fresh(size), data, Path(folder), lambda worker: device_of(), **config) as (_, carry_out):
@@ -170,8 +177,7 @@ def ours(size: Size, device_of: Callable[[], Device], num_stages: int, precision
 
 
 def config_of(size: Size, num_stages: int, precision: str) -> dict[str, Any]:
-    """Fields of PipelineConfig: by parameters and with what the loss averages over, for both would otherwise be found
-    by computing on the CPU."""
+    """Build fields of PipelineConfig: partitioner and loss_reduction are given, to avoid computing them on the CPU."""
     return {
         "num_stages": num_stages, "minibatch_size": size.minibatch, "num_microbatches": size.microbatches,
         "schedule": "1f1b", "precision": precision, "partitioner": "parameters", "loss_reduction": "mean",
@@ -179,7 +185,7 @@ def config_of(size: Size, num_stages: int, precision: str) -> dict[str, Any]:
 
 
 def planned(size: Size, device_of: Callable[[], Device], precision: str) -> tuple[float, int]:
-    """(seconds of a step, bytes of the stage) of one stage by its plan, from shapes alone."""
+    """Plan one stage from shapes alone: (seconds of a step, bytes of the stage)."""
     data = texts(4 * size.minibatch, size.context)
     places = SimpleNamespace(num_workers=1, use_gpu=device_of().place.type == "cuda")
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
@@ -191,7 +197,7 @@ def planned(size: Size, device_of: Callable[[], Device], precision: str) -> tupl
 
 
 def peak_in_bf16(size: Size, device_of: Callable[[], Device]) -> int:
-    """Most bytes that the device had in use by one stage in bf16; 0 on a processor, which does not count them."""
+    """Measure the device's peak bytes with one stage in bf16; 0 on a processor, which does not count them."""
     device = device_of()
     if device.place.type != "cuda":
         return 0
@@ -205,7 +211,7 @@ def peak_in_bf16(size: Size, device_of: Callable[[], Device]) -> int:
 
 
 def flops_of(size: Size) -> float:
-    """Of a step, forward and backward: 6 for each parameter and token, and those of attention (arXiv:2204.02311, B)."""
+    """Count FLOPs of a step: 6 for each parameter and token, and those of attention (arXiv:2204.02311, B)."""
     model = initial(size)
     looked_up = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("embed.", "position.")))
     parameters = sum(p.numel() for p in model.parameters()) - looked_up
@@ -216,10 +222,10 @@ def flops_of(size: Size) -> float:
 def measure(
     size: Size, device_of: Callable[[], Device], peak_flops: float | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """(figures, raw numbers) of rounds in which the candidates take turns.
+    """Measure (figures, raw numbers) of rounds in which the candidates take turns.
 
     Args:
-        peak_flops: of the device in a second; None for no mfu_*.
+        peak_flops: the device's peak FLOPs per second; None leaves out mfu_*.
     """
     seconds: dict[str, list[float]] = {label: [] for label in LABELS}
     peaks = dict.fromkeys(LABELS, 0)
@@ -230,7 +236,7 @@ def measure(
             peaks[label] = max(peaks[label], peak)
             gc.collect()
     tokens = size.minibatch * size.context
-    step_s = {label: common.median(found) for label, found in seconds.items()}
+    step_s = {label: median(found) for label, found in seconds.items()}
     figures = {f"step_s_{label}": step_s[label] for label in LABELS}
     figures |= {f"tokens_per_second_{label}": tokens / step_s[label] for label in LABELS}
     figures |= {f"{label}_over_plain": step_s[label] / step_s["plain"] for label in LABELS[1:]}
@@ -244,28 +250,28 @@ def measure(
     return figures, {"step_s": seconds, "peak_bytes": peaks, "planned_bytes": promised, "peak_bytes_bf16": in_bf16}
 
 
-def main() -> None:
-    asked = common.arguments(__doc__, options=OPTIONS)
-    if asked.device == "cuda" and (reason := why_not()):
+def main() -> int:
+    run = BENCH.begin()
+    options, on_cpu = run.options, run.options.device == "cpu"
+    if not on_cpu and (reason := why_not()):
         print(f"nothing to measure: {reason}")
-        return
-    on_cpu = asked.device == "cpu"
-    asked.quick = asked.quick or on_cpu
-    size = TINY if on_cpu else QUICK if asked.quick else Size()
-    size = size if asked.rounds is None else size._replace(rounds=asked.rounds)
+        return 0
+    options.quick = options.quick or on_cpu
+    size = replace(TINY, rounds=options.rounds or TINY.rounds) if on_cpu else run.settings
     device_of: Callable[[], Device] = (lambda: CPU) if on_cpu else CudaDevice
-    if asked.where:
+    if options.where:
         print(where_of(size, device_of))
-        return
+        return 0
     place = "cpu" if on_cpu else torch.cuda.get_device_name()
     kind = kind_of(place)
-    tflops = asked.peak_tflops or (GPUS[kind].half_tflops if kind in GPUS else None)
+    tflops = options.peak_tflops or (GPUS[kind].half_tflops if kind in GPUS else None)
     if tflops is None and not on_cpu:
-        print(f"no mfu_*: the data sheet of {place} is not known here; --peak-tflops NUMBER says it")
-    figures, raw = measure(size, device_of, None if tflops is None else tflops * 1e12)
+        print(f"no mfu_*: the data sheet of {place} is not known here; give --peak-tflops NUMBER")
+    run.figures, run.raw = measure(size, device_of, None if tflops is None else tflops * 1e12)
     parameters = sum(p.numel() for p in initial(size).parameters())
-    title = f"GPT of {parameters / 1e6:.0f} M parameters on {place}; {common.machine_line()}"
-    print(common.table(title, ("figure", "value"), figures.items()))
-    planned, in_bf16 = raw["planned_bytes"] / 2**20, raw["peak_bytes_bf16"] / 2**20
-    print(f"one stage in bf16: {planned:.0f} MiB planned, {in_bf16:.0f} MiB at most in use")
-    common.finish("gpu", figures, {**raw, "device": place, "size": size._asdict()}, asked)
+    run.table(f"GPT of {parameters / 1e6:.0f} M parameters on {place}", ("figure", "value"), run.figures.items())
+    planned_mib, peak_mib = run.raw["planned_bytes"] / 2**20, run.raw["peak_bytes_bf16"] / 2**20
+    print(f"one stage in bf16: {planned_mib:.0f} MiB planned, {peak_mib:.0f} MiB at most in use")
+    run.raw |= {"device": place, "size": asdict(size)}
+    run.end()
+    return 0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from jobs.train.lm import GPT, loss_fn
-from raypipe.engine.device import Device
+from raypipe.engine.device.device import Device
 
 __all__ = ["steps"]
 
@@ -51,7 +51,7 @@ def steps(
     model: GPT, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], make_optimizer: Any, device: Device,
     num_stages: int, num_microbatches: int,
 ) -> Iterator[None]:  # fmt: skip
-    """One step at each turn, done when it returns; 1F1B for one stage, torch's interleaved 1F1B for two.
+    """Run one step at each turn, finished when it returns; 1F1B for one stage, torch's interleaved 1F1B for two.
 
     Args:
         batches: (inputs, targets) of mini-batches, in host memory.
@@ -61,7 +61,7 @@ def steps(
 
     class Stage(PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-            return []  # torch 2.11 greets a stage of the same rank over the link that gloo does not have
+            return []  # torch 2.11 would send to its own rank, for which gloo has no link
 
     place = device.place
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: torch's profiler over all threads of plain PyTorch and of one stage.
+"""Host time of a step: torch's profiler over all threads of plain PyTorch and of one stage.
 
 Operations that one of them has and the other has not, or that take longer in one, stand first. On a GPU the calls of
 CUDA are among them: launches, events, waits.
@@ -20,11 +20,11 @@ WARM_UP, STEPS = 5, 5
 SHOWN = 40
 
 Operations = Mapping[str, tuple[float, float]]
-"""By name: calls of a step, and seconds of the host in them without what they call."""
+"""Calls of a step by name, and seconds of the host in them without what they call."""
 
 
 def profiled(run: Iterator[Any], device: torch.device) -> Operations:
-    """Of some steps after a warm-up."""
+    """Profile some steps after a warm-up."""
     for _ in range(WARM_UP):
         next(run)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -36,7 +36,7 @@ def profiled(run: Iterator[Any], device: torch.device) -> Operations:
 
 
 def compared(plain: Operations, ours: Operations) -> str:
-    """A table, the largest differences in seconds first."""
+    """Format a table, the largest differences in seconds first."""
     nothing = (0.0, 0.0)
     pairs = {name: (plain.get(name, nothing), ours.get(name, nothing)) for name in {*plain, *ours}}
     first = sorted(pairs.items(), key=lambda item: -abs(item[1][1][1] - item[1][0][1]))[:SHOWN]

@@ -9,7 +9,7 @@
 Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
 ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
 With ``--emulated`` the blocks sleep instead, so that a stage takes 17.8 ms forward and 35.5 ms back per micro-batch;
-what a lone block takes besides its sleep everybody sleeps less. Such stages have processors of their own, which the
+all blocks sleep less by what a lone block takes besides its sleep. Such stages have processors of their own, which the
 runtimes' threads take nothing from. Figures end in ``_emulated`` then.
 
 The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
@@ -24,23 +24,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from jobs.bench.links import gpt
 from jobs.bench.links.torch_peer import SCHEDULES
-from jobs.lib import common
-from jobs.lib.common import machine_line, median
+from jobs.lib.common import Bench, machine_line, median
 from jobs.lib.shaped import Rig, rig
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import to_csv
-from raypipe.planner.simulate.serial import Costs
-from raypipe.planner.tune import step_of
+from raypipe.planner.search import step_of
+from raypipe.planner.simulator import Costs
 from tests.lab.flow import flow
 
 MESSAGE_BYTES = 4 * gpt.MICROBATCH_SIZE * gpt.CONTEXT * gpt.WIDTH
@@ -58,32 +57,11 @@ OURS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "zb-v": {"schedule": "zb-v", "num_stages": 4, "partitioner": ("3", "5", "7")},
 }
-LAYOUT: dict[str, str] = {
-    "against torch 1F1B": r"vs_torch_1f1b_(\d+mbit)(?:_emulated)?",
-    "against torch 1F1B, codecs": r"vs_torch_1f1b_(\d+mbit)_codec(?:_emulated)?",
-    "against torch's best": r"vs_torch_best_(\d+mbit)(?:_emulated)?",
-    "against torch's best, codecs": r"vs_torch_best_(\d+mbit)_codec(?:_emulated)?",
-    "against torch with our plan": r"vs_torch_runtime_our_plan_(\d+mbit)(?:_emulated)?",
-    "against torch with our plan, codecs": r"vs_torch_runtime_our_plan_(\d+mbit)_codec(?:_emulated)?",
-    "limit / ours": r"fraction_of_limit_(\d+mbit)(?:_emulated)?",
-    "bare limit / ours": r"fraction_of_bare_limit_(\d+mbit)(?:_emulated)?",
-    "limit of whole backwards / ours": r"fraction_of_whole_limit_(\d+mbit)(?:_emulated)?",
-}
-TARGETS: dict[str, str] = {
-    r"vs_torch_1f1b_1000mbit(_emulated)?": ">= 1.0",
-    r"vs_torch_1f1b_100mbit(_emulated)?": ">= 1.35",
-    r"vs_torch_1f1b_50mbit(_emulated)?": ">= 1.75",
-    r"vs_torch_1f1b_50mbit_codec(_emulated)?": ">= 1.95",
-    r"vs_torch_1f1b_25mbit_codec(_emulated)?": ">= 2.6",
-    r"vs_torch_best_\d+mbit(_emulated)?": ">= 1.0",
-    r"vs_torch_runtime_our_plan_(1000|100|25)mbit(_emulated)?": ">= 1.0",
-    r"vs_torch_runtime_our_plan_50mbit(_emulated)?": ">= 1.2",
-    r"fraction_of_limit_\d+mbit(_emulated)?": ">= 0.92",
-}
 
 
-class Settings(NamedTuple):
-    """How much is measured.
+@dataclass(frozen=True)
+class Settings:
+    """Extent of a measurement.
 
     Attributes:
         ours: in every round at every rate; ``once`` in the first round at ``once_at``, ``swift`` at ``swift_at``.
@@ -103,27 +81,46 @@ class Settings(NamedTuple):
     half_s: tuple[float, ...] = ()
 
 
-QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), schedules=("1F1B",))
-"""One rate, too short for the controller to settle: whether all of it works."""
-
-
-class Candidate(NamedTuple):
-    """All that one candidate did at one rate."""
-
-    step_s: list[float]
-    peak_bytes: list[int]
-    told: list[dict[str, Any]]
+BENCH = Bench(
+    "bench_links",
+    __doc__,
+    settings=Settings(),
+    quick=Settings((50,), 14, 4, 4, 1, ("auto",), (), schedules=("1F1B",)),  # too short for the controller to settle
+    layout={
+        "against torch 1F1B": r"vs_torch_1f1b_(\d+mbit)(?:_emulated)?",
+        "against torch 1F1B, codecs": r"vs_torch_1f1b_(\d+mbit)_codec(?:_emulated)?",
+        "against torch's best": r"vs_torch_best_(\d+mbit)(?:_emulated)?",
+        "against torch's best, codecs": r"vs_torch_best_(\d+mbit)_codec(?:_emulated)?",
+        "against torch with our plan": r"vs_torch_runtime_our_plan_(\d+mbit)(?:_emulated)?",
+        "against torch with our plan, codecs": r"vs_torch_runtime_our_plan_(\d+mbit)_codec(?:_emulated)?",
+        "limit / ours": r"fraction_of_limit_(\d+mbit)(?:_emulated)?",
+        "bare limit / ours": r"fraction_of_bare_limit_(\d+mbit)(?:_emulated)?",
+        "limit of whole backwards / ours": r"fraction_of_whole_limit_(\d+mbit)(?:_emulated)?",
+    },
+    targets={
+        r"vs_torch_1f1b_1000mbit(_emulated)?": ">= 1.0",
+        r"vs_torch_1f1b_100mbit(_emulated)?": ">= 1.35",
+        r"vs_torch_1f1b_50mbit(_emulated)?": ">= 1.75",
+        r"vs_torch_1f1b_50mbit_codec(_emulated)?": ">= 1.95",
+        r"vs_torch_1f1b_25mbit_codec(_emulated)?": ">= 2.6",
+        r"vs_torch_best_\d+mbit(_emulated)?": ">= 1.0",
+        r"vs_torch_runtime_our_plan_(1000|100|25)mbit(_emulated)?": ">= 1.0",
+        r"vs_torch_runtime_our_plan_50mbit(_emulated)?": ">= 1.2",
+        r"fraction_of_limit_\d+mbit(_emulated)?": ">= 0.92",
+    },
+    options={"--emulated": {"action": "store_true", "help": "stages sleep instead of computing"}},
+)
 
 
 def run_ours(lab: Rig, name: str, settings: Settings) -> dict[str, Any]:
-    """One run of ours."""
+    """Run one of our candidates."""
     asked = json.dumps({"steps": settings.steps, "pipeline": OURS[name], "half_s": settings.half_s})
     found: dict[str, Any] = lab.answer(lab.start(0, "bench/links/ours.py", asked), LIMIT_S)
     return found
 
 
 def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, Any]:
-    """All of torch's schedules and ``plans``: seconds of the steps behind the first two, and peaks, by name."""
+    """Run all of torch's schedules and ``plans``: seconds of the steps after the first two, and peaks, by name."""
     wanted = {"steps": settings.torch_steps + 2, "schedules": settings.schedules, "plans": plans}
     asked = json.dumps({**wanted, "half_s": settings.half_s})
     meeting = f"10.79.0.1:{PORT}"
@@ -144,16 +141,16 @@ def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, 
 
 
 def schedule_named(text: str) -> Schedule:
-    """The schedule that a step's record names: "zb-h1 r=3", "kfkb k=2 + int8/bf16 on hop 0", ..."""
+    """Parse the schedule of a step's record: "zb-h1 r=3", "kfkb k=2 + int8/bf16 on hop 0", ..."""
     spec = ScheduleSpec.parse(text.partition(" + ")[0])
     return schedule_of(spec.with_microbatches(MICROBATCHES), 2)
 
 
 def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, split: bool) -> float:
-    """The quickest lossless step on paper: 1F1B with any slack, kFkB with any k, GPipe; full duplex, no latency.
+    """Simulate the quickest lossless step: 1F1B with any slack, kFkB with any k, GPipe; full duplex, no latency.
 
     Args:
-        work: by operation, its seconds on every stage; STEP counts where it is there.
+        work: seconds on every stage by operation; STEP may be missing.
         split: zb-h1 with any slack too, whose steps overlap.
     """
     costs = Costs(
@@ -175,13 +172,13 @@ def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, split: bo
 
 
 def seconds_of(run: dict[str, Any], name: str, settings: Settings) -> list[float]:
-    """Of a run's passes of one kind ("0F"), as they were in its counted steps."""
+    """Return the seconds of a run's passes of one kind ("0F"), scaled to its counted steps."""
     usual = median(run["busy_s"][-settings.counted :]) / run["busy_s"][run["traced"]]
     return [seconds * usual for seconds in run["stage_s"].get(name, ())]
 
 
 def work_of(runs: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[float, ...]]:
-    """By operation (F, I, W, STEP), median seconds on every stage."""
+    """Compute median seconds on every stage, by operation (F, I, W, STEP)."""
     found: dict[str, list[float]] = {"F": [], "I": [], "W": [], "STEP": []}
     for stage in range(2):
         by_op = {op: [s for run in runs for s in seconds_of(run, f"{stage}{op}", settings)] for op in OPS}
@@ -190,7 +187,7 @@ def work_of(runs: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[f
         if by_op["W"]:
             for op in "IW":
                 found[op].append(median(by_op[op]))
-        else:  # whole; nobody waits for those of the first stage
+        else:  # whole backwards; no stage waits for those of the first stage
             whole_s = median(by_op["B"])
             found["W"].append(whole_s / 2 if stage else whole_s)
             found["I"].append(whole_s - found["W"][-1])
@@ -198,7 +195,7 @@ def work_of(runs: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[f
 
 
 def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
-    """All candidates at one rate: ours, torch's, ours again."""
+    """Measure all candidates at one rate: ours, torch's, ours again."""
     lab.rate(rate)
     with flow(lab.lab, 0, 1) as meter:
         goodput = meter.mbit_per_s(1.0)
@@ -220,7 +217,7 @@ def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
 
 
 def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[dict[str, float], list[list[Any]]]:
-    """vs_torch_1f1b_50mbit and its kin, and the rows of the table."""
+    """Compute figures such as vs_torch_1f1b_50mbit, and the rows of the table."""
     ours = {
         name: [s for run in runs for s in run["seconds"][-settings.counted :]] for name, runs in found["ours"].items()
     }
@@ -256,28 +253,22 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
 
 def main() -> int:
     """Measure at every rate."""
-    asked = common.arguments(
-        __doc__, options={"--emulated": {"action": "store_true", "help": "stages sleep instead of computing"}}
-    )
-    settings = QUICK if asked.quick else Settings()
-    if asked.emulated:
+    run = BENCH.begin()
+    settings, emulated = run.settings, run.options.emulated
+    if emulated:
         torch.set_num_threads(1)
-        settings = settings._replace(half_s=gpt.slept(EMULATED_S))
+        settings = replace(settings, half_s=gpt.slept(EMULATED_S))
+        run.raw["settings"] = asdict(settings)
         print(f"half of the blocks sleep {' and '.join(f'{s * 1e3:.1f}' for s in settings.half_s)} ms", flush=True)
-    raw: dict[str, Any] = {"settings": settings._asdict()}
-    figures: dict[str, float] = {}
     rows: list[list[Any]] = []
     with rig() as lab:
         for host in range(2):  # gloo takes the address of an interface
             lab.lab.address(host, 1 - host, f"10.79.0.{host + 1}/24")
         for rate in settings.rates_mbit:
-            raw[str(rate)] = found = measure(lab, rate, settings)
-            some, more = figures_of(rate, found, settings)
-            figures |= {f"{key}_emulated" if asked.emulated else key: value for key, value in some.items()}
+            run.raw[str(rate)] = measured = measure(lab, rate, settings)
+            figures, more = figures_of(rate, measured, settings)
+            run.figures |= {f"{key}_emulated" if emulated else key: value for key, value in figures.items()}
             rows += more
-    columns = ("candidate", "Mbit/s", "ms", "x torch 1F1B", "peak MiB", "at the end")
-    print("\n" + common.table(f"median steps; {machine_line()}", columns, rows))
-    if not all(math.isfinite(value) for value in figures.values()):
-        raise RuntimeError("a figure is no number")
-    common.finish("bench_links", figures, raw, asked, "emulated" if asked.emulated else "")
+    run.table("median steps", ("candidate", "Mbit/s", "ms", "x torch 1F1B", "peak MiB", "at the end"), rows)
+    run.end(variant="emulated" if emulated else "")
     return 0

@@ -1,6 +1,6 @@
-"""What bench/links trains: a GPT of eight blocks whose boundary is 256 KiB per micro-batch of two samples.
+"""GPT of bench/links: eight blocks whose boundary is 256 KiB per micro-batch of two samples.
 
-In its place there may be blocks that sleep where an accelerator would compute, with messages of the same size.
+Blocks that sleep while an accelerator would compute, with messages of the same size, can replace it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from jobs.lib.later import Later
 from jobs.train.lm import VOCABULARY, Block, loss_fn
 
 __all__ = [
@@ -58,12 +58,28 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
+class Later(torch.autograd.Function):
+    """Sleeps in its forward and in its backward: ``Later.apply(x, forward_s, backward_s)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
 class SleepingBlock(nn.Module):
-    """Half of its backward is for the input and half for its parameter, a product of one by one, so that schedules may
-    part them.
+    """Block that sleeps in its forward and backward.
+
+    Half of the backward is for the input and half for the 1 x 1 parameter, so that schedules can split it.
 
     Args:
-        forward_s, backward_s: slept for one micro-batch.
+        forward_s, backward_s: seconds to sleep for one micro-batch.
     """
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
@@ -79,13 +95,13 @@ class SleepingBlock(nn.Module):
 
 
 def slept(half_s: Sequence[float]) -> tuple[float, ...]:
-    """What half of the blocks sleep forward and backward so that they take ``half_s``.
+    """Choose sleeps, forward and backward, with which half of the blocks take ``half_s``.
 
-    It is less by what a lone block was seen to take besides its sleeps, which no accelerator takes. Ask once for all
+    The measured overhead of a lone block, which an accelerator would not have, is subtracted. Call once for all
     candidates, on an idle machine.
 
     Raises:
-        ValueError: a block takes longer than that by itself.
+        ValueError: the overhead of a block is longer than that.
     """
     asked_s = 0.005
     block, x = SleepingBlock(asked_s, 2 * asked_s), torch.ones(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
@@ -106,7 +122,7 @@ def slept(half_s: Sequence[float]) -> tuple[float, ...]:
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
-    """The same in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head).
+    """Make the model, equal in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head).
 
     Args:
         half_s: (forward, backward) seconds that half of the blocks sleep; () to compute.
@@ -121,14 +137,14 @@ def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
 
 
 def pieces(count: int, half_s: Sequence[float] = ()) -> list[nn.Sequential]:
-    """The chain in ``count`` parts of equally many blocks."""
+    """Split the chain into ``count`` parts of equally many blocks."""
     whole, blocks = list(chain(half_s)), DEPTH // count
     cuts = [0, *(1 + blocks * i for i in range(1, count)), len(whole)]
     return [nn.Sequential(*whole[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 def samples(steps: int) -> TensorDataset:
-    """Drawn bytes: how fast they are learnt is of no interest here."""
+    """Draw random bytes; convergence is not measured here."""
     drawn = torch.Generator().manual_seed(6)
     shape = (steps * MICROBATCHES * MICROBATCH_SIZE, CONTEXT)
     return TensorDataset(*(torch.randint(VOCABULARY, shape, generator=drawn) for _ in range(2)))
@@ -139,6 +155,6 @@ def optimizer_of(named: object) -> torch.optim.Optimizer:
 
 
 def peak_bytes(process: int | str) -> int:
-    """The most resident memory that a process of this machine has held."""
+    """Read the peak resident bytes of a process of this machine."""
     text = Path(f"/proc/{process}/status").read_text()
     return 1024 * int(text.partition("VmHWM:")[2].split()[0])

@@ -2,7 +2,7 @@
 
 python jobs/bench/links/ours.py '{"steps": 40, "pipeline": {...}}'
 
-It says how far it is, and at last seconds, schedules and peaks.
+It prints its steps, and at last seconds, schedules and peaks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from jobs.bench.links import gpt
 from jobs.lib.turns import gated
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train ``steps`` steps; seconds, loss and schedule of each, and each stage's peak resident memory."""
+def main(options: dict[str, Any]) -> dict[str, Any]:
+    """Train, print every step, and return seconds, losses and schedules by step, stage times, peak memory and events.
+
+    Args:
+        options: "steps" and "pipeline" (fields of PipelineConfig); optionally "name", "gate", "half_s" and "cpu".
+    """
     head = os.environ["RAY_HEAD"]
     ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
-    data: Any = gpt.samples(asked["steps"])
-    name = asked.get("name", "run")
-    if "gate" in asked:
-        data = gated(data, Path(asked["gate"]), gpt.MICROBATCHES * gpt.MICROBATCH_SIZE, asked["steps"])
+    data: Any = gpt.samples(options["steps"])
+    name = options.get("name", "run")
+    if "gate" in options:
+        data = gated(data, Path(options["gate"]), gpt.MICROBATCHES * gpt.MICROBATCH_SIZE, options["steps"])
     with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
         trainer = raypipe.PipelineTrainer(
-            gpt.chain(asked.get("half_s", ())),
+            gpt.chain(options.get("half_s", ())),
             loss_fn=gpt.loss_fn,
             optimizer=gpt.optimizer_of,
             train_data=data,
@@ -46,13 +50,13 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
                     "num_stages": 2,
                     "partitioner": ("5",),
                     "num_microbatches": gpt.MICROBATCHES,
-                    **asked["pipeline"],
+                    **options["pipeline"],
                 },
             ),
-            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": asked.get("cpu", 1)}),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": options.get("cpu", 1)}),
             run_config=RunConfig(name=name, storage_path=folder),
         )
-        handle = trainer.start(num_steps=asked["steps"])
+        handle = trainer.start(num_steps=options["steps"])
         peaks: dict[int, int] = {}
         watch = threading.Thread(target=_watch, args=(handle, peaks), daemon=True)
         watch.start()
@@ -81,10 +85,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(handle: Any, peaks: dict[int, int]) -> None:
-    """The most that each stage's process has held, asked while it lives."""
+    """Read the peak resident memory of each stage's process while it lives."""
     while True:
         for stage in handle.status().stages:
-            with contextlib.suppress(OSError, IndexError):  # it has ended, or is about to: then it says nothing more
+            with contextlib.suppress(OSError, IndexError):  # the process has ended, or is about to
                 peaks[stage["process"]] = gpt.peak_bytes(stage["process"])
         time.sleep(0.5)
 

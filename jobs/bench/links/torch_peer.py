@@ -36,24 +36,24 @@ SINGLE = ("GPipe", "1F1B")
 LIMIT = timedelta(seconds=120)
 
 
-def main(rank: int, meeting: str, interface: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """When every step ended on this rank, by schedule, and its peak resident memory meanwhile."""
+def main(rank: int, meeting: str, interface: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Measure end times of steps on this rank, by schedule, and its peak resident memory."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group("gloo", f"tcp://{meeting}", LIMIT, 2, rank)
     found: dict[str, Any] = {}
     try:
-        for name in [*asked["schedules"], *asked["plans"]]:
-            found[name] = _timed(rank, name, asked)
+        for name in [*options["schedules"], *options["plans"]]:
+            found[name] = _timed(rank, name, options)
     finally:
         dist.destroy_process_group()
     return found
 
 
-def _timed(rank: int, name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    plan, steps = asked["plans"].get(name, ""), asked["steps"]
+def _timed(rank: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    plan, steps = options["plans"].get(name, ""), options["steps"]
     held = SCHEDULES.get(name, SCHEDULES["1F1B"])
-    parts = gpt.pieces(sum(map(len, held)), asked["half_s"])
+    parts = gpt.pieces(sum(map(len, held)), options["half_s"])
     modules = [parts[index] for index in held[rank]]
     count = len(parts)
     stages = [PipelineStage(m, i, count, torch.device("cpu")) for m, i in zip(modules, held[rank], strict=True)]

@@ -1,4 +1,4 @@
-"""How long a whole decision takes on long chains: ``planner.tune.decide``, which ``raypipe plan`` calls.
+"""Time of a whole decision on long chains: ``planner.search.decide``, which ``raypipe plan`` calls.
 
 Stages, micro-batches, cut and schedule are chosen and the step is predicted; nothing is captured or profiled. Processor
 seconds of this process, medians: the machine may do something else meanwhile.
@@ -10,27 +10,43 @@ import dataclasses
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from jobs.lib import common
-from jobs.lib.common import machine_line
+from jobs.lib.common import Bench
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.profile import Profile
-from raypipe.planner.tune import Request, decide, plan_of
+from raypipe.planner.search import Request, decide, plan_of
 
 REQUEST = Request(None, None, (), 64, None, num_samples=100_000)
 WORKERS = 8
-LAYOUT: dict[str, str] = {
-    "8 stages": r"plan_seconds_(\d+)_8_stages",
-    "open": r"plan_seconds_(\d+)_open",
-    "8 stages, tight memory": r"plan_seconds_(\d+)_8_stages_tight_memory",
-    "open, tight memory": r"plan_seconds_(\d+)_open_tight_memory",
-}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the chains in nodes, and trials of each case."""
+
+    sizes: tuple[int, ...] = (1_000, 10_000)
+    trials: int = 5
+
+
+BENCH = Bench(
+    "planner",
+    __doc__,
+    settings=Settings(),
+    quick=Settings((1_000,), 3),
+    layout={
+        "8 stages": r"plan_seconds_(\d+)_8_stages",
+        "open": r"plan_seconds_(\d+)_open",
+        "8 stages, tight memory": r"plan_seconds_(\d+)_8_stages_tight_memory",
+        "open, tight memory": r"plan_seconds_(\d+)_open_tight_memory",
+    },
+)
 
 
 def chain(size: int) -> Profile:
-    """Nodes of uneven costs, and a curve with an overhead of two samples."""
+    """Make nodes of uneven costs, and a t(b) with an overhead of two samples."""
     drawn = random.Random(size)
     nodes = []
     for i in range(size):
@@ -47,14 +63,14 @@ def chain(size: int) -> Profile:
 
 
 def tight(profile: Profile) -> int:
-    """Bytes per worker at which eight workers do, and seven do not."""
+    """Compute bytes per worker at which eight workers suffice, and seven do not."""
     graph = profile.graph
     trained = graph.param_bytes * (1 + 2 + 2)
     return round(1.1 * trained / WORKERS + 4 * sum(n.activation_bytes for n in graph.nodes) / WORKERS)
 
 
 def cases(size: int) -> dict[str, tuple[Request, Cluster]]:
-    """Eight stages asked for, and the number left open; with memory to spare, and just enough."""
+    """Build the cases: eight stages and an open number of them, with ample and with tight memory."""
     profile = chain(size)
     roomy, scarce = Cluster.uniform(WORKERS), Cluster.uniform(WORKERS, memory_bytes=tight(profile))
     fixed = dataclasses.replace(REQUEST, num_stages=WORKERS)
@@ -66,26 +82,26 @@ def cases(size: int) -> dict[str, tuple[Request, Cluster]]:
     }
 
 
-def main() -> None:
-    """Time every case; the last line has the figures."""
-    asked = common.arguments(__doc__)
+def main() -> int:
+    """Time every case."""
+    run = BENCH.begin()
     rows: list[list[Any]] = []
-    figures: dict[str, float] = {}
     trials: dict[str, list[float]] = {}
-    for size in (1_000,) if asked.quick else (1_000, 10_000):
+    for size in run.settings.sizes:
         profile = chain(size)
         for name, (request, cluster) in cases(size).items():
             seconds = []
-            for _ in range(3 if asked.quick else 5):
+            for _ in range(run.settings.trials):
                 begin_s = time.process_time()
                 plan = plan_of(decide(request, profile, cluster))
                 seconds.append(time.process_time() - begin_s)
             took_s = statistics.median(seconds)
             figure = f"plan_seconds_{size}_{name.replace(', ', '_').replace(' ', '_')}"
-            figures[figure], trials[figure] = took_s, seconds
+            run.figures[figure], trials[figure] = took_s, seconds
             rows.append(
                 [f"{size}, {name}", plan.partition.num_stages, plan.num_microbatches, plan.schedule.kind, took_s]
             )
-    print(common.table("a whole plan", ("nodes, asked", "stages", "micro-batches", "schedule", "seconds"), rows))
-    print(machine_line())
-    common.finish("planner", figures, {"seconds": trials}, asked)
+    run.raw["seconds"] = trials
+    run.table("a whole plan", ("nodes, case", "stages", "micro-batches", "schedule", "seconds"), rows)
+    run.end()
+    return 0

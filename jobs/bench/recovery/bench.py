@@ -1,26 +1,25 @@
-"""What the loss of a stage costs: from the fault to the end of the first new step, less one undisturbed step.
+"""Cost of a lost stage: from the fault to the end of the first new step, less one undisturbed step.
 
 Stages are killed or stopped in turns in the middle of a run; each trial waits until the spare is back.
 
     sigkill     two stages on this machine, AdamW; warm: a spare worker waits, with torch and the optimizer imported;
-                cold: a new process is started; back: as warm, and all stages go back (``replay="off"``)
+                cold: a new process is started
     sigstop     a stage's process is stopped for good
     node        the raylet of a stage's node is killed, with the health checks that docs/cluster.md recommends
     resize      2 -> 3 -> 1 -> 4 -> 2 stages on four raylets, spares warm
     overhead    copies of 1 GB per stage over a wire of 2 Gbit/s, in turns with steps that have none
-    log         messages of 1 MB that are kept for a replay, in turns with a run that keeps none
     ray_train, torchft    a killed worker of theirs: whole replicas of 96 MB of state, two workers
 
     --part sigkill --megabytes 96     only these parts; nothing is recorded
-    --way warm back                   only these ways: with and without replay
+    --way warm                        only this way
+    --at-step 4 --megabytes 10        a stage of a run of its own is killed at this step, while its spare starts (warm),
+                                      or without one (cold); prints the laps of each recovery, and records nothing
     --folder FOLDER                   parts are kept there and not measured again; all of them make the record
     --folder FOLDER --kept            those that are there make the record, which names what has not been measured
 
     *_seconds*          median over trials; *_max is the largest
     lost_steps          that the final records lack
     redone_steps_*      steps that all stages did again, and redone_seconds_* what they take; means
-    replayed_steps_*    steps that the lost stage did again alone; mean
-    rolled_back_*       redone steps and seconds of the trials in which all stages go back
     resize_bytes_*      bytes that moved over those of the layers whose worker changed
     *_overhead          1.02 is 2 % of a step
     equal               1: parameters are those of undisturbed runs, to the bit
@@ -36,61 +35,33 @@ from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-from jobs.bench.recovery import clusters, faults, log_cost, overhead, peers
-from jobs.lib import common
-from jobs.lib.common import median
+from jobs.bench.recovery import clusters, faults, overhead, peers
+from jobs.lib.common import Bench, machine_line, median
 from jobs.lib.kept_cells import ONLY_KEPT, OPTION, KeptCells
 
-LAYOUT: dict[str, str] = {
-    "warm, s": r"sigkill_seconds_warm_(\d+mb)",
-    "largest, s": r"sigkill_seconds_warm_max_(\d+mb)",
-    "cold, s": r"sigkill_seconds_cold_(\d+mb)",
-    "largest cold, s": r"sigkill_seconds_cold_max_(\d+mb)",
-    "undisturbed step, s": r"step_seconds_(\d+mb)",
-    "steps of all again": r"redone_steps_(\d+mb)",
-    "they take, s": r"redone_seconds_(\d+mb)",
-    "steps of one again": r"replayed_steps_(\d+mb)",
-    "all go back, s": r"sigkill_seconds_back_(\d+mb)",
-    "then steps again": r"rolled_back_steps_(\d+mb)",
-    "these take, s": r"rolled_back_seconds_(\d+mb)",
-}
-TARGETS: dict[str, str] = {
-    r"equal": ">= 1",
-    r"lost_steps": "<= 0",
-    r"sigkill_seconds_warm_10mb": "<= 1.0",
-    r"sigkill_seconds_warm_96mb": "<= 1.5",
-    r"sigkill_seconds_warm_500mb": "<= 2.5",
-    r"sigkill_seconds_cold_\d+mb": "<= 6.0",
-    r"sigstop_detect_seconds": "<= 2.0",
-    r"node_seconds": "<= 5.0",
-    r"redone_seconds_\d+mb": "<= 2.0",
-    r"resize_seconds_\d_\d": "<= 1.0",
-    r"resize_bytes_(least|most)": "0.99 to 1.01",
-    r"(copy|log)_overhead": "<= 1.03",
-}
 SIZES_MB = (10, 96, 500)
-WAYS = ("warm", "cold", "back")
+WAYS = ("warm", "cold")
 PEER_MB = 96
 OVERHEAD_MB, OVERHEAD_MBIT, OVERHEAD_TURNS = 1000, 2000.0, 2
 BLOCK_MB = 16.0
 
 
 class Found(NamedTuple):
-    """What a part measured."""
+    """Figures and raw numbers of a part."""
 
     figures: dict[str, float]
     raw: Any
 
 
 class Part(NamedTuple):
-    """One that can be run alone.
+    """Part that can be run alone.
 
     Attributes:
-        name: all parts of a kind have the same.
-        megabytes: of state per stage.
-        way: further words that tell it from the others of its name.
-        measure: (trials) -> what was found.
-        trials: of a full run.
+        name: name of the kind, shared by its parts.
+        megabytes: state per stage.
+        way: variant of the kind.
+        measure: (trials) -> results.
+        trials: number of trials of a full run.
     """
 
     name: str
@@ -105,7 +76,7 @@ class Part(NamedTuple):
 
 
 def sigkill(megabytes: int, way: str, trials: int) -> Found:
-    outcome = faults.measured(megabytes, trials, warm=way != "cold", replay="off" if way == "back" else "auto")
+    outcome = faults.measured(megabytes, trials, warm=way == "warm")
     found = over(f"sigkill_seconds_{way}", (trial.seconds for trial in outcome.trials), f"_{megabytes}mb")
     of_size = {}
     redone = mean(trial.redone for trial in outcome.trials)
@@ -115,11 +86,14 @@ def sigkill(megabytes: int, way: str, trials: int) -> Found:
             "step_seconds": median(trial.step_s for trial in outcome.trials),
             "redone_steps": redone,
             "redone_seconds": redone_s,
-            "replayed_steps": mean(trial.replayed for trial in outcome.trials),
         }
-    elif way == "back":
-        of_size = {"rolled_back_steps": redone, "rolled_back_seconds": redone_s}
     found |= {f"{name}_{megabytes}mb": value for name, value in of_size.items()}
+    return Found(found | common_of(outcome), raw_of(outcome))
+
+
+def early(megabytes: int, way: str, at_step: int, trials: int) -> Found:
+    outcome = faults.measured_early(megabytes, trials, at_step, warm=way == "warm")
+    found = over(f"sigkill_seconds_{way}_at_{at_step}", (trial.seconds for trial in outcome.trials), f"_{megabytes}mb")
     return Found(found | common_of(outcome), raw_of(outcome))
 
 
@@ -158,11 +132,6 @@ def copies(megabytes: int, trials: int) -> Found:
     return Found(figures, found)
 
 
-def log(megabytes: int, trials: int) -> Found:
-    found = log_cost.log_cost(megabytes, trials)
-    return Found({"log_overhead": median(found["ratios"]), "log_step_seconds": found["step_s"]}, found)
-
-
 def peer(name: str, measure: Callable[[int, int], list[peers.PeerTrial] | str], megabytes: int, trials: int) -> Found:
     found = measure(megabytes, trials)
     if isinstance(found, str):
@@ -174,7 +143,7 @@ def peer(name: str, measure: Callable[[int, int], list[peers.PeerTrial] | str], 
 
 
 def over(name: str, seconds: Iterable[float], suffix: str = "") -> dict[str, float]:
-    """Median and largest."""
+    """Compute median and largest."""
     known = list(seconds)
     return {f"{name}{suffix}": median(known), f"{name}_max{suffix}": max(known)}
 
@@ -187,47 +156,86 @@ def raw_of(outcome: faults.Outcome) -> dict[str, Any]:
     return {"trials": [trial._asdict() for trial in outcome.trials]}
 
 
-def parts() -> list[Part]:
-    """All, in the order in which they are run."""
+def parts(at_step: int = 0) -> list[Part]:
+    """List all parts in running order; with a step, only those whose fault comes at it."""
+    if at_step:
+        return [Part("sigkill", size, way, partial(early, size, way, at_step)) for size in SIZES_MB for way in WAYS]
     found = [Part("sigkill", size, way, partial(sigkill, size, way)) for size in SIZES_MB for way in WAYS]
     found.append(Part("sigstop", 10, "", partial(sigstop, 10)))
     found.append(Part("node", 96, "", partial(node, 96)))
     found.append(Part("resize", 96, "", partial(resize, 96), trials=5))
     found.append(Part("overhead", OVERHEAD_MB, "", partial(copies, OVERHEAD_MB), trials=OVERHEAD_TURNS))
-    found.append(Part("log", 10, "", partial(log, 10)))
     for name, measure in (("ray_train", peers.ray_train), ("torchft", peers.torchft)):
         found.append(Part(name, PEER_MB, "", partial(peer, name, measure, PEER_MB)))
     return found
 
 
-def main() -> None:
-    """The parts that are asked for, those that were kept left out."""
-    names = list(dict.fromkeys(part.name for part in parts()))
-    asked = common.arguments(
-        __doc__,
-        options={
-            "--part": {"nargs": "+", "choices": names, "default": [], "help": "only these"},
-            "--megabytes": {"type": int, "default": 0, "help": "only parts with so much state per stage"},
-            "--way": {"nargs": "+", "choices": WAYS, "default": [], "help": "only these ways of sigkill"},
-            "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
-            **OPTION,
-            **ONLY_KEPT,
+BENCH = Bench(
+    "recovery",
+    __doc__,
+    layout={
+        "warm, s": r"sigkill_seconds_warm_(\d+mb)",
+        "largest, s": r"sigkill_seconds_warm_max_(\d+mb)",
+        "cold, s": r"sigkill_seconds_cold_(\d+mb)",
+        "largest cold, s": r"sigkill_seconds_cold_max_(\d+mb)",
+        "undisturbed step, s": r"step_seconds_(\d+mb)",
+        "steps of all again": r"redone_steps_(\d+mb)",
+        "they take, s": r"redone_seconds_(\d+mb)",
+    },
+    targets={
+        r"equal": ">= 1",
+        r"lost_steps": "<= 0",
+        r"sigkill_seconds_warm_10mb": "<= 1.0",
+        r"sigkill_seconds_warm_96mb": "<= 1.5",
+        r"sigkill_seconds_warm_500mb": "<= 2.5",
+        r"sigkill_seconds_cold_\d+mb": "<= 6.0",
+        r"sigstop_detect_seconds": "<= 2.0",
+        r"node_seconds": "<= 5.0",
+        r"redone_seconds_\d+mb": "<= 2.0",
+        r"resize_seconds_\d_\d": "<= 1.0",
+        r"resize_bytes_(least|most)": "0.99 to 1.01",
+        r"copy_overhead": "<= 1.03",
+    },
+    options={
+        "--part": {
+            "nargs": "+",
+            "choices": sorted({part.name for part in parts()}),
+            "default": [],
+            "help": "only these",
         },
-    )
-    kept = KeptCells(asked.folder, only_kept=asked.kept)
-    wanted = [part for part in parts() if is_wanted(part, asked) and kept.counts(part.title)]
-    if asked.quick and not asked.part:
+        "--megabytes": {"type": int, "default": 0, "help": "only parts with so much state per stage"},
+        "--way": {"nargs": "+", "choices": WAYS, "default": [], "help": "only these ways of sigkill"},
+        "--at-step": {"type": int, "default": 0, "help": "sigkill at this step, each time of another run"},
+        "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
+        **OPTION,
+        **ONLY_KEPT,
+    },
+)
+
+
+def main() -> int:
+    """Measure the parts that the command line names, unless they are kept."""
+    run = BENCH.begin()
+    options = run.options
+    kept = KeptCells(None if options.at_step else options.folder, only_kept=options.kept)
+    wanted = [part for part in parts(options.at_step) if is_wanted(part, options) and kept.counts(part.title)]
+    if options.quick and not options.part:
         wanted = wanted[:1]
     print(f"health checks of node: {json.dumps(clusters.HEALTH)}")
     print(f"timeouts of the others: {peers.TIMEOUTS}", flush=True)
-    found = {part.title: run_part(part, asked.trials or (2 if asked.quick else part.trials), kept) for part in wanted}
-    kept.date(asked)
-    asked.no_record = asked.no_record or (len(wanted) < len(parts()) and not asked.kept)
-    common.finish("recovery", figures_of(found), {"parts": found, "measured": kept.told}, asked)
+    cells = {
+        part.title: run_part(part, options.trials or (2 if options.quick else part.trials), kept) for part in wanted
+    }
+    kept.date(run)
+    partial_run = bool(options.at_step) or (len(wanted) < len(parts()) and not options.kept)
+    options.no_record = options.no_record or partial_run
+    run.figures, run.raw = figures_of(cells), {"parts": cells, "measured": kept.kept}
+    run.end()
+    return 0
 
 
 def is_wanted(part: Part, asked: argparse.Namespace) -> bool:
-    """By the command line."""
+    """Return True if the command line selects the part."""
     return (
         (not asked.part or part.name in asked.part)
         and asked.megabytes in (0, part.megabytes)
@@ -236,15 +244,15 @@ def is_wanted(part: Part, asked: argparse.Namespace) -> bool:
 
 
 def run_part(part: Part, trials: int, kept: KeptCells) -> dict[str, Any]:
-    """Measure it, if it is not kept: a ``Found``."""
-    print(f"{part.title}, {trials} trials; {common.machine_line()}", flush=True)
+    """Return the fields of a part's ``Found``: the saved result, or that of a new measurement."""
+    print(f"{part.title}, {trials} trials; {machine_line()}", flush=True)
     found: dict[str, Any] = kept.measured(part.title, {"trials": trials}, lambda: part.measure(trials)._asdict())
     print(", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items()), flush=True)
     return found
 
 
 def figures_of(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Of all parts; what several of them tell is the worst of it."""
+    """Collect the figures of all parts; the worst value of those that several parts have."""
     worst = {"equal": min, "lost_steps": max}
     figures: dict[str, float] = {}
     for part in found.values():

@@ -35,10 +35,10 @@ HEALTH = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""What docs/cluster.md recommends for the head; Ray's own are 5000, 3000, 10000 and 5."""
+"""Health checks that docs/cluster.md recommends for the head; Ray's own are 5000, 3000, 10000 and 5."""
 STORE_BYTES = 1_000_000_000
-"""Of a node's object store, as a node with 3.3 GB of memory has by default: state that moves passes through it, and
-nothing of it is to be spilled."""
+"""Bytes of a node's object store, as a node with 3.3 GB of memory has by default: state that moves passes through it,
+and nothing of it is to be spilled."""
 TRANSITIONS = ((2, 3), (3, 1), (1, 4), (4, 2))
 BLOCKS = 12
 LIMIT_S = 1200.0
@@ -46,7 +46,7 @@ LIMIT_S = 1200.0
 
 @contextlib.contextmanager
 def nodes(count: int, environment: Mapping[str, str]) -> Iterator[Home]:
-    """So many nodes of one processor each, of which the first is the head; this process is connected to it."""
+    """Start ``count`` nodes of one processor each, of which the first is the head; this process is connected to it."""
     with private_cluster() as home:
         for _ in range(count):
             home.start(environment=environment, store_bytes=STORE_BYTES)
@@ -58,7 +58,7 @@ def nodes(count: int, environment: Mapping[str, str]) -> Iterator[Home]:
 
 
 def _in_child(work: Callable[..., None], *arguments: Any) -> Any:
-    """What it finds in a process that has the clusters' token before it loads Ray."""
+    """Run ``work`` in a process that has the clusters' token before it loads Ray."""
     given = {"PYTHONPATH": str(ROOT), **TOKEN}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -76,7 +76,7 @@ def node_outcome(size_mb: int, count: int) -> Outcome:
 
 
 def resized(block_mb: float, rounds: int) -> tuple[list[Move], Outcome]:
-    """All transitions, again and again, on four nodes whose workers stay warm."""
+    """Run all transitions, ``rounds`` times, on four nodes whose workers stay warm."""
     moves, outcome = _in_child(_resized, block_mb, rounds)
     return [Move(tuple(stages), *rest) for stages, *rest in moves], Outcome(*outcome)
 
@@ -105,7 +105,7 @@ def _node_outcome(size_mb: int, count: int, file: str) -> None:
 
 
 def raylet_of(home: Home, stages: list[int]) -> int:
-    """The process of a raylet, not the head's, that is the parent of a stage.
+    """Find the raylet process, other than the head's, that is the parent of a stage.
 
     Raises:
         RuntimeError: all stages are on the head.
@@ -133,9 +133,10 @@ class Move(NamedTuple):
 
     Attributes:
         seconds: from the end of the last step before to the end of the first one after, less one undisturbed step.
-        asked_s: from the call to its return.
-        moved_bytes, expected_bytes: of state between workers, and of the layers whose worker is another one.
-        event: that tells of it.
+        asked_s: seconds that the call of ``resize`` took.
+        moved_bytes: bytes of state that moved between workers.
+        expected_bytes: bytes of state of the layers whose worker changed.
+        event: line of events.jsonl.
     """
 
     stages: tuple[int, int]
@@ -164,14 +165,14 @@ def _resized(block_mb: float, rounds: int, file: str) -> None:
 
 
 def change(handle: raypipe.RunHandle, run: Path, before: int, after: int, block_mb: float) -> Move:
-    """One transition while the run trains."""
+    """Measure one transition while the run trains."""
     started = handle.status().step
     until(lambda: handle.status().step >= started + 8, "some steps were done")
     step_s, held, known = handle.status().step_s, blocks_by_process(handle, run, block_mb), len(events(run, "resize"))
     begin_s = time.monotonic()
     handle.resize(after)
     asked_s = time.monotonic() - begin_s
-    until(lambda: len(events(run, "resize")) > known, "the change was told")
+    until(lambda: len(events(run, "resize")) > known, "the change was recorded")
     event = events(run, "resize")[-1]
     until(lambda: handle.status().step > event["step"], "the first new step was done")
     seconds = event["seconds"] + time.time() - event["time"] - step_s
@@ -181,13 +182,13 @@ def change(handle: raypipe.RunHandle, run: Path, before: int, after: int, block_
 
 
 def block_bytes(block_mb: float) -> int:
-    """State of one block, whose layer has a bias too."""
+    """Compute the state bytes of one block, whose layer has a bias too."""
     width = width_of(block_mb)
     return BYTES_PER_PARAMETER * (width * width + width)
 
 
 def blocks_by_process(handle: raypipe.RunHandle, run: Path, block_mb: float) -> dict[int, set[int]]:
-    """Which blocks each stage's process holds, by the plan in force; they lie in the order of the pipeline."""
+    """Map each stage's process to the blocks that it holds in the present plan, in pipeline order."""
     stages = json.loads((run / "plan.json").read_text())["partition"]["stages"]
     of_one = block_bytes(block_mb) * 4 // BYTES_PER_PARAMETER
     counts = [round(stage["param_bytes"] / of_one) for stage in stages]

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import raypipe
 from jobs.bench.recovery.nets import WAIT_S, bits_equal, events, trainer, until
 
-__all__ = ["Outcome", "Trial", "measured", "until_new_step"]
+__all__ = ["Outcome", "Trial", "measured", "measured_early", "until_new_step"]
 
 STEPS_BETWEEN = 8
-"""From a recovery to the next fault, at least."""
+"""Steps from a recovery to the next fault, at least."""
 MOST_FURTHER_S, SEED = 10.0, 11
-"""Then it comes at a random moment: how far behind the newest copy is would else be the same in all trials."""
+"""Most seconds of a random delay before a fault, which varies the age of the newest copy between trials; its seed."""
 
 
 class Trial(NamedTuple):
@@ -28,18 +28,16 @@ class Trial(NamedTuple):
 
     Attributes:
         seconds: from the fault to the end of the first new step, less one undisturbed step.
-        noticed_s: from the fault to the line of events.jsonl that tells of the failure.
-        step_s: of an undisturbed step.
-        redone: steps that all stages did again.
-        replayed: steps that the lost stage did again alone.
-        event: that tells of the recovery.
+        noticed_s: from the fault to the line of events.jsonl about the failure.
+        step_s: seconds of an undisturbed step.
+        redone: steps that all stages replayed.
+        event: event of the recovery.
     """
 
     seconds: float
     noticed_s: float
     step_s: float
     redone: int
-    replayed: int
     event: dict[str, Any]
 
 
@@ -48,7 +46,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         lost: steps that its records lack.
-        equal: whether its parameters are those of an undisturbed run, to the bit.
+        equal: True if its parameters equal those of an undisturbed run, to the bit.
     """
 
     trials: list[Trial]
@@ -60,7 +58,7 @@ def until_new_step(handle: raypipe.RunHandle, folder: Path, before: int, begin_s
     """Wait until the run has recovered once more than ``before`` times and done a new step.
 
     Args:
-        begin_s: of the fault, by the monotonic clock.
+        begin_s: time of the fault, by the monotonic clock.
     """
     until(lambda: len(events(folder, "failure")) > before, "the failure was noticed")
     noticed_s = time.monotonic() - begin_s
@@ -68,11 +66,11 @@ def until_new_step(handle: raypipe.RunHandle, folder: Path, before: int, begin_s
     event = events(folder, "recovery")[-1]
     until(lambda: handle.status().step > event["step"], "the first new step was done")
     seconds = time.monotonic() - begin_s - step_s
-    return Trial(seconds, noticed_s, step_s, event["redone_steps"], event.get("replayed_steps", 0), event)
+    return Trial(seconds, noticed_s, step_s, event["redone_steps"], event)
 
 
 def copied_step(folder: Path) -> int:
-    """The newest step of which every stage has a copy in memory; -1 before the first."""
+    """Return the newest step of which every stage has an in-memory copy; -1 before the first."""
     path = folder / "copies.json"
     copies = json.loads(path.read_text()) if path.exists() else []
     return max((copy["position"]["step"] for copy in copies), default=-1)
@@ -81,12 +79,12 @@ def copied_step(folder: Path) -> int:
 def trials(
     handle: raypipe.RunHandle, folder: Path, count: int, fault: signal.Signals, *, warm: bool
 ) -> Iterator[Trial]:
-    """Stages get the signal in turns; each trial waits until the run trains again, and the spare is back."""
+    """Send the signal to stages in turns; each trial waits until the run trains again, and the spare is back."""
     drawn = random.Random(SEED)
     for number in range(count):
         started = handle.status().step
         recovered = [event["step"] for event in events(folder, "recovery")]
-        # A run that gets no further between its failures is given up.
+        # A run without progress between failures would be given up.
         until(lambda: copied_step(folder) > max(recovered, default=-1), "there was a copy of a later step")  # noqa: B023
         until(lambda: handle.status().step >= started + STEPS_BETWEEN, "some steps were done")  # noqa: B023
         if warm:
@@ -98,25 +96,22 @@ def trials(
         yield until_new_step(handle, folder, number, begin_s, status.step_s)
 
 
-def measured(
-    size_mb: int, count: int, fault: signal.Signals = signal.SIGKILL, *, warm: bool, replay: str = "auto"
-) -> Outcome:
-    """Trials of one run on this machine.
+def measured(size_mb: int, count: int, fault: signal.Signals = signal.SIGKILL, *, warm: bool) -> Outcome:
+    """Run trials on one run on this machine.
 
     Args:
         size_mb: state of each of two stages.
         warm: a spare worker waits, with torch and the optimizer imported.
-        replay: "off" has all stages go back.
     """
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         folder = Path(name)
-        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2, replay=replay).start(1_000_000)
+        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2).start(1_000_000)
         found = []
         try:
             for trial in trials(handle, folder / "disturbed", count, fault, warm=warm):
                 found.append(trial)
                 print(f"  {trial.seconds:.2f} s, noticed after {trial.noticed_s:.2f} s, {trial.redone} steps of "
-                      f"{trial.step_s:.3f} s again, {trial.replayed} by one stage alone", flush=True)  # fmt: skip
+                      f"{trial.step_s:.3f} s again", flush=True)  # fmt: skip
             handle.stop()
             result = handle.wait(timeout_s=WAIT_S)
             steps = handle.status().step
@@ -127,3 +122,34 @@ def measured(
         return Outcome(
             found, len(set(range(steps)) - recorded), bits_equal(str(result.checkpoint), str(twin.checkpoint))
         )
+
+
+def measured_early(size_mb: int, count: int, at_step: int, *, warm: bool) -> Outcome:
+    """Run trials on a new run each, of which a stage is killed as soon as this step is done.
+
+    Args:
+        size_mb: state of each of two stages.
+        warm: the run has a spare worker, whose process is starting when the fault comes; else it has none.
+    """
+    found, lost, equal = list[Trial](), 0, True
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+            folder = Path(name)
+            handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2).start(1_000_000)
+            try:
+                until(lambda: handle.status().step >= at_step, "the step was done")  # noqa: B023
+                status, begin_s = handle.status(), time.monotonic()
+                os.kill(status.stages[number % 2]["process"], signal.SIGKILL)
+                trial = until_new_step(handle, folder / "disturbed", 0, begin_s, status.step_s)
+                handle.stop()
+                result, steps = handle.wait(timeout_s=WAIT_S), handle.status().step
+            finally:
+                handle.close()
+            laps = ", ".join(f"{name[:-2]} {value:.2f}" for name, value in trial.event.items() if name.endswith("_s"))
+            print(f"  {trial.seconds:.2f} s after step {status.step}: noticed {trial.noticed_s:.2f}, {laps}; "
+                  f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+            found.append(trial)
+            lost += len(set(range(steps)) - set(result.metrics_dataframe["step"]))
+            twin = trainer(folder, "undisturbed", size_mb, 2).fit(steps, local=True, progress=False)
+            equal &= bits_equal(str(result.checkpoint), str(twin.checkpoint))
+    return Outcome(found, lost, equal)

@@ -1,4 +1,4 @@
-"""The net and the runs of this benchmark: square matrices, as large as the state asks for, and little to compute."""
+"""Net and runs of this benchmark: square matrices with a given state size, and little computation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def width_of(size_mb: float) -> int:
-    """Of a block with so many megabytes of state."""
+    """Compute the width of a block with ``size_mb`` megabytes of state."""
     return round((size_mb * 1e6 / BYTES_PER_PARAMETER) ** 0.5)
 
 
@@ -59,22 +59,21 @@ def trainer(
     *,
     blocks: int = 2,
     resources: Mapping[str, float] | None = None,
-    replay: str = "auto",
     rows: int = BATCH,
     gate: Path | None = None,
     steps: int = 0,
     checkpoint_interval_steps: int = 100_000,
     driver_grace_s: float = 60.0,
 ) -> raypipe.PipelineTrainer:
-    """Two stages that survive failures.
+    """Make a trainer of two stages that survive failures.
 
     Args:
         size_mb: state of each of the blocks, in megabytes.
-        workers: those that two stages do not use are spares.
-        resources: of each worker.
-        replay: "auto" or "off", with which all stages go back when one is lost.
-        rows: of a mini-batch.
-        gate: that says how many of its ``steps`` the run may do; see jobs/lib/turns.py.
+        workers: number of workers; those beyond two are spares.
+        resources: resources of each worker.
+        rows: rows of a mini-batch.
+        gate: file with the number of steps that the run may do (jobs/lib/turns.py); None without a limit.
+        steps: number of steps of the run, needed with a gate.
         checkpoint_interval_steps, driver_grace_s: see raypipe.PipelineConfig.
     """
     width = width_of(size_mb)
@@ -92,7 +91,7 @@ def trainer(
         train_data=data,
         pipeline=raypipe.PipelineConfig(
             num_stages=2, minibatch_size=rows, num_microbatches=MICROBATCHES, partitioner="parameters",
-            schedule="1f1b", checkpoint_interval_steps=checkpoint_interval_steps, replay=replay,
+            schedule="1f1b", checkpoint_interval_steps=checkpoint_interval_steps,
             driver_grace_s=driver_grace_s,
         ),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=dict(resources or {"CPU": 1})),
@@ -101,17 +100,20 @@ def trainer(
 
 
 def events(folder: Path, decision: str) -> list[dict[str, Any]]:
-    """Lines of a run's events.jsonl that tell of such a decision."""
+    """Read the lines of a run's events.jsonl with this decision."""
     path = folder / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["decision"] == decision]
 
 
 def until(done: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
-    """Wait for it.
+    """Wait until ``done`` returns True.
+
+    Args:
+        what: condition in words, for the message.
 
     Raises:
-        TimeoutError: it did not come.
+        TimeoutError: ``limit_s`` seconds passed before.
     """
     deadline_s = time.monotonic() + limit_s
     while not done():
@@ -121,6 +123,6 @@ def until(done: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
 
 
 def bits_equal(one: str, other: str) -> bool:
-    """Whether two checkpoints hold the same parameters and buffers, to the bit."""
+    """Return True if two checkpoints hold equal parameters and buffers, to the bit."""
     first, second = raypipe.load_state_dict(one), raypipe.load_state_dict(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,8 +1,8 @@
-"""What copies cost a run whose stages have a gigabyte of state each, over a wire that has a rate.
+"""Cost of copies for a run whose stages have a gigabyte of state each, over a wire that has a rate.
 
-    settling    copies as a run takes them, until one has told what it costs; the first ones go into new memory
-    turn        copy, steps beside it, steps until the next one is due     as many steps without a copy      ...
-    overhead    seconds of the one kind of turns over those of the other, neighbours compared
+    settling    copies as a run takes them, until one has reported its cost; the first ones use new memory
+    turn        copy, steps in parallel with it, steps until the next one      as many steps without a copy      ...
+    overhead    seconds of turns with a copy over turns without, neighbours compared
 
 The wire is a veth pair between two network namespaces with a token bucket filter, one raylet in each.
 """
@@ -25,52 +25,53 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the repository's
 
 from jobs.bench.recovery.nets import BATCH, MICROBATCHES, SAMPLES, trainer
 from jobs.lib.shaped import rig
-from raypipe.ir.work_order import Order
-from raypipe.planner.rows import rows_for
-from raypipe.planner.segments import train_segments
-from raypipe.runtime.run.blueprint import assemble
-from raypipe.runtime.run.copy_times import NEW_MEMORY_COPIES, CopyTimes
-from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import stored
+from raypipe.ir.segment import Order
+from raypipe.planner.segments import rows_for, train_segments
+from raypipe.run.ordering import NEW_MEMORY_COPIES, CopyTimes
+from raypipe.run.plans.blueprint import assemble
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.roster import Terms
+from raypipe.runtime.worker.packing import stored
 
 __all__ = ["overhead"]
 
 LIMIT_S = 2400.0
 STORE_BYTES = 1 << 30
 BEFORE_STEPS = 9
-"""Without a copy: the first is counted by nobody, the others say how long a step takes."""
+"""Steps without a copy: the first is not counted, the others give the seconds of a step."""
 SETTLING_COPIES = 1 + NEW_MEMORY_COPIES
 MOST_STEPS = 100_000
 
 
-def overhead(rate_mbit: float, asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure in a lab of our own.
+def overhead(rate_mbit: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Measure in a network of our own.
 
     Args:
-        asked: megabytes of state per stage, and turns.
+        options: megabytes of state per stage, and turns.
 
     Raises:
         RuntimeError: no network can be made here, or the run failed.
     """
     with rig(store_bytes=STORE_BYTES) as lab:
         lab.rate(rate_mbit)
-        process = lab.start(0, "bench/recovery/overhead.py", json.dumps(asked))
+        process = lab.start(0, "bench/recovery/overhead.py", json.dumps(options))
         found: dict[str, Any] = lab.answer(process, LIMIT_S, lambda line: print(" ", line, end="", flush=True))
         return found
 
 
 def in_the_lab(megabytes: int, turns: int) -> dict[str, Any]:
-    """Two stages, a worker in each namespace; the interval is the one that a run would choose after the first copy."""
+    """Train two stages, a worker in each namespace, with the interval that a run would choose after the first copy."""
     head = os.environ["RAY_HEAD"]
     ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         made = trainer(Path(folder), "overhead", megabytes, 2)
         job = made._prepared()
-        assembled = assemble(made._blueprint(job, 1, local=False), job.planned)
-        fleet = Fleet(2, {"CPU": 1})
+        blueprint = made._blueprint(job, 1, local=False)
+        assembled = assemble(blueprint, job.planned)
+        fleet = Fleet(2, Terms({"CPU": 1}))
         try:
-            fleet.configure(assembled.run, assembled.setup, [stored(job.tensors)])
-            return Turns(fleet, cache(lambda key: rows_for(assembled.plan.plan, key)), turns).run()
+            fleet.configure(blueprint.setup, assembled.setup, [stored(job.tensors)])
+            return Turns(fleet, cache(lambda key: rows_for(assembled.plan, key)), turns).run()
         finally:
             fleet.stop()
             ray.shutdown()
@@ -82,11 +83,11 @@ class Turns:
     def __init__(self, fleet: Fleet, schedules: Any, turns: int) -> None:
         self._fleet, self._schedules, self._turns = fleet, schedules, turns
         self._times = CopyTimes(1)
-        self._begin = self._length = 0  # of the first turn, in steps; and of each, once copies have told
+        self._begin = self._length = 0  # steps: first turn's begin, length of each; 0 until copies have settled
         self._copies = 0
 
     def run(self) -> dict[str, Any]:
-        """Seconds of all steps, and what a turn with a copy took over one without."""
+        """Run the steps; return all seconds, and the ratios of turns with a copy over turns without."""
         seconds: list[float] = []
         end_s, sent = None, 0.0
         for reports in self._fleet.run(self._orders(), self._schedules):
@@ -95,7 +96,7 @@ class Turns:
             if before_s is None:
                 continue
             seconds.append(end_s - before_s)
-            self._times.heard(seconds[-1], of_step)
+            self._times.on_step(seconds[-1], of_step)
             sent = max([sent, *(report.copied.sent_s for report in of_step if report.copied)])
             if len(seconds) % 20 == 0:
                 print(f"step {len(seconds)}: {median(seconds[-20:]):.3f} s", flush=True)

@@ -1,4 +1,4 @@
-"""What both peers train: every worker has a whole model of the given state, and gradients are averaged."""
+"""Net of both peers: every worker has a whole model of the given state, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 8
 
 
 def model_of(size_mb: float) -> tuple[nn.Module, int]:
-    """A square layer with so many megabytes of state under AdamW, and its width."""
+    """Make a square layer with ``size_mb`` megabytes of state under AdamW; return it with its width."""
     width = round((size_mb * 1e6 / 12) ** 0.5)
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh()), width
@@ -28,13 +28,13 @@ def data_of(width: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def say_step(file: Path, rank: int, step: int) -> None:
-    """One line of a file that all workers append to: time, rank, process, step."""
+    """Append a line to a file that all workers share: time, rank, process, step."""
     with file.open("a") as lines:
         lines.write(f"{time.time()} {rank} {os.getpid()} {step}\n")
 
 
 class Said(NamedTuple):
-    """One such line."""
+    """Line that ``say_step`` has written."""
 
     at_s: float
     rank: int
@@ -43,7 +43,7 @@ class Said(NamedTuple):
 
 
 def steps_said(file: Path) -> list[Said]:
-    """All whole lines so far."""
+    """Read all complete lines."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     parts = [line.split() for line in lines if line.endswith("\n")]
     return [Said(float(at_s), int(rank), int(process), int(step)) for at_s, rank, process, step in parts]

@@ -1,6 +1,6 @@
-"""Others that go on after a lost process, measured alike: Ray Train v2 and torchft, both of which have whole replicas.
+"""Peers that recover from a lost process, measured in the same way: Ray Train v2 and torchft, both with whole replicas.
 
-A worker is killed; seconds are from then to the end of the first step of whoever trains next, less an undisturbed step.
+A worker is killed; seconds are from then to the end of the next step, less an undisturbed one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def ray_train(size_mb: float, count: int) -> list[PeerTrial]:
 
 
 def torchft(size_mb: float, count: int) -> list[PeerTrial] | str:
-    """Kill one of two replicas and start it again, again and again; or why that cannot be."""
+    """Kill one of two torchft replicas and start it again, ``count`` times.
+
+    Returns:
+        Trials; or the reason why they cannot be made, if torchft is not installed.
+    """
     if importlib.util.find_spec("torchft") is None:
         return "torchft is not installed here: pip install torchft==0.2.0"
     from torchft.coordination import LighthouseServer
@@ -83,7 +87,7 @@ def torchft(size_mb: float, count: int) -> list[PeerTrial] | str:
 
 @contextlib.contextmanager
 def started(folder: Path, environment: dict[str, str], script: str, *arguments: str) -> Iterator[None]:
-    """One of our scripts as a process, which ends with all that it started."""
+    """Start one of our scripts as a process; end it with all its children."""
     with (folder / "said").open("ab") as said:
         process = subprocess.Popen(
             [sys.executable, str(HERE / script), *arguments],
@@ -105,7 +109,7 @@ def started(folder: Path, environment: dict[str, str], script: str, *arguments: 
 
 
 def killed(file: Path, gone: set[int]) -> PeerTrial:
-    """Wait until two workers train, kill the second, and wait until somebody trains on.
+    """Wait until two workers train, kill the second, and wait for the next step.
 
     A survivor may end the step that it is in before it notices: what counts is the end of the longest pause.
 
@@ -124,7 +128,7 @@ def killed(file: Path, gone: set[int]) -> PeerTrial:
     def after() -> list[Said]:
         return [line for line in steps_said(file) if line.at_s > begin_s and line.process != victim]
 
-    until(lambda: len(after()) >= STEPS_BEHIND, "somebody trained on", START_S)
+    until(lambda: len(after()) >= STEPS_BEHIND, "a worker trained on", START_S)
     ends_s = [begin_s, *(line.at_s for line in after()[:STEPS_BEHIND])]
     gaps = [later - earlier for earlier, later in itertools.pairwise(ends_s)]
     at = gaps.index(max(gaps))
@@ -136,10 +140,10 @@ def killed(file: Path, gone: set[int]) -> PeerTrial:
 
 
 def step_of_both(file: Path, gone: Collection[int] = ()) -> float | None:
-    """Seconds of a step of two workers that train together; None where they do not, or not for long enough.
+    """Compute seconds of a step of two workers that train together; None if they do not, or not for long enough.
 
     Args:
-        gone: processes of which it may have lines, and that are not there any more.
+        gone: processes that have ended, and may still have lines.
     """
     last = steps_said(file)[-3 * STEPS_BETWEEN :]
     ends_s = {rank: [line.at_s for line in last if line.rank == rank] for rank in (0, 1)}

@@ -21,7 +21,7 @@ CHECKPOINT_EVERY = 10
 
 
 def train(config: dict[str, Any]) -> None:
-    """On each worker."""
+    """Train on each worker."""
     torch.set_num_threads(1)
     plain, width = model_of(config["megabytes"])
     model = ray.train.torch.prepare_model(plain)
@@ -53,7 +53,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Two workers, or one where there is no place for the second."""
+    """Train on two workers, or one if there is no place for the second."""
     megabytes, folder = float(sys.argv[1]), Path(sys.argv[2])
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     ray.train.torch.TorchTrainer(

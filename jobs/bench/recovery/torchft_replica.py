@@ -20,7 +20,7 @@ from torchft import Manager, Optimizer, ProcessGroupGloo
 from jobs.bench.recovery.peer_net import data_of, model_of, say_step
 
 GROUP_TIMEOUT_S, MANAGER_TIMEOUT_S = 5, 10
-"""As in torchft's own example."""
+"""Value of torchft's own example."""
 
 
 def main() -> None:

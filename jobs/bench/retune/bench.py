@@ -1,6 +1,6 @@
-"""What a retune costs: steps that run other rows than the step before, against the steps around them that do not.
+"""Cost of a retune: steps that run other rows than the step before, against the steps around them that do not.
 
-Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place asks for more
+Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place sets more
 slack every few steps; on a free link no amount of it beyond 2 makes a step longer or shorter, so what is left is the
 exchange. Every setting is new to the run: its rows are made, checked, sent and stored too. ``retune_ms_s*`` is the
 median, over all turned steps, of what each took more than the median of the steps just before and after it;
@@ -13,46 +13,53 @@ import itertools
 import json
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import torch
 
-from jobs.lib import common
-from jobs.lib.common import machine_line, median
+from jobs.lib.common import Bench, median
 from jobs.lib.emulated import CPU_SHARE, Block, trainer_of
-from raypipe.ir.links import LinkEstimate
-from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
-from raypipe.runtime.driver.client import connected
-from raypipe.runtime.run.blueprint import assemble
-from raypipe.runtime.run.controller_thread import ControllerThread
-from raypipe.runtime.run.journal import Journal
-from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import stored
+from raypipe.ir.communication import LinkEstimate
+from raypipe.planner.controller import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
+from raypipe.run.controller_thread import ControllerThread
+from raypipe.run.journal import Journal
+from raypipe.run.loop import LoopSetup, run_loop
+from raypipe.run.plans.blueprint import assemble
+from raypipe.run.requests import Requests
+from raypipe.runtime.driver.ray_cluster import connected
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.roster import Terms
+from raypipe.runtime.worker.packing import stored
 
 TIMES_S = (0.010, 0.020)
 EVERY = 5
 """Steps from one turn to the next."""
-LAYOUT: dict[str, str] = {"a turn adds, ms": r"retune_ms_(s\d+)", "no turn, ms": r"others_ms_(s\d+)"}
-TARGETS: dict[str, str] = {r"same_processes": ">= 1"}
 
 
-class Settings(NamedTuple):
-    """How much is measured; a shape is (stages, micro-batches)."""
+@dataclass(frozen=True)
+class Settings:
+    """Extent of a measurement; a shape is (stages, micro-batches)."""
 
     shapes: tuple[tuple[int, int], ...] = ((2, 16), (4, 16))
     turns: int = 12
     rounds: int = 3
 
 
-QUICK = Settings(((2, 8),), 4, 1)
+BENCH = Bench(
+    "bench_retune",
+    __doc__,
+    settings=Settings(),
+    quick=Settings(((2, 8),), 4, 1),
+    layout={"a turn adds, ms": r"retune_ms_(s\d+)", "no turn, ms": r"others_ms_(s\d+)"},
+    targets={r"same_processes": ">= 1"},
+)
 
 
 class Script:
-    """Asks for one more slack every few steps."""
+    """Controller that raises the slack every few steps."""
 
     def __init__(self, setup: ControllerConfig) -> None:
         self.wanted = setup.choice
@@ -74,7 +81,13 @@ class Script:
 
 
 class Ran(NamedTuple):
-    """Of one run: seconds of a step, and what turned steps and the others took more than their neighbours."""
+    """Measurements of one run.
+
+    Attributes:
+        step_s: median seconds of a step.
+        turned_s, others_s: seconds that steps with a new schedule, and other steps, took longer than their neighbours.
+        same_processes: True if no stage changed its process.
+    """
 
     step_s: float
     turned_s: list[float]
@@ -86,23 +99,23 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.01)
 
 
-def run(shape: tuple[int, int], turns: int) -> Ran:
-    """One run; its first steps, which warm up, are left out."""
+def train(shape: tuple[int, int], turns: int) -> Ran:
+    """Train once; the first steps, which warm up, are not counted."""
     num_stages, count = shape
     steps = EVERY * (turns + 1)
-    blocks = [Block([TIMES_S], count, last=index == num_stages - 1) for index in range(num_stages)]
+    blocks = [Block(*TIMES_S, last=index == num_stages - 1) for index in range(num_stages)]
     needs = {"CPU": CPU_SHARE}
     with tempfile.TemporaryDirectory(prefix="bench-retune-") as folder, connected(num_stages, needs):
         trainer = trainer_of(blocks, count, steps, optimizer, folder)
         job = trainer._prepared()
         blueprint = trainer._blueprint(job, steps, local=False)
         spec, assembled = blueprint.spec, assemble(blueprint, job.planned)
-        fleet = Fleet(num_stages, needs)
+        fleet = Fleet(num_stages, Terms(needs))
         try:
             processes = [member["process"] for member in fleet.members]
-            fleet.configure(assembled.run, assembled.setup, [stored(job.tensors)])
+            fleet.configure(blueprint.setup, assembled.setup, [stored(job.tensors)])
             made = lambda setup, state: ControllerThread(setup, state, Script(setup))  # noqa: E731
-            run_loop(fleet, spec, assembled.plan, Journal(spec.name, str(spec.place)), Requests(), made)
+            run_loop(LoopSetup(fleet, spec, assembled, Journal(spec.name, str(spec.place)), Requests(), made))
             same = all(Path(f"/proc/{process}").exists() for process in processes)
         finally:
             fleet.stop()
@@ -120,29 +133,25 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
 
 
 def main() -> int:
-    """All shapes, in turn."""
-    asked = common.arguments(__doc__)
-    settings = QUICK if asked.quick else Settings()
-    raw: dict[str, Any] = {"settings": settings._asdict()}
-    found: dict[tuple[int, int], list[Ran]] = {shape: [] for shape in settings.shapes}
-    for _ in range(settings.rounds):
-        for shape, runs in found.items():
-            runs.append(run(shape, settings.turns))
-            print(f"{shape}: a turn adds {median(runs[-1].turned_s) * 1e3:.1f} ms; {machine_line()}", flush=True)
-    figures: dict[str, float] = {}
+    """Measure all shapes, in turn."""
+    run = BENCH.begin()
+    trials: dict[tuple[int, int], list[Ran]] = {shape: [] for shape in run.settings.shapes}
+    for _, shape in run.turns(trials, run.settings.rounds):
+        trials[shape].append(train(shape, run.settings.turns))
+        run.note(f"{shape}: a turn adds {median(trials[shape][-1].turned_s) * 1e3:.1f} ms")
     rows: list[list[Any]] = []
-    for (num_stages, count), runs in found.items():
+    for (num_stages, count), of_shape in trials.items():
         turned_ms, others_ms = (
-            [s * 1e3 for one in runs for s in getattr(one, name)] for name in ("turned_s", "others_s")
+            [s * 1e3 for one in of_shape for s in getattr(one, name)] for name in ("turned_s", "others_s")
         )
-        figures[f"retune_ms_s{num_stages}"] = median(turned_ms)
-        figures[f"others_ms_s{num_stages}"] = median(others_ms)
+        run.figures[f"retune_ms_s{num_stages}"] = median(turned_ms)
+        run.figures[f"others_ms_s{num_stages}"] = median(others_ms)
         low, _, high = statistics.quantiles(turned_ms, n=4)
-        step_ms = median(one.step_s for one in runs) * 1e3
+        step_ms = median(one.step_s for one in of_shape) * 1e3
         rows.append([num_stages, count, len(turned_ms), step_ms, median(turned_ms), median(others_ms), low, high])
-        raw[f"{num_stages}"] = [one._asdict() for one in runs]
-    figures["same_processes"] = float(all(one.same_processes for runs in found.values() for one in runs))
+        run.raw[f"{num_stages}"] = [one._asdict() for one in of_shape]
+    run.figures["same_processes"] = float(all(one.same_processes for ones in trials.values() for one in ones))
     columns = ("stages", "micro-batches", "turns", "step, ms", "a turn adds, ms", "no turn", "lower quartile", "upper")
-    print("\n" + common.table(f"turned steps; {machine_line()}", columns, rows))
-    common.finish("bench_retune", figures, raw, asked)
+    run.table("turned steps", columns, rows)
+    run.end()
     return 0

@@ -1,15 +1,15 @@
-"""What our runtime costs: measured step / ideal step on emulated accelerators, and torch's own runtime beside it.
+"""Cost of our runtime: measured step / ideal step on emulated accelerators, and torch's own runtime beside it.
 
 A block sleeps 10 ms forward and 20 ms backward, as a process does that waits for its accelerator, and hands on
 256 KB per micro-batch. One block per stage, so an ideal step takes (M + S - 1)(f + b), where f and b are
 medians of one lone process that calls time.sleep, just before. The ratio to a lone process that runs those blocks
-one after the other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``), stand beside it.
+one after the other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``), are given too.
 
     ours    PipelineTrainer.fit on Ray: run folder, metrics, progress line and optimizer step included
     torch   torch.distributed.pipelining, 1F1B over gloo on the loopback, optimizer step included
 
-Below the ratios, one traced step of each of our runs says where the rest of its time went. With --handicap, our
-runs repeat with that much more sleep in every forward and backward: the ratio must move by what arithmetic predicts.
+Below the ratios, one traced step of each of our runs shows the rest of its time. With --handicap, our runs
+repeat with that much more sleep in every forward and backward: the ratio must change by the computed amount.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from jobs.bench.runtime.accelerators import BACKWARD_S, FORWARD_S, blocks, loss_of
 from jobs.bench.runtime.gaps import StageGaps, gap_table, stage_gaps
-from jobs.bench.runtime.ideal import ideal_seconds, lone_blocks_s, lone_sleeps_s
-from jobs.lib import common
-from jobs.lib.common import machine_line, median
+from jobs.bench.runtime.ideal import BACKWARD_S, FORWARD_S, blocks, ideal_seconds, lone_blocks_s, lone_sleeps_s
+from jobs.lib.common import Bench, machine_line, median
+from jobs.lib.emulated import loss_of
 
 WARM_UP_STEPS = 3
 LEARNING_RATE = 0.01
@@ -41,19 +41,11 @@ TORCH_TIMEOUT_S = 120.0
 _ALL = ((2, 8), (4, 16), (8, 32))
 TRANSPORTS = ("collective", "object_store")
 """Measured with the automatic schedule; every other candidate of ours goes over "tcp"."""
-LAYOUT: dict[str, str] = {
-    "of bare sleeps": r"overhead_(\w*s\d+_m\d+)",
-    "of the lone modules": r"overhead_(\w*s\d+_m\d+)_modules",
-    "of the nominal seconds": r"overhead_(\w*s\d+_m\d+)_nominal",
-    "torch, of bare sleeps": r"torch_overhead_(s\d+_m\d+)",
-    "torch, of the lone modules": r"torch_overhead_(s\d+_m\d+)_modules",
-    "torch, of the nominal seconds": r"torch_overhead_(s\d+_m\d+)_nominal",
-}
-TARGETS: dict[str, str] = {r"overhead_s\d+_m\d+": "<= 1.03"}
 
 
-class Settings(NamedTuple):
-    """How much is measured; a configuration is (stages, micro-batches)."""
+@dataclass(frozen=True)
+class Settings:
+    """Extent of a measurement; a configuration is (stages, micro-batches)."""
 
     configurations: tuple[tuple[int, int], ...] = _ALL
     torch_configurations: tuple[tuple[int, int], ...] = _ALL
@@ -63,8 +55,22 @@ class Settings(NamedTuple):
     rounds: int = 2
 
 
-QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), (), WARM_UP_STEPS + 6, rounds=1)
-"""Under a minute, for CI."""
+BENCH = Bench(
+    "bench_runtime",
+    __doc__,
+    settings=Settings(),
+    quick=Settings(_ALL[:2], _ALL[:1], ("auto",), (), WARM_UP_STEPS + 6, rounds=1),
+    layout={
+        "of bare sleeps": r"overhead_(\w*s\d+_m\d+)",
+        "of the lone modules": r"overhead_(\w*s\d+_m\d+)_modules",
+        "of the nominal seconds": r"overhead_(\w*s\d+_m\d+)_nominal",
+        "torch, of bare sleeps": r"torch_overhead_(s\d+_m\d+)",
+        "torch, of the lone modules": r"torch_overhead_(s\d+_m\d+)_modules",
+        "torch, of the nominal seconds": r"torch_overhead_(s\d+_m\d+)_nominal",
+    },
+    targets={r"overhead_s\d+_m\d+": "<= 1.03"},
+    handicap=True,
+)
 
 
 class Trial(NamedTuple):
@@ -76,7 +82,7 @@ class Trial(NamedTuple):
 
 
 def run_ours(num_stages: int, num_microbatches: int, candidate: str, num_steps: int, handicap_s: float) -> Trial:
-    """One run through the public interface; a candidate is a schedule, or a transport with the automatic one."""
+    """Run through the public interface; a candidate is a schedule, or a transport with the automatic one."""
     import ray.train
 
     import raypipe
@@ -106,7 +112,7 @@ def run_ours(num_stages: int, num_microbatches: int, candidate: str, num_steps: 
 
 
 def run_torch(num_stages: int, num_microbatches: int, num_steps: int) -> Trial:
-    """One run of torch.distributed.pipelining, one process per stage."""
+    """Run torch.distributed.pipelining once, one process per stage."""
     context = multiprocessing.get_context("spawn")
     limit_s = TORCH_TIMEOUT_S + 10 * num_steps * ideal_seconds(num_stages, num_microbatches, FORWARD_S, BACKWARD_S)
     deadline_s = time.monotonic() + limit_s
@@ -135,7 +141,7 @@ def run_torch(num_stages: int, num_microbatches: int, num_steps: int) -> Trial:
 
 
 def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: int, folder: str) -> None:
-    """One process. A file is the meeting place and gloo chooses its own ports, so none can be taken."""
+    """Run one process of torch's pipeline. Ranks meet in a file and gloo chooses its ports, so no port can be taken."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -162,7 +168,7 @@ def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: i
             optimizer.zero_grad()
             ends_s.append(time.monotonic())
         (Path(folder) / f"{rank}.json").write_text(json.dumps({"ends_s": ends_s, "weight": block.weight.item()}))
-        dist.barrier()  # nobody leaves while another one still talks to him
+        dist.barrier()  # no rank leaves while another one still sends to it
     finally:
         dist.destroy_process_group()
 
@@ -183,15 +189,15 @@ class Measured(NamedTuple):
         return median(self.forward_s), median(self.backward_s)
 
     def step_s(self, candidate: str) -> float:
-        """Median over the steps of all trials."""
+        """Compute the median over the steps of all trials."""
         return median(s for trial in self.trials[candidate] for s in trial.step_s)
 
     def ratio(self, candidate: str) -> float:
-        """Median step over the ideal one."""
+        """Compute the median step over the ideal one."""
         return self.step_s(candidate) / ideal_seconds(*self.shape, *self.costs_s)
 
     def sleep_ratio(self, candidate: str) -> float:
-        """Over the ideal of stages that only sleep."""
+        """Compute the median step over the ideal of stages that only sleep."""
         sleeps = median(self.sleep_forward_s), median(self.sleep_backward_s)
         return self.step_s(candidate) / ideal_seconds(*self.shape, *sleeps)
 
@@ -200,7 +206,7 @@ class Measured(NamedTuple):
 
 
 def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Measured:
-    """Candidates in turn, each after the lone process has slept again."""
+    """Measure the candidates in turn, each after the lone process has slept again."""
     measured = Measured(shape, {}, [], [], [], [])
     candidates = [*settings.candidates[:1], *(["torch"] if shape in settings.torch_configurations else [])]
     candidates += [*(["handicapped"] if handicap_s else []), *settings.candidates[1:]]
@@ -226,7 +232,7 @@ def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Me
 
 
 def figures_of(measured: Measured) -> dict[str, float]:
-    """overhead_s2_m8 and its kin."""
+    """Compute figures such as overhead_s2_m8."""
     names = {"auto": "overhead", "torch": "torch_overhead", "handicapped": "handicapped_overhead"}
     found = {}
     for candidate in measured.trials:
@@ -238,7 +244,7 @@ def figures_of(measured: Measured) -> dict[str, float]:
 
 
 def raw_of(measured: Measured) -> dict[str, Any]:
-    """Everything that the figures are computed from."""
+    """Return everything that the figures are computed from."""
     trials = {
         candidate: [{**trial._asdict(), "gaps": {s: g._asdict() for s, g in trial.gaps.items()}} for trial in found]
         for candidate, found in measured.trials.items()
@@ -248,28 +254,28 @@ def raw_of(measured: Measured) -> dict[str, Any]:
 
 
 def main() -> int:
-    """1 when a handicap did not show as predicted, else 0."""
-    asked = common.arguments(__doc__, handicap=True)
-    settings = QUICK if asked.quick else Settings()
+    """Return 1 if a handicap did not show as predicted, else 0."""
+    run = BENCH.begin()
     torch.set_num_threads(1)
-    raw: dict[str, Any] = {"nominal_s": [FORWARD_S, BACKWARD_S], "handicap_s": asked.handicap}
-    figures: dict[str, float] = {}
+    settings: Settings = run.settings
+    handicap_s: float = run.options.handicap
+    run.raw |= {"nominal_s": [FORWARD_S, BACKWARD_S], "handicap_s": handicap_s}
     rows, seen = [], True
     for shape in settings.configurations:
-        measured = measure(shape, settings, asked.handicap)
-        figures |= figures_of(measured)
-        raw["s{}_m{}".format(*shape)] = raw_of(measured)
+        measured = measure(shape, settings, handicap_s)
+        run.figures |= figures_of(measured)
+        run.raw["s{}_m{}".format(*shape)] = raw_of(measured)
         for name in measured.trials:
             ideal_ms = ideal_seconds(*shape, *measured.costs_s) * 1e3
             ratios = (measured.ratio(name), measured.sleep_ratio(name), measured.nominal_ratio(name))
             rows.append([name, *shape, ideal_ms, measured.step_s(name) * 1e3, *ratios])
         gaps = {name: [trial.gaps for trial in trials if trial.gaps] for name, trials in measured.trials.items()}
         print("\n" + gap_table(gaps, *measured.costs_s) + "\n")
-        if asked.handicap:
+        if handicap_s:
             before, after = measured.ratio("auto"), measured.ratio("handicapped")
-            moves_by = 2 * asked.handicap / sum(measured.costs_s)
-            seen = common.handicap_seen(f"S, M = {shape}", asked.handicap, before, after, moves_by) and seen
+            moves_by = 2 * handicap_s / sum(measured.costs_s)
+            seen = run.handicap_seen(f"S, M = {shape}", before, after, moves_by) and seen
     columns = ("schedule", "S", "M", "ideal ms", "step ms", "ratio", "to sleeps", "to nominal")
-    print("\n" + common.table(f"measured / ideal; {machine_line()}", columns, rows))
-    common.finish("bench_runtime", figures, raw, asked)
+    run.table("measured / ideal", columns, rows)
+    run.end()
     return 0 if seen else 1

@@ -1,4 +1,4 @@
-"""Where the time of one traced step went, stage by stage: computing, gaps between actions, sends and messages."""
+"""Time of one traced step, stage by stage: computing, gaps between actions, sends and messages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ACTION = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d+)")
 
 
 class StageGaps(NamedTuple):
-    """Where one stage's time went in one traced step; lists of seconds.
+    """Times of one stage in one traced step; lists of seconds.
 
     Attributes:
         forwards, backwards: how long each took.
         gaps: from the end of a compute action to the start of the next, bubbles included.
         sends: how long the calling thread was busy handing a message over.
-        latencies: from the start of a SEND to the end of its RECV, where the receiver was already waiting.
-        num_receives: all of them; those not among the latencies came early and cost nothing.
+        latencies: from the start of a SEND to the end of its RECV, if the receiver was already waiting.
+        num_receives: number of all RECVs; the others found their message and cost nothing.
         tail_s: from the end of the last compute action to the end of the optimizer step.
     """
 
@@ -37,7 +37,7 @@ class StageGaps(NamedTuple):
 
 
 def stage_gaps(rows: Iterable[Mapping[str, Any]]) -> dict[int, StageGaps]:
-    """By stage, from the measured rows of a run folder's ``timeline/spans.parquet``, which share one clock.
+    """Compute times of every stage from the measured rows of ``timeline/spans.parquet``, which share one clock.
 
     Args:
         rows: with ``action`` (as in 1RECV_F0), ``start_s`` and ``end_s``; simulated rows left out.
@@ -75,7 +75,7 @@ def stage_gaps(rows: Iterable[Mapping[str, Any]]) -> dict[int, StageGaps]:
 
 
 def gap_table(traced: Mapping[str, Sequence[Mapping[int, StageGaps]]], forward_s: float, backward_s: float) -> str:
-    """Microseconds by candidate and stage, over all of a candidate's traced steps; forwards and backwards less f and b.
+    """Format microseconds by candidate and stage, over all traced steps; f and b are subtracted from passes.
 
     Args:
         traced: by candidate, what ``stage_gaps`` found in each of its runs.

@@ -1,4 +1,4 @@
-"""What a step would take with nothing in between: its arithmetic, and the forwards and backwards of a lone process."""
+"""Ideal step: its arithmetic, and forwards and backwards of the same blocks in a lone process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from pathlib import Path
 
 import torch
 
-from jobs.bench.runtime.accelerators import blocks, loss_of
+from jobs.lib.emulated import Block, loss_of
 from jobs.lib.processes import in_child
 
-__all__ = ["ideal_seconds", "lone_blocks_s", "lone_sleeps_s"]
+__all__ = ["BACKWARD_S", "FORWARD_S", "blocks", "ideal_seconds", "lone_blocks_s", "lone_sleeps_s"]
 
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+WIDTH = 65_536  # float32: 256 KB per sample, and a micro-batch is one sample
 LIMIT_S = 120.0
 
 
+def blocks(num_stages: int, handicap_s: float = 0.0) -> list[Block]:
+    """Make a block per stage."""
+    times = FORWARD_S + handicap_s, BACKWARD_S + handicap_s
+    return [Block(*times, last=stage == num_stages - 1, width=WIDTH) for stage in range(num_stages)]
+
+
 def ideal_seconds(num_stages: int, num_microbatches: int, forward_s: float, backward_s: float) -> float:
-    """A step of equal stages with nothing in between: (M + S - 1) * (f + b), for 1F1B, GPipe and slack alike."""
+    """Compute a step of equal stages without overhead: (M + S - 1) * (f + b), for 1F1B, GPipe and slack alike."""
     return (num_microbatches + num_stages - 1) * (forward_s + backward_s)
 
 
@@ -38,7 +46,7 @@ print(json.dumps(took))
 
 
 def lone_sleeps_s(seconds: Sequence[float], rounds: int) -> list[list[float]]:
-    """What ``time.sleep`` takes in a process of its own that does nothing else, for each of ``seconds`` in turn.
+    """Measure ``time.sleep`` in a process of its own that does nothing else, for each of ``seconds`` in turn.
 
     Call it while nothing else of the benchmark runs: the overshoot of a sleep is the machine's, not ours.
     """
@@ -49,7 +57,7 @@ def lone_sleeps_s(seconds: Sequence[float], rounds: int) -> list[list[float]]:
 
 
 def lone_blocks_s(num_stages: int, rounds: int = 10) -> tuple[list[float], list[float]]:
-    """Forward and backward of every block in a process of its own, in plain PyTorch, with nothing else running."""
+    """Measure forward and backward of every block in a process of its own, in plain PyTorch, on an idle machine."""
     forward_s, backward_s = in_child(_lone, num_stages, rounds, limit_s=LIMIT_S)
     return forward_s, backward_s
 

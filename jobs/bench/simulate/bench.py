@@ -1,17 +1,17 @@
-"""How long the simulator takes, and how far its predictions are from measured steps.
+"""Time of the simulator, and error of its predictions against measured steps.
 
 Speed: generation, lowering and simulation of 1F1B, each trial in a process of its own; 64 stages and 4096
 micro-batches are 1.6 million actions, 1024 stages 25 million. ``seconds_*`` is the sum of the three, as a planner
 needs them for one candidate; a timeline with every span is timed apart.
 
 Prediction: |predicted - measured| / measured, where predicted is the makespan of ``PipelineTrainer.simulate()``,
-asked before the run, and measured the median step of that run. Median over runs of
+computed before the run, and measured the median step of that run. Median over runs of
 
     emulated   stages that sleep, each for a time of its own that jitters from call to call
     real       small models of uneven layers, stage times as the profile of the plan has them
 
 With --handicap, the emulated runs repeat with that much more sleep in every forward and backward: the measured step
-must move by what the simulator says.
+must move by what the simulator predicts.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jobs.bench.simulate.predictions import WARM_UP_STEPS, Prediction, Settings
-from jobs.lib import common
-from jobs.lib.common import machine_line, median
+from jobs.lib.common import Bench, machine_line, median
 from jobs.lib.processes import in_child
 
 CHILD_TIMEOUT_S = 600.0
-
-
-QUICK = Settings(((64, 4096),), 1, ((2, 8, "1f1b"), (3, 8, "slack")), WARM_UP_STEPS + 4)
-
+BENCH = Bench(
+    "bench_simulate",
+    __doc__,
+    settings=Settings(),
+    quick=Settings(((64, 4096),), 1, ((2, 8, "1f1b"), (3, 8, "slack")), WARM_UP_STEPS + 4),
+    layout={
+        "seconds": r"seconds_(s\d+_m\d+)",
+        "make": r"make_seconds_(s\d+_m\d+)",
+        "lower": r"lower_seconds_(s\d+_m\d+)",
+        "makespan": r"makespan_seconds_(s\d+_m\d+)",
+        "timeline": r"timeline_seconds_(s\d+_m\d+)",
+        "peak GB": r"peak_gbytes_(s\d+_m\d+)",
+    },
+    handicap=True,
+)
 
 # Speed.
-LAYOUT: dict[str, str] = {
-    "seconds": r"seconds_(s\d+_m\d+)",
-    "make": r"make_seconds_(s\d+_m\d+)",
-    "lower": r"lower_seconds_(s\d+_m\d+)",
-    "makespan": r"makespan_seconds_(s\d+_m\d+)",
-    "timeline": r"timeline_seconds_(s\d+_m\d+)",
-    "peak GB": r"peak_gbytes_(s\d+_m\d+)",
-}
 
 
 class Phases(NamedTuple):
@@ -64,10 +66,10 @@ class Phases(NamedTuple):
 
 
 def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
-    """In a child: every phase once."""
+    """Run every phase once, in a child."""
     from raypipe.planner.schedule.lower import lower
     from raypipe.planner.schedule.sync import one_f_one_b
-    from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
+    from raypipe.planner.simulator import Costs, makespan_s, simulate
 
     draw = random.Random(0)
     stages, microbatches = shape
@@ -99,7 +101,7 @@ def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
 
 
 def speed(settings: Settings) -> dict[tuple[int, int], list[Phases]]:
-    """All trials by shape, shapes in turn."""
+    """Run all trials by shape, shapes in turn."""
     found: dict[tuple[int, int], list[Phases]] = {shape: [] for shape in settings.shapes}
     for _ in range(settings.rounds):
         for shape in settings.shapes:
@@ -110,7 +112,7 @@ def speed(settings: Settings) -> dict[tuple[int, int], list[Phases]]:
 
 
 def speed_figures(found: dict[tuple[int, int], list[Phases]]) -> dict[str, float]:
-    """seconds_s64_m4096 and its kin."""
+    """Compute figures such as seconds_s64_m4096."""
     figures = {}
     for (stages, microbatches), trials in found.items():
         name = f"s{stages}_m{microbatches}"
@@ -127,54 +129,42 @@ def speed_figures(found: dict[tuple[int, int], list[Phases]]) -> dict[str, float
 
 
 def errors(predictions: Iterable[Prediction]) -> float:
-    """The figure: the median of their errors."""
+    """Compute the figure: the median of the predictions' errors."""
     return median(p.error for p in predictions)
 
 
 def main() -> int:
-    """1 when a handicap did not show as predicted, else 0."""
+    """Return 1 if a handicap did not show as predicted, else 0."""
     from jobs.bench.simulate import runs  # not above: children that time the simulator need no torch
 
-    asked = common.arguments(__doc__, handicap=True)
-    settings = QUICK if asked.quick else Settings()
-    trials = speed(settings)
-    figures = speed_figures(trials)
-    found = {"emulated": runs.emulated(settings, 0.0, asked.quick), "real": runs.real(settings, asked.quick)}
-    for kind, predictions in found.items():
-        figures[f"prediction_error_{kind}"] = errors(predictions)
+    run = BENCH.begin()
+    quick, handicap_s = run.options.quick, run.options.handicap
+    trials = speed(run.settings)
+    run.figures |= speed_figures(trials)
+    predictions = {"emulated": runs.emulated(run.settings, 0.0, quick), "real": runs.real(run.settings, quick)}
+    for kind, of_kind in predictions.items():
+        run.figures[f"prediction_error_{kind}"] = errors(of_kind)
     seen = True
-    if asked.handicap:
-        found["handicapped"] = runs.emulated(settings, asked.handicap, asked.quick)
-        for plain, slowed in zip(found["emulated"], found["handicapped"], strict=True):
+    if handicap_s:
+        predictions["handicapped"] = runs.emulated(run.settings, handicap_s, quick)
+        for plain, slowed in zip(predictions["emulated"], predictions["handicapped"], strict=True):
             ratio, moved = plain.measured_s / plain.predicted_s, slowed.measured_s / plain.predicted_s
             by = (slowed.predicted_s - plain.predicted_s) / plain.predicted_s
-            seen = common.handicap_seen(plain.name, asked.handicap, ratio, moved, by) and seen
+            seen = run.handicap_seen(plain.name, ratio, moved, by) and seen
     rows = [
         [f"S={s} M={m}", ts[0].actions, *(median(v) for v in zip(*(t[:4] for t in ts), strict=True)), t.total_s,
          t.peak_bytes / 1e9]
         for (s, m), ts in trials.items() for t in [min(ts, key=lambda t: t.total_s)]
     ]  # fmt: skip
-    columns: tuple[str, ...] = (
-        "shape",
-        "actions",
-        "make s",
-        "lower s",
-        "makespan s",
-        "timeline s",
-        "best total s",
-        "GB",
-    )
-    print("\n" + common.table(f"simulator; {machine_line()}", columns, rows))
+    columns = ("shape", "actions", "make s", "lower s", "makespan s", "timeline s", "best total s", "GB")
+    run.table("simulator", columns, rows)
     lines = [
         [f"{kind} {p.name}", p.predicted_s * 1e3, p.measured_s * 1e3, p.error]
-        for kind, predictions in found.items()
-        for p in predictions
+        for kind, of_kind in predictions.items()
+        for p in of_kind
     ]
-    columns = ("run", "predicted ms", "measured ms", "error")
-    print("\n" + common.table(f"predictions; {machine_line()}", columns, lines))
-    raw = {
-        "speed": {"s{}_m{}".format(*shape): [t._asdict() for t in ts] for shape, ts in trials.items()},
-        "predictions": {kind: [p._asdict() for p in predictions] for kind, predictions in found.items()},
-    }
-    common.finish("bench_simulate", figures, raw, asked)
+    run.table("predictions", ("run", "predicted ms", "measured ms", "error"), lines)
+    run.raw["speed"] = {"s{}_m{}".format(*shape): [t._asdict() for t in ts] for shape, ts in trials.items()}
+    run.raw["predictions"] = {kind: [p._asdict() for p in of_kind] for kind, of_kind in predictions.items()}
+    run.end()
     return 0 if seen else 1

@@ -1,8 +1,9 @@
-"""What the benchmark of the simulator and its runs share: how much is measured, and what a prediction is."""
+"""Settings and predictions that the benchmark of the simulator and its runs share."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jobs.lib.common import median
@@ -14,8 +15,9 @@ JITTER = 0.2
 """An emulated action takes its stage's time, give or take at most this share of it."""
 
 
-class Settings(NamedTuple):
-    """How much is measured; a shape is (stages, micro-batches)."""
+@dataclass(frozen=True)
+class Settings:
+    """Extent of a measurement; a shape is (stages, micro-batches)."""
 
     shapes: tuple[tuple[int, int], ...] = ((64, 4096), (1024, 4096))
     rounds: int = 3
@@ -42,12 +44,12 @@ class Prediction(NamedTuple):
 
 
 def stage_times_s(num_stages: int, seed: int) -> list[tuple[float, float]]:
-    """Forward and backward of uneven stages: 4 to 16 ms, and twice as long give or take a half."""
+    """Draw forward and backward times of uneven stages: 4 to 16 ms, and 1.5 to 2.5 times as long."""
     draw = random.Random(seed)
     forward = [draw.uniform(0.004, 0.016) for _ in range(num_stages)]
     return [(f, f * draw.uniform(1.5, 2.5)) for f in forward]
 
 
 def jittered(seconds: float, share: float) -> float:
-    """``seconds`` moved by up to JITTER of it; share is a number from 0 to 1."""
+    """Move ``seconds`` by up to JITTER of it; share is a number from 0 to 1."""
     return seconds * (1 - JITTER + 2 * JITTER * share)

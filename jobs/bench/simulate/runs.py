@@ -51,21 +51,27 @@ class Sleeper(nn.Module):
         return _Sleep.apply(x, self.weight, self)
 
     def next_shares(self) -> tuple[float, float]:
-        """From 0 to 1, for a forward and its backward; others at every call."""
+        """Draw two shares from 0 to 1, for a forward and its backward."""
         self.calls += 1
         drawn = random.Random(f"{self.seed} {int(self.calls)}")
         return drawn.random(), drawn.random()
 
 
 def first_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss of one operation."""
+    """Compute a loss in one operation."""
     return output.mean()
 
 
 def one_run(
     name: str, model: nn.Module, pipeline: dict[str, Any], num_steps: int, local: bool, **more: Any
 ) -> Prediction:
-    """Predict, train, compare."""
+    """Predict the step of a run by the simulator, then train and measure it.
+
+    Args:
+        pipeline: fields of PipelineConfig.
+        local: True to train without Ray.
+        more: "data", a function that makes a dataset of a given number of samples, and optionally "loss_fn".
+    """
     count = pipeline["minibatch_size"] * num_steps
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as folder:
         trainer = raypipe.PipelineTrainer(
@@ -87,7 +93,7 @@ def one_run(
 
 
 def emulated(settings: Settings, handicap_s: float, local: bool) -> list[Prediction]:
-    """Stages that sleep: every configuration with times of its own."""
+    """Run stages that sleep: every configuration with times of its own."""
     found = []
     for seed, (stages, microbatches, schedule) in enumerate(settings.emulated):
         times = stage_times_s(stages, seed)
@@ -117,7 +123,7 @@ def _texts(count: int) -> TensorDataset:
 
 
 def uneven_mlp() -> nn.Sequential:
-    """Layers from narrow to wide and back."""
+    """Make layers from narrow to wide and back."""
     widths = (256, 512, 1024, 1024, 256, 10)
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(widths):
@@ -144,13 +150,13 @@ class Layer(nn.Module):
 
 
 def small_gpt() -> nn.Sequential:
-    """Embedding, layers of two widths inside, head."""
+    """Make an embedding, layers of several inner widths, and a head."""
     inner = (256, 768, 256, 512)
     return nn.Sequential(nn.Embedding(128, 128), *(Layer(128, 4, i) for i in inner), nn.Linear(128, 128))
 
 
 def next_word(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the next word."""
+    """Compute the cross entropy of the next word."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -161,7 +167,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], TensorDataset],
 
 
 def real(settings: Settings, local: bool) -> list[Prediction]:
-    """Two stages, as many as small machines have processors."""
+    """Run real models on two stages, as many as small machines have processors."""
     found = []
     for name, (make, data, loss_fn, split) in MODELS.items():
         for schedule in ("1f1b", "gpipe"):

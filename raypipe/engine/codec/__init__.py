@@ -5,7 +5,7 @@
     gradient   g' <-decode-- 1 or 2 bytes an element <--encode-- gradient of x'
 
 Each end treats what it has as exact: the receiver's tensor is a new leaf, so nothing differentiates through the
-rounding, and the backward of a codec is the identity (the straight-through estimator). Nobody has to do anything.
+rounding, and the backward of a codec is the identity (the straight-through estimator).
 
 | codec | bytes an element | error of an element x                    | not finite        | too large         |
 |-------|------------------|------------------------------------------|-------------------|-------------------|
@@ -18,19 +18,19 @@ rounding, and the backward of a codec is the identity (the straight-through esti
 | int4  | 1/2 + 4/128      | a/14, or a/7 where rounded at random;    | its block is NaN  | fits              |
 |       |                  | 0 if a below 2^-123                      |                   |                   |
 
-So whatever is not a number still is none at the other end, and a check of the loss or of the norm finds it.
+So NaN stays NaN at the other end, and a check of the loss or of the norm finds it.
 
-What a codec is used for is decided in ``choice``: 32-bit floats (by blocks: 16-bit ones too) of SEND_F that require a
-gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and whatever reduces gradients stay exact, and so do
-evaluations, in which nothing requires a gradient. ``arrays`` defines what each codec does, for numpy and CuPy alike;
-``host`` does the same to torch tensors in host memory, ``cuda`` to those of an NVIDIA device, with the kernels of
-kernels.cu. Threads of a link use ``host``; a stage on a GPU uses ``cuda`` before its outputs are copied to host memory
-and after they were copied from there, so that a link sees bytes only (``coded``), and where there is no CuPy ``host``.
+``codec`` decides which tensors are encoded: 32-bit floats (by blocks: 16-bit ones too) of SEND_F that require a
+gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and sums of gradients stay exact, and so do
+evaluations, in which nothing requires a gradient. ``host`` encodes torch tensors in host memory, ``cuda`` those of an
+NVIDIA device to the same bits, with the kernels of kernels.cu. Threads of a link use ``host``; a stage on a GPU uses
+``cuda`` before its outputs are copied to host memory and after they were copied from there, so that a link has bytes
+only (``CodedTensor``); without CuPy it uses ``host``.
 Left out: entropy coding, error feedback (algorithms that keep state per sample).
 """
 
 from __future__ import annotations
 
-from raypipe.engine.codec.choice import NONE, Codec, Codecs
+from raypipe.engine.codec.codec import NONE, Codec, Codecs
 
 __all__ = ["NONE", "Codec", "Codecs"]

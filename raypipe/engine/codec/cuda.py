@@ -2,10 +2,10 @@
 
     flat --(its address, no copy)--> kernel of kernels.cu in torch's current stream --> wire
 
-They do what ``arrays`` defines. NVRTC compiles the kernels when a process first uses them on a device, and CuPy keeps
+They compute the bits of ``host``. NVRTC compiles the kernels when a process first uses them on a device, and CuPy keeps
 them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call. A kernel takes
 15 to 30 us for 64 MiB, so what surrounds its launch is kept: the kernel found by name, and CuPy's view of the stream
-(see docs/design/0071).
+(see docs/design/0046).
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine.codec.arrays import BLOCK
-
-__all__ = ["KERNELS", "OPTIONS", "SOURCE", "THREADS", "decode", "encode", "grid_of", "kernel_name"]
+from raypipe.engine.codec.codec import BLOCK
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 
 OPTIONS = ("--std=c++17",)
-"""Of NVRTC. CuPy adds -ftz=true, which kernels.cu provides for."""
+"""Options of NVRTC. CuPy adds -ftz=true, which kernels.cu provides for."""
 
 THREADS = 256
-"""Of a block of threads: a multiple of 32."""
+"""Threads of a block, a multiple of 32."""
 
 _TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _F32 = (torch.float32,)
@@ -38,7 +36,7 @@ KERNELS: dict[str, tuple[torch.dtype, ...]] = {
 
 
 def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
-    """Of the kernel, in the source.
+    """Return the name of a kernel in the source.
 
     Args:
         way: "encode" or "decode".
@@ -47,7 +45,7 @@ def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
 
 
 def grid_of(kernel: str, elements: int) -> int:
-    """Blocks of threads in a launch: a thread has 4 elements, or 16 where 8 threads share a scale."""
+    """Return the number of thread blocks of a launch: a thread has 4 elements, or 16 if 8 threads share a scale."""
     of_thread = 4 if kernel.split("_")[1] in ("bf16", "fp16") else BLOCK // 8
     return -(-elements // (of_thread * THREADS))
 
@@ -76,14 +74,14 @@ def _launch(kernel: str, source: torch.Tensor, into: torch.Tensor, elements: int
 
 
 def _word(value: int) -> Any:
-    """The same bits as an argument of 32."""
+    """Make a 32-bit argument of a kernel."""
     import numpy as np
 
     return np.uint32(value)
 
 
 class _Handle(NamedTuple):
-    """A stream of torch, as CuPy asks for it."""
+    """Stream of torch in the form that CuPy takes."""
 
     address: int
 
@@ -94,7 +92,7 @@ class _Handle(NamedTuple):
 
 @functools.cache
 def _stream(address: int, device: int) -> Any:
-    """CuPy's view of a stream of the current device; torch's streams come from pools and are never destroyed."""
+    """Return CuPy's view of a stream of the current device; torch's streams come from pools and are never destroyed."""
     from cupy.cuda import Stream
 
     return Stream.from_external(_Handle(address)) if address else Stream.null
@@ -102,7 +100,7 @@ def _stream(address: int, device: int) -> Any:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    """A kernel, which CuPy loads on each device that launches it."""
+    """Return a kernel, which CuPy loads on each device that launches it."""
     return _module().get_function(name)
 
 

@@ -1,25 +1,61 @@
 """Codecs on torch tensors in host memory: straight from a tensor into the bytes of a message, and back.
 
-They do what ``arrays`` defines, to the bit but for the payload of a NaN; on a CPU torch does it in fewer passes than
-numpy, and one core per link's thread does it (docs/design/0014-codecs.md has the measurements). Codecs by blocks go
-through a tensor in parts whose copies stay in a core's cache.
+    bf16   torch's conversion, rounded to nearest even
+    fp16   IEEE 754 binary16; a number that is too large becomes infinite
+    int8   | 4-byte scale of each block ... | 1 byte of each element ... |, byte = round(x / scale), x' = byte * scale
+    fp8    the same, with x / scale as FP8 E4M3 (1 sign, 4 exponent, 3 mantissa bits; no infinity)
+    int4   the same, two elements in a byte, the first one in the lower half; the last half byte may be empty, 0
+
+Blocks are 128 elements, the last one shorter; scale = a / most, with a the block's largest magnitude and most 127, 448
+or 7. Blockwise 8-bit quantisation as in Dettmers et al. (arXiv:2110.02861), with linear instead of dynamic bytes; E4M3
+as in Micikevicius et al. (arXiv:2209.05433); stochastic rounding as in Gupta et al. (arXiv:1502.02551), with draws that
+are a function of key and position: no generator has state, and parts of a tensor may be encoded in any order.
+
+A block whose scale would be denormal arrives as zeros, so that nothing depends on a processor's flushing of denormals.
+``kernels.cu`` computes the same bits, except the payload of a NaN, in one pass over a GPU's memory. Here one core per
+link's thread computes them (docs/results/codec.md), in parts whose copies stay in its cache.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from raypipe.engine.codec import arrays
-from raypipe.engine.codec.arrays import BLOCK, FP8, INT4, INT8
-
-__all__ = ["PART", "decode", "encode", "one_core"]
+from raypipe.engine.codec.codec import BLOCK, wire_bytes
+from raypipe.engine.torch_settings import one_thread
 
 PART = 1024 * BLOCK
 """Elements of a part."""
+
+DRAW = 2.0**-16
+"""Steps that a draw of 1 stands for."""
+_MOST = float(np.finfo(np.float32).max)
+
+
+class Levels(NamedTuple):
+    """Range that the elements of a block are scaled to.
+
+    Attributes:
+        most: largest magnitude of a code.
+        least: blocks whose largest magnitude is below it arrive as zeros; ``most`` times the least normal number is
+            just below.
+    """
+
+    most: int
+    least: float
+
+    @property
+    def most_scale(self) -> float:
+        """The largest scale that does not overflow when it is multiplied by ``most``."""
+        return float(np.nextafter(np.float32(_MOST / self.most), np.float32(0)))
+
+
+INT8, FP8, INT4 = Levels(127, 2.0**-119), Levels(448, 2.0**-117), Levels(7, 2.0**-123)
 
 _local = threading.local()
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +63,7 @@ _LEVELS = {"int8": INT8, "fp8": FP8, "int4": INT4}
 
 
 def one_core() -> None:
-    """Keep the codecs of the calling thread, a link's, on one core: the others compute. Costs nothing but once."""
+    """Keep the codecs of the calling thread, a link's, on one core: the others compute."""
     if not getattr(_local, "one_core", False):
         torch.set_num_threads(1)
         _local.one_core = True
@@ -37,10 +73,10 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
     """Fill ``wire`` from ``flat``.
 
     Args:
-        name: of a codec that applies to the tensor, not "none".
+        name: codec that supports the tensor, not "none".
         flat: (elements,), contiguous, without a gradient.
         wire: (wire bytes,) of uint8, at a multiple of 4 bytes.
-        key: of random rounding, for int8 and int4.
+        key: key of stochastic rounding, for int8 and int4; None rounds to nearest.
     """
     if name in _HALVES:
         wire.view(_HALVES[name]).copy_(flat)
@@ -52,15 +88,15 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
         steps = scratch[: stop - start].view(-1, width)
         torch.abs(flat[start:stop].view(-1, width), out=steps)
         torch.amax(steps, 1, out=largest[start // BLOCK : -(-stop // BLOCK)])
-    found, inverse = arrays.scales_of(largest.numpy(), np, _LEVELS[name])
-    scales.numpy()[:] = found
+    block_scales, inverse = _scales_of(largest.numpy(), _LEVELS[name])
+    scales.numpy()[:] = block_scales
     columns = torch.from_numpy(inverse).view(-1, 1)
     for start, stop, width in _parts(flat.numel()):
         steps = scratch[: stop - start].view(-1, width)
         torch.mul(flat[start:stop].view(-1, width), columns[start // BLOCK : -(-stop // BLOCK)], out=steps)
         if key is not None:
-            drawn = torch.from_numpy(arrays.draws(key, start, stop - start, np))
-            steps.add_(drawn.view(-1, width), alpha=arrays.DRAW)
+            drawn = torch.from_numpy(draws(key, start, stop - start))
+            steps.add_(drawn.view(-1, width), alpha=DRAW)
         match name:
             case "fp8":
                 code[start:stop].view(torch.float8_e4m3fn).view(-1, width).copy_(steps)
@@ -89,37 +125,90 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
         torch.mul(steps.view(-1, width), columns[start // BLOCK : -(-stop // BLOCK)], out=values)
 
 
+def _scales_of(largest: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors of codes and of elements, by the largest magnitude of each block; float32."""
+    most, least = levels.most, levels.least
+    with np.errstate(all="ignore"):
+        finite = np.where(largest <= _MOST, np.minimum(largest / most, levels.most_scale), np.nan)
+        scales = np.where(largest < least, 0, finite).astype(np.float32)
+        return scales, (most / np.maximum(largest, least)).astype(np.float32)
+
+
+def draws(key: int, start: int, count: int) -> np.ndarray:
+    """Draw int16 for positions ``start``, an even number, to ``start + count``: odd, and as often above 0 as below.
+
+    Times DRAW they are uniform in (-1/2, 1/2), and added to an element in steps they round it stochastically. They have
+    so few bits that adding one to a whole number of steps is exact: a whole number stays as it is.
+    """
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    # One word for two neighbours. Multiply, shift and fold, as in Wellons' "lowbias32"; the key comes in twice.
+    bits = np.arange(start // 2, (start + count + 1) // 2, dtype=np.uint32)
+    bits *= 0x9E3779B1
+    bits += low
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= high
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    bits ^= bits >> 16
+    bits |= 0x00010001
+    return bits.view(np.int16)[:count]
+
+
 def _pack(whole: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Whole numbers from -7 to 7 as float32 to two in a byte; an empty half is 0."""
+    """Pack whole numbers from -7 to 7, as float32, two to a byte; an empty half is 0."""
     nibbles = whole.to(torch.int8).view(torch.uint8) & 0x0F
     pairs.copy_(nibbles[0::2])
     pairs[: whole.numel() // 2] |= nibbles[1::2] << 4
 
 
 def _unpacked(pairs: torch.Tensor) -> torch.Tensor:
-    """int8, two for each byte."""
+    """Unpack two int8 from each byte."""
     signed = pairs.view(torch.int8)
     return torch.stack(((signed << 4) >> 4, signed >> 4), dim=1).view(-1)  # shifts to the right extend the sign
 
 
 def _scales_and_code(wire: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales as float32 and what follows as uint8, as views."""
+    """View the scales as float32, and the codes after them as uint8."""
     split = 4 * -(-elements // BLOCK)
     return wire[:split].view(torch.float32), wire[split:]
 
 
 def _scratch() -> torch.Tensor:
-    """Room for one part, kept by each thread: fresh pages would take as long as the arithmetic."""
-    found = getattr(_local, "scratch", None)
-    if found is None:
-        found = _local.scratch = torch.empty(PART)
-    return found
+    """Return memory of one part, kept by each thread: fresh pages would take as long as the arithmetic."""
+    scratch = getattr(_local, "scratch", None)
+    if scratch is None:
+        scratch = _local.scratch = torch.empty(PART)
+    return scratch
 
 
 def _parts(elements: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, width of a row) of all parts; the last block, where it is shorter, is a part of its own."""
+    """Yield (start, stop, width of a row) of each part; a shorter last block is a part of its own."""
     whole = elements - elements % BLOCK
     for start in range(0, whole, PART):
         yield start, min(start + PART, whole), BLOCK
     if whole < elements:
         yield whole, elements, elements - whole
+
+
+SAMPLE_ELEMENTS = 1 << 18
+ROUNDS = 5
+
+
+def codec_cost(name: str) -> tuple[float, float, float]:
+    """Measure a codec of float32: (bytes before / bytes on the wire, seconds to encode a byte, seconds to decode one).
+
+    Bytes are those before the codec. The quickest of a few rounds over 1 MiB, with one thread, in some milliseconds.
+    """
+    plain = torch.linspace(-3.0, 3.0, SAMPLE_ELEMENTS)
+    wire = torch.empty(wire_bytes(name, plain.dtype, plain.numel()), dtype=torch.uint8)
+    encode_s, decode_s = [], []
+    with one_thread():
+        for _ in range(ROUNDS):
+            begin_s = time.perf_counter()
+            encode(name, plain, wire, None)
+            middle_s = time.perf_counter()
+            decode(name, wire, plain)
+            encode_s.append(middle_s - begin_s)
+            decode_s.append(time.perf_counter() - middle_s)
+    return plain.nbytes / wire.nbytes, min(encode_s) / plain.nbytes, min(decode_s) / plain.nbytes

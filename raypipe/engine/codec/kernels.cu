@@ -1,4 +1,4 @@
-// The codecs of arrays.py on a GPU: one pass over memory to encode a tensor, one to decode it.
+// The codecs of host.py on a GPU: one pass over memory to encode a tensor, one to decode it.
 //
 //   thread        bf16, fp16: four neighbouring elements; else four times four, 32 elements apart. Four are read and
 //                 written at once where memory is aligned for that, and a warp reads and writes neighbouring memory
@@ -76,7 +76,7 @@ struct Int8 {
     enum { WIDTH = 8, AT_RANDOM = 1 };
     static __device__ __forceinline__ float most() { return 127.0f; }
     static __device__ __forceinline__ float least() { return __uint_as_float(0x04000000u); }       // 2^-119
-    static __device__ __forceinline__ float most_scale() { return __uint_as_float(0x7C010203u); }  // see arrays.Levels
+    static __device__ __forceinline__ float most_scale() { return __uint_as_float(0x7C010203u); }  // see host.Levels
     static __device__ __forceinline__ Bits code(float steps) { return (Bits)__float2int_rn(steps) & 0xFFu; }
     static __device__ __forceinline__ float steps(Bits code) { return (float)(signed char)code; }
 };
@@ -172,7 +172,7 @@ __device__ __forceinline__ Count first_of_thread() {
     return 4 * ((Count)blockIdx.x * blockDim.x + threadIdx.x);
 }
 
-// The two int16 of arrays.draws for positions 2 * pair and 2 * pair + 1, in steps.
+// The two int16 of host.draws for positions 2 * pair and 2 * pair + 1, in steps.
 __device__ __forceinline__ void draw2(Bits pair, Bits key_low, Bits key_high, float* found) {
     Bits bits = pair * 0x9E3779B1u + key_low;
     bits ^= bits >> 16;

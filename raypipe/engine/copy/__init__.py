@@ -1,35 +1,22 @@
-"""State in memory: copies of a stage between two steps, for its own way back and for a neighbour to hold.
+"""In-memory copies of a stage's state between two steps, for its own rollback and for other workers to hold.
 
-    StageState --take(step)--> StageCopies      two generations, each one header and one block of memory
-                                   | source(step)           the same stage goes back:  bring_back
+    StageState --take(step)--> StageCopies      two copies, each one header and one block of memory
+                                   | copy(step)             the same stage rolls back:  bring_back
                                    |                        another process is sent header and parcels_of its block
                                    v
-                              HeldCopies --copy(step).source()--> any stage, by name: load_stage
+                              HeldCopies --copy(step).piece()--> copy_source --> any stage, by name: load_stage
 
-A checkpoint holds what a stage is the first to own, and what belongs to the user's state_dict. A copy holds all that
-the stage has, also the buffers that no checkpoint keeps: a forward may have changed them.
+A checkpoint holds the tensors that a stage is the first to own and that belong to the user's state_dict. A copy holds
+all tensors of the stage, also the buffers that are in no checkpoint: a forward may have changed them.
 """
 
 from __future__ import annotations
 
-from raypipe.engine.copy.back import bring_back
-from raypipe.engine.copy.header import COMMON, CopyHeader
-from raypipe.engine.copy.held import HeldCopies, HeldCopy, parcels_of
-from raypipe.engine.copy.source import CopySource, JoinedSource, SlicedSource, put_together, views_of
-from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies
+from raypipe.engine.copy.copy_header import COMMON, CopyHeader, CopyPiece, copy_source, views_of
+from raypipe.engine.copy.peer_copies import HeldCopies, HeldCopy, parcels_of
+from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies, bring_back
 
 __all__ = [
-    "COMMON",
-    "GENERATIONS",
-    "CopyHeader",
-    "CopySource",
-    "HeldCopies",
-    "HeldCopy",
-    "JoinedSource",
-    "SlicedSource",
-    "StageCopies",
-    "bring_back",
-    "parcels_of",
-    "put_together",
-    "views_of",
-]
+    "COMMON", "GENERATIONS", "CopyHeader", "CopyPiece", "HeldCopies", "HeldCopy", "StageCopies", "bring_back",
+    "copy_source", "parcels_of", "views_of",
+]  # fmt: skip

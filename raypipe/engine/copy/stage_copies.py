@@ -1,15 +1,15 @@
-"""Copies of one stage's whole state between two steps, in memory that is used again.
+"""Copies of one stage's whole state between two steps, in memory that is reused.
 
     take(20)    slot 0: step 20    slot 1: step 10      the oldest one is overwritten
     take(30)    slot 0: step 20    slot 1: step 30
     forget_after(20), take(25)     slot 0: step 20    slot 1: step 25
 
-Two of them, so that all stages always have one step in common: while some have taken the next copy, others have not.
+With two copies, all stages always have one step in common, even while only some have taken the next copy.
 
     stage      step 20 | begin | forwards and backwards of step 21 | STEP: waits until finish is done
     a thread           |        [finish: parameters, optimizer]
 
-A replica that steps slices of the stage copies two pieces of it: what all replicas have alike, and its slices.
+On a replica that steps slices of the stage, a copy has two pieces: the state that all replicas share, and its slices.
 """
 
 from __future__ import annotations
@@ -21,51 +21,49 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine.checkpoint.manifest import OptionGroup
-from raypipe.engine.checkpoint.snapshot import optimizer_parts
-from raypipe.engine.checkpoint.tensor_table import read_table, table_of
-from raypipe.engine.copy.header import COMMON, OPTIMIZER, TENSORS, CopyHeader
-from raypipe.engine.copy.source import CopySource, view_of, views_of
-from raypipe.engine.crossing import Crossing
-from raypipe.engine.data.stream import Mark
-from raypipe.engine.device import CPU, Crosses
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import StageState
+from raypipe.data.stream import Mark
+from raypipe.engine.copy.copy_header import COMMON, OPTIMIZER, TENSORS, CopyHeader, view_of
+from raypipe.engine.device.device import CPU, TransferKind
+from raypipe.engine.io.checkpoint import StateSource, load_stage
+from raypipe.engine.io.checkpoint.manifest import OptionGroup
+from raypipe.engine.io.checkpoint.snapshot import optimizer_parts
+from raypipe.engine.io.checkpoint.tensor_file import read_table, table_of
+from raypipe.engine.messages.transfer import DeviceTransfer
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, StageState
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 
-__all__ = ["GENERATIONS", "StageCopies"]
-
 GENERATIONS = 2
-"""Copies of a stage that are kept."""
+"""Number of copies of a stage that are kept."""
 
 
 class StageCopies:
-    """Of one stage, as it is cut now.
+    """Copies of one stage under the present plan.
 
     Args:
-        state: whose optimizer may be made anew, see ``bring_back``.
-        crossing: from the device where it lies; None for the CPU.
+        state: state of the stage; ``bring_back`` may replace its optimizer.
+        crossing: transfer from the device of the state; None for the CPU.
     """
 
-    def __init__(self, program: StageProgram, state: StageState, crossing: Crossing | None = None) -> None:
+    def __init__(self, program: StageProgram, state: StageState, crossing: DeviceTransfer | None = None) -> None:
         self._program = program
-        self._crossing = crossing or Crossing(CPU)
+        self._crossing = crossing or DeviceTransfer(CPU)
         self._state = state
         self._slots = [_Slot() for _ in range(GENERATIONS)]
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """That there is a copy of, in order."""
+        """Steps of the complete copies, in increasing order."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory that all copies take."""
+        """Bytes of the memory of all copies."""
         return sum(block.data.nbytes for slot in self._slots for block in slot.blocks.values())
 
     @property
     def headers(self) -> tuple[CopyHeader, ...]:
-        """Of all pieces of all copies that are whole, in the order of steps."""
+        """Headers of all pieces of all complete copies, in the order of steps."""
         whole = sorted((slot for slot in self._slots if slot.step is not None), key=lambda slot: slot.step or 0)
         return tuple(header for slot in whole for header in slot.headers.values())
 
@@ -76,17 +74,20 @@ class StageCopies:
     def begin(self, step: int, updates: int, mark: Mark | None = None) -> Callable[[], None]:
         """Begin to copy the state, between two steps.
 
-        What is no tensor and the buffers, which the next forward may change, are copied now. The call that is returned
-        copies parameters and optimizer, in any thread; the next step of the optimizer waits for it. A copy of this
-        step that is there already is the one, see ``forget_after``.
+        The buffers, which the next forward may change, and state that is not in tensors are copied now. If there is a
+        copy of this step already, nothing is copied, see ``forget_after``.
 
         Args:
-            step: optimizer steps done.
-            updates: that the scheduler has followed: ``state.updates``.
-            mark: of the stream that the stage reads.
+            step: number of optimizer steps done.
+            updates: number of scheduler steps done: ``state.updates``.
+            mark: position in the stream that the stage reads.
+
+        Returns:
+            Function that copies parameters and optimizer state and completes the copy. It must be called, in any
+            thread; the next step of the optimizer waits for it.
 
         Raises:
-            CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
+            CheckpointError: optimizer state that is neither a tensor nor JSON; names its key.
         """
         self._state.wait_until_read()
         if step in self.steps:
@@ -120,26 +121,19 @@ class StageCopies:
         return finish
 
     def forget_after(self, step: int) -> None:
-        """The run has gone back to this step: what it was later may come otherwise, as codecs may be others then."""
+        """Drop copies of later steps, after a rollback to this one: their replay may differ, for example with other
+        codecs.
+        """
         self._state.wait_until_read()
         for slot in self._slots:
             if slot.step is not None and slot.step > step:
                 slot.step = None
 
-    def source(self, step: int, piece: int = COMMON) -> CopySource:
-        """The copy of this step, or a piece of it; good until two more are taken.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        header, block = self.copy(step, piece)
-        return CopySource(header, views_of(block))
-
     def copy(self, step: int, piece: int = COMMON) -> tuple[CopyHeader, torch.Tensor]:
-        """The same as header and block: its own memory, of uint8.
+        """Return header and block of a copy, or of a piece of it; the block is the copy's memory, of uint8.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no such copy.
         """
         for slot in self._slots:
             if slot.step == step and piece in slot.headers:
@@ -150,35 +144,35 @@ class StageCopies:
         )
 
     def _parts(self) -> dict[int, _Part]:
-        """By piece, the state's own tensors by their names in a copy, and what is no tensor."""
+        """Return the contents of each piece; the tensors are those of the state, not copies."""
         state = self._state
         held = {**state.parameters, **state.buffers}
         tensors = {f"{TENSORS}{name}": tensor.detach() for name, tensor in held.items()}
         if state.optimizer is None:
             return {COMMON: _Part(tensors, (), {})}
         names = {id(parameter): name for name, parameter in state.parameters.items()}
-        found = optimizer_parts(state.optimizer, names, held, state.slices)
-        kept = {f"{OPTIMIZER}{name}": tensor.detach() for name, tensor in found.tensors.items()}
+        parts = optimizer_parts(state.optimizer, names, held, state.slices)
+        kept = {f"{OPTIMIZER}{name}": tensor.detach() for name, tensor in parts.tensors.items()}
         if state.slices is None:
-            return {COMMON: _Part(tensors | kept, found.groups, found.scalars)}
+            return {COMMON: _Part(tensors | kept, parts.groups, parts.scalars)}
         return {
-            COMMON: _Part(tensors, found.groups, {}),
-            1 + state.slices.replica: _Part(kept, (), found.scalars),
+            COMMON: _Part(tensors, parts.groups, {}),
+            1 + state.slices.replica: _Part(kept, (), parts.scalars),
         }
 
     def _next(self) -> _Slot:
-        """The slot to overwrite, which holds nothing from now on: an empty one, else the oldest."""
+        """Mark a slot as empty, an empty one or else the one with the oldest copy, and return it."""
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         slot.step = None
         return slot
 
 
 def _nothing() -> None:
-    """There is nothing to finish."""
+    """Do nothing: there is nothing to finish."""
 
 
 class _Part(NamedTuple):
-    """What a piece holds: tensors by name in it; see CopyHeader."""
+    """Contents of a piece: tensors by their names in it; see CopyHeader."""
 
     tensors: dict[str, torch.Tensor]
     groups: tuple[OptionGroup, ...]
@@ -187,10 +181,10 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory of one copy, and what it holds, by piece.
+    """Memory of one copy, and its contents, by piece.
 
     Attributes:
-        step: None where it holds no whole copy.
+        step: None without a complete copy.
     """
 
     blocks: dict[int, _Block] = field(default_factory=dict)
@@ -198,7 +192,7 @@ class _Slot:
     step: int | None = None
 
     def fit(self, pieces: Mapping[int, dict[str, torch.Tensor]]) -> None:
-        """Have room for these tensors of these pieces, and of no others."""
+        """Allocate memory for these tensors of these pieces, and drop other pieces."""
         self.blocks = {piece: self.blocks.get(piece) or _Block() for piece in pieces}
         for piece, tensors in pieces.items():
             self.blocks[piece].fit(tensors)
@@ -209,9 +203,9 @@ class _Block:
     """Memory of one piece.
 
     Attributes:
-        data: of uint8.
-        table: of it; see ``tensor_table``.
-        views: of it, by name.
+        data: the block, of uint8.
+        table: tensors in the data; see ``table_of``.
+        views: tensors as views of the data, by name.
     """
 
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -219,23 +213,50 @@ class _Block:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fit(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Have room for these tensors: as it is where they were of the same names, types and shapes before."""
+        """Allocate memory for these tensors; no change if names, types and shapes are the same as before."""
         table = table_of(tensors)
         if table == self.table:
             return
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.views = {}
         if size_bytes != self.data.nbytes:
-            self.data = torch.empty(0, dtype=torch.uint8)  # give the memory back before there is more of it
+            self.data = torch.empty(0, dtype=torch.uint8)  # release the old memory before allocating new memory
             self.data = torch.empty(size_bytes, dtype=torch.uint8)
         self.table = table
         self.views = {name: view_of(self.data, info) for name, info in read_table(table, size_bytes).items()}
 
-    def copy(self, tensors: dict[str, torch.Tensor], crossing: Crossing) -> None:
-        """Take these tensors in."""
-        if not crossing.device.immediate:  # one by one, so that no second copy of all of them is in host memory
+    def copy(self, tensors: dict[str, torch.Tensor], crossing: DeviceTransfer) -> None:
+        """Copy these tensors into the block."""
+        if not crossing.device.immediate:  # one by one, so that host memory never holds all of them twice
             for name, tensor in tensors.items():
-                self.views[name].copy_(crossing.copied({name: tensor}, Crosses.SNAPSHOT)[name])
+                self.views[name].copy_(crossing.copied({name: tensor}, TransferKind.SNAPSHOT)[name])
         elif tensors:
             with torch.no_grad():
                 torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()))
+
+
+def bring_back(
+    source: StateSource,
+    program: StageProgram,
+    state: StageState,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+    crossing: DeviceTransfer | None = None,
+    share_out: Callable[[StageProgram, StageState], None] = lambda program, state: None,
+) -> None:
+    """Roll the state back to that of a source: parameters and buffers in place, with a new optimizer and scheduler.
+
+    New ones are needed because schedulers cannot step backwards, and because ``load_state_dict`` cannot remove the
+    state of an optimizer that has stepped, as a rollback to step 0 requires. Objects that refer to the old ones, such
+    as an Executor, must be created anew too.
+
+    Args:
+        crossing: transfer to the device of the state; None for the CPU.
+        share_out: called with (program, state) to restrict the new optimizer to this replica's slices.
+
+    Raises:
+        CheckpointError: the source lacks a tensor of the stage; the state is then unusable.
+    """
+    state.renew(make_optimizer, make_scheduler)
+    share_out(program, state)
+    load_stage(source, program, state, crossing=crossing)

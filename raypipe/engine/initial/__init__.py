@@ -1,10 +1,7 @@
-"""Models whose weights this process never holds: built on the meta device, filled where their stages are.
+"""Models whose weights this process never holds: built on the meta device, filled on the workers that hold the stages.
 
-function --built_without_weights--> model, parameters on meta        building.py
-                  |                      |
-                  |                      +--stand_ins--> traced like a model on the CPU         stand_ins.py
-                  +--> InitTape: what was done to every parameter    tape.py
-                          |
-stages  <--KeyedInit------+        a tape, played for the parameters of a stage
-        <--WeightFiles-------      safetensors files                 files.py
+function --build_on_meta--> model, parameters on meta, buffers with values     meta_init.py
+                  |
+stages  <--ModuleInit       reset_parameters, _init_weights, ... per module     meta_init.py
+        <--WeightFiles      safetensors files                                   weight_files.py
 """

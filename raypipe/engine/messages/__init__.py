@@ -1,11 +1,11 @@
-"""What stages send each other: the frame of a message, and what every channel that carries one must do.
+"""Messages between stages: the frame of a message, and the contract of every channel that carries one.
 
     tensors --frame.encode--> header | payload --channel--> header | payload --frame.decode--> tensors
-              record.py         one record a tensor                          layout.py: strides over raw bytes
+              record.py         memory layout and record of a tensor
               checked_frame.py  checksums, on links between hosts
-              device_frame.py   the payload stays on a GPU
 
-    channel.py    what every channel does; inbox.py is where messages wait for the executor
+    channel.py     the contract of channels, the inbox for messages that arrived, and the in-memory channel
+    transfer.py    copies between host memory and a device
 
-The channels of a network are in runtime/links/, that between two workers of one process is memory_channel.py.
+The channels of a network are in runtime/transport/.
 """

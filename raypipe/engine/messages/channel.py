@@ -1,49 +1,58 @@
-"""A channel joins two workers: whole messages, both ways, in the order of the schedule.
+"""Channels between two workers: the contract of every kind, and the in-memory channel between workers of one process.
 
-The *sender's action* is the message key: stage 1 asks for ``0SEND_F5`` and gets what stage 0 sent
-under it. Together with the generation this is all the addressing there is.
+A message is addressed by the sender's action and the generation: stage 1 receives under ``0SEND_F5`` what stage 0 sent
+under ``0SEND_F5``.
+
+InMemoryChannel passes the contract tests of the sockets, and copies through the same headers, so that a local run has
+the same layouts, flags, limits and codecs. The sender both encodes and decodes. It does so in the calling thread until
+the first message whose tensors are still being copied to the host; from then on in a thread of the link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raypipe.engine.codec import Codec
-from raypipe.engine.codec.coded import CodedTensor
-from raypipe.engine.messages.frame import Frame
+from raypipe.engine.codec import Codec, Codecs
+from raypipe.engine.codec.codec import CodedTensor
+from raypipe.engine.codec.host import one_core
+from raypipe.engine.device.thread_pool import ThreadPool
+from raypipe.engine.messages import frame
+from raypipe.engine.messages.frame import Head, PendingCopy
+from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
-__all__ = ["Channel", "Message", "Stamp"]
-
 Payload = Sequence[torch.Tensor | CodedTensor | None]
-"""Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
+"""Boundary tensors, in the order of the stage's outputs; None for a tensor that is not sent (an unneeded gradient)."""
 
 
 class Stamp(NamedTuple):
-    """How a message travelled.
+    """Times and size of a message.
 
     Attributes:
-        sent_at_s: on the sender's wall clock, after any encoding.
-        arrived_at_s: on the receiver's, when its last byte was there, before any decoding.
-        wire_bytes: of the payload, after any codec.
-        damaged: messages that came damaged on this way since the one before, and were asked for again.
+        sent_at_s: time of sending on the sender's wall clock, after encoding.
+        arrived_at_s: time of arrival of the last byte on the receiver's wall clock, before decoding.
+        wire_bytes: size of the encoded payload.
     """
 
     sent_at_s: float = 0.0
     arrived_at_s: float = 0.0
     wire_bytes: int = 0
-    damaged: int = 0
 
 
 class Message(tuple[torch.Tensor | None, ...]):
-    """What arrived: the tensors, and what its header said.
+    """Tensors of a message that arrived, and the fields of its header.
 
     Attributes:
-        weight_version: of the micro-batch; 0 where the sender said nothing.
-        stamp: how it travelled.
+        weight_version: weight version of the micro-batch; 0 if the sender gave none.
+        stamp: timestamps and size.
     """
 
     weight_version: int = 0
@@ -51,29 +60,29 @@ class Message(tuple[torch.Tensor | None, ...]):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor | None], weight_version: int, stamp: Stamp) -> Message:
-        made = cls(tensors)
-        made.weight_version, made.stamp = weight_version, stamp
-        return made
+        message = cls(tensors)
+        message.weight_version, message.stamp = weight_version, stamp
+        return message
 
 
 class Channel(Protocol):
     """One worker's end of a link. Every implementation passes tests/contract/channel.py."""
 
     name: str
-    """For messages to people: ``stage 0 <-> stage 1``."""
+    """Shown in errors: ``stage 0 <-> stage 1``."""
 
     on_device: bool
-    """Tensors that lie on the device that computes are taken and given there, encoded and decoded too."""
+    """True if tensors are sent from, received into, encoded and decoded in the memory of the computing device."""
 
     @property
     def busy(self) -> bool:
-        """Whether something that was handed over has not left yet, so that other traffic would delay it."""
+        """True while a message of ``send`` is not yet sent, so that other traffic would delay it."""
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
-        """Hand over tensors and return at once; nobody may change them until they are sent.
+        """Begin to send tensors, and return at once; the caller must not change them until they are sent.
 
         Args:
-            weight_version: travels in the header, for ``Message.weight_version`` on the other side.
+            weight_version: value that ``Message.weight_version`` of the received message gets.
 
         Raises:
             LinkError: the link failed or was aborted, now or before.
@@ -82,37 +91,253 @@ class Channel(Protocol):
     def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sent under ``action``.
 
-        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one. Type, shape and strides
-        are the sender's, whatever codec it came in.
+        A tensor that requires a gradient arrives as a leaf that requires one. Dtype, shape and strides are the
+        sender's, with any codec.
 
         Raises:
             LinkError: deadline missed, peer gone, wrong header, or aborted; names link, action, micro-batch.
         """
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
-        """Put what this end sends from now on into these codecs; the other end need not be told.
+        """Set the codecs of the messages that this end sends from now on; the other end needs no call.
 
-        For activations that require a gradient (SEND_F) and for gradients (SEND_B); nothing else is ever changed, see
-        engine/codec. A channel begins with none. Links with threads of their own encode and decode there.
-        """
-
-    def keep_sent(self, keep: Callable[[Action, Frame], None]) -> None:
-        """Have every message looked at before it leaves, in the thread that sends it, as it is encoded.
-
-        Whoever looks copies what it wants. Not of links between devices: what crosses them never is in host memory.
+        Args:
+            codec_forward: codec of activations that require a gradient (SEND_F); at first none.
+            codec_backward: codec of gradients (SEND_B); at first none. Other tensors are never encoded, see
+                engine/codec.
         """
 
     def leave_coded(self) -> None:
-        """Deliver tensors that come in a codec as CodedTensor from now on, for a device that decodes them itself."""
+        """Return encoded tensors from ``recv`` as CodedTensor from now on, for a device that decodes them itself."""
 
     def abort(self, reason: str) -> None:
         """End every wait on both sides now, from any thread; the channel stays unusable."""
 
     def leave(self, reason: str) -> None:
-        """Give up in good order, from any thread: the peer gets what was handed over, then an abort with ``reason``.
+        """Send all messages of earlier ``send`` calls, then an abort with ``reason``; from any thread.
 
-        A stage that fails leaves, so that the steps it took part in end on every stage before the failure is felt.
+        A stage that fails calls this, so that other stages get the messages of its finished steps before the abort.
         """
 
     def close(self) -> None:
-        """Send what was handed over (within a deadline), then release threads and sockets. Safe to call twice."""
+        """Send all messages of earlier ``send`` calls, within a deadline; then release threads and sockets. It may be
+        called twice.
+        """
+
+
+class Inbox:
+    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action.
+
+    Args:
+        name: name of the channel, for error messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._messages: dict[Action, Message] = {}
+        self._error: LinkError | None = None
+        self._lock = threading.Lock()
+        # A bare lock per waiting thread: half the time to wake of a Condition, and only the one concerned wakes.
+        self._waiting: list[tuple[Action, threading.Lock]] = []
+
+    def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
+        """Store a message, or drop it after a failure. A second message of one action is a failure.
+
+        Args:
+            arrived_at_s: see Stamp.
+        """
+        action = head.action
+        stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
+        message = Message.of(tensors, head.weight_version, stamp)
+        with self._lock:
+            twice = action in self._messages
+            if self._error is None and not twice:
+                self._messages[action] = message
+                self._wake(action)
+        if twice:
+            self.fail(LinkError(f"{self.name}: {action.words} came twice."))
+
+    def take(self, action: Action, timeout_s: float) -> Message:
+        """Wait for the message of ``action`` and remove it.
+
+        Raises:
+            LinkError: it did not come within ``timeout_s``, or the channel failed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        woken = threading.Lock()
+        woken.acquire()
+        while True:
+            with self._lock:
+                if action in self._messages:
+                    return self._messages.pop(action)
+                if self._error is not None:
+                    message = f"{self._error} (waiting for {action.words})"
+                    raise type(self._error)(message) from self._error
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise LinkError(
+                        f"{self.name}: {action.words} did not come within {timeout_s:g} s. "
+                        "The peer is slower than the deadline, hangs, or its network is cut."
+                    )
+                self._waiting.append((action, woken))
+            if not woken.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+                self._give_up((action, woken))
+
+    def fail(self, error: LinkError, *, keep: bool = False) -> None:
+        """End all waits, now and later, with ``error``, or with the error of the first call of this method.
+
+        Args:
+            keep: True if messages that have arrived may still be taken, because the peer ended in good order.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            if not keep:
+                self._messages.clear()
+            self._wake(None)
+
+    def _wake(self, action: Action | None) -> None:
+        """Wake the threads that wait for ``action``, or all threads if it is None. The caller must hold the lock."""
+        still = []
+        for wanted, woken in self._waiting:
+            if action is None or wanted == action:
+                woken.release()
+            else:
+                still.append((wanted, woken))
+        self._waiting = still
+
+    def _give_up(self, waiter: tuple[Action, threading.Lock]) -> None:
+        """Remove a waiting thread after its deadline, unless it was woken at that moment."""
+        with self._lock:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            else:
+                waiter[1].acquire()
+
+
+CLOSE_TIMEOUT_S = 5.0
+"""Maximum time for which ``close`` and ``leave`` wait until all messages are sent."""
+
+
+class _End:
+    """One end of an in-memory link: messages that have arrived, and the error that ended it.
+
+    Each of the two channels refers to both ends but not to the other channel, so that both are freed at once.
+    """
+
+    def __init__(self, name: str, generation: int) -> None:
+        self.generation = generation
+        self.inbox = Inbox(name)
+        self.coded = False
+        self._lock = threading.Lock()
+        self._error: LinkError | None = None
+
+    def fail(self, error: LinkError, *, keep: bool = False) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self.inbox.fail(error, keep=keep)
+
+    def raise_if_failed(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise type(self._error)(str(self._error)) from self._error
+
+
+class InMemoryChannel:
+    """End of an in-memory link; see the Channel protocol. ``pair`` creates both ends."""
+
+    on_device = False
+
+    def __init__(self, name: str, max_tensors: int, own: _End, other: _End) -> None:
+        self.name = name
+        self.generation = own.generation
+        self.max_tensors = max_tensors
+        self._own, self._other = own, other
+        self._codecs = Codecs()
+        self._pool: ThreadPool[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @classmethod
+    def pair(cls, name: str, generation: int, max_tensors: int) -> tuple[InMemoryChannel, InMemoryChannel]:
+        """Create both ends of a link whose messages have at most ``max_tensors`` tensors."""
+        ends = _End(name, generation), _End(name, generation)
+        return cls(name, max_tensors, *ends), cls(name, max_tensors, *reversed(ends))
+
+    def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
+        self._own.raise_if_failed()
+        frame.check_count(action, tensors, self.max_tensors)
+        order = action, tensors, weight_version, self._codecs.of(action.op)
+        if self._pool is None and isinstance(tensors, PendingCopy):
+            self._pool = ThreadPool(f"raypipe-send {self.name}", 1)
+        if self._pool is None:
+            self._carry(*order)
+        else:
+            self._pool.submit([partial(self._carry_in_thread, *order)])
+
+    def _carry_in_thread(self, *order: Any) -> None:
+        """Send a message in the link's own thread."""
+        one_core()
+        try:
+            self._carry(*order)
+        except Exception as error:  # noqa: BLE001  (a thread that ends in silence would leave both ends waiting)
+            self.abort(str(error) if isinstance(error, LinkError) else f"sending failed: {error!r}")
+
+    def _carry(self, action: Action, tensors: Payload, weight_version: int, codec: Codec) -> None:
+        message = frame.encode(
+            action,
+            tensors,
+            generation=self.generation,
+            max_tensors=self.max_tensors,
+            weight_version=weight_version,
+            codec=codec,
+        )
+        try:
+            head = frame.parse(message.header, generation=self._other.generation, max_tensors=self.max_tensors)
+        except LinkError as error:  # what the receiving end of a network would find
+            self.abort(str(error))
+            return
+        if head.generation == self._other.generation:
+            payload = frame.gather(message)
+            arrived_at_s = time.time()
+            received = frame.decode(head, payload, coded=self._other.coded)
+            self._other.inbox.deliver(head, received, arrived_at_s)
+
+    def _sent(self) -> None:
+        """Wait until the link's thread has sent all messages, at most CLOSE_TIMEOUT_S."""
+        if self._pool is not None:
+            with suppress(Empty):
+                self._pool.submit([_nothing]).get(timeout=CLOSE_TIMEOUT_S)
+
+    def recv(self, action: Action, timeout_s: float) -> Message:
+        return self._own.inbox.take(action, timeout_s)
+
+    def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
+        self._codecs = Codecs(codec_forward, codec_backward)
+
+    def leave_coded(self) -> None:
+        self._own.coded = True
+
+    def abort(self, reason: str) -> None:
+        error = LinkAbortedError(f"{self.name}: aborted: {reason}")
+        for end in (self._own, self._other):
+            end.fail(error)
+
+    def leave(self, reason: str) -> None:
+        self._sent()
+        self._own.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"))
+        self._other.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
+
+    def close(self) -> None:
+        self._sent()
+        if self._pool is not None:
+            self._pool.close()
+        error = LinkError(f"{self.name}: closed.")
+        self._own.fail(error)
+        self._other.fail(error, keep=True)
+
+
+def _nothing() -> None:
+    """Do nothing; the result shows that a thread has finished all earlier calls."""

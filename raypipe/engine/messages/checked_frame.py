@@ -1,66 +1,85 @@
-"""Frames with checksums: the seal behind the header of one, on a checked link, so that damage on the way is seen.
+"""Checksums of frames: a seal behind the header, on a checked link, so that bits that change on the way are noticed.
 
-    header | number | checksum of the payload | checksum of all before it | payload
-             `------------------ seal ------------------'
+    header | checksum of the payload | checksum of all before it | payload
+             `---------------- seal -----------------'
 
-The header's checksum is looked at before its payload's size is believed. The number counts the messages of one
-direction of a link; by it a damaged one is asked for again. TCP's own checksum has 16 bits, and network cards and
-middle boxes compute it anew over what they damaged. Source: XXH3 of https://github.com/Cyan4973/xxHash, 64 bits. It
-detects damage, never forgery.
+The header is checked before the payload size in it is used. TCP's own checksum has 16 bits only, and network cards and
+middle boxes that damage data compute a new one over the damaged data. The checksum is XXH3 of
+https://github.com/Cyan4973/xxHash, 64 bits. It detects damage, but no forgery.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import xxhash
 
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.frame import Frame
+from raypipe.engine.messages.frame import Frame, Head
 from raypipe.errors import LinkError
 
-__all__ = ["SEAL_BYTES", "Seal", "checksum", "guessed_name", "opened", "sealed"]
-
-_SEAL = struct.Struct("<QQQ")
-SEAL_BYTES = _SEAL.size
-_SUM_BYTES = 8
-
-
-class Seal(NamedTuple):
-    """Of a header that came undamaged: the number of its message, and the checksum that its payload has to have."""
-
-    number: int
-    payload_checksum: int
+_SUM = struct.Struct("<Q")
+SEAL_BYTES = 2 * _SUM.size
 
 
 def checksum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    """XXH3 of the bytes of all parts, one behind the other."""
-    found = xxhash.xxh3_64()
+    """Compute XXH3 over the bytes of all parts, in order."""
+    digest = xxhash.xxh3_64()
     for part in parts:
-        found.update(part)
-    return found.intdigest()
+        digest.update(part)
+    return digest.intdigest()
 
 
-def sealed(message: Frame, number: int) -> bytes:
-    """The header of a frame with its seal, for which the payload is read once."""
-    begin = message.header + struct.pack("<QQ", number, checksum(message.buffers))
-    return begin + struct.pack("<Q", xxhash.xxh3_64_intdigest(begin))
+def sealed(message: Frame) -> bytes:
+    """Return the header of a frame followed by its seal; the payload is read once, for its checksum."""
+    begin = message.header + _SUM.pack(checksum(message.buffers))
+    return begin + _SUM.pack(xxhash.xxh3_64_intdigest(begin))
 
 
-def opened(header: bytes | bytearray | memoryview) -> Seal | None:
-    """What the seal behind a header says; None where the header or the seal changed on its way."""
-    number, payload_checksum, own_checksum = _SEAL.unpack_from(header, len(header) - SEAL_BYTES)
-    if xxhash.xxh3_64_intdigest(header[: len(header) - _SUM_BYTES]) != own_checksum:
-        return None
-    return Seal(number, payload_checksum)
+def parse(
+    header: bytes | bytearray | memoryview, *, generation: int, max_tensors: int, checked: bool
+) -> tuple[Head, int | None]:
+    """Return (parsed header, checksum that the payload must have).
+
+    Args:
+        checked: True if the header ends with a seal; if False, the returned checksum is None.
+
+    Raises:
+        LinkError: header or seal are damaged, or ``frame.parse`` refuses the header.
+    """
+    if not checked:
+        return frame.parse(header, generation=generation, max_tensors=max_tensors), None
+    plain = header[:-SEAL_BYTES]
+    (expected,), received = _SUM.unpack_from(header, len(header) - _SUM.size), checksum([header[: -_SUM.size]])
+    if received != expected:
+        raise _damaged(_guessed_name(plain, generation, max_tensors), "header", received, expected)
+    (payload_checksum,) = _SUM.unpack_from(header, len(header) - SEAL_BYTES)
+    return frame.parse(plain, generation=generation, max_tensors=max_tensors), payload_checksum
 
 
-def guessed_name(number: int, header: bytes | bytearray | memoryview, *, generation: int, max_tensors: int) -> str:
-    """What a message whose header is damaged seems to be, for people; ``header`` is without its seal."""
+def check_payload(head: Head, payload: Iterable[bytes | bytearray | memoryview], expected: int | None) -> None:
+    """Compare the checksum of a received payload with ``expected``, the sender's; None skips the check.
+
+    Raises:
+        LinkError: the checksums differ.
+    """
+    if expected is not None and (received := checksum(payload)) != expected:
+        raise _damaged(head.action.words, "payload", received, expected)
+
+
+def _guessed_name(plain: bytes | bytearray | memoryview, generation: int, max_tensors: int) -> str:
+    """Name a message from its damaged header, as far as that can still be read."""
     try:
-        action = frame.parse(header, generation=generation, max_tensors=max_tensors).action
+        action = frame.parse(plain, generation=generation, max_tensors=max_tensors).action
     except LinkError as error:
-        return f"message {number} with a damaged header ({str(error).rstrip('.')})"
-    return f"message {number}, by its damaged header {action.words},"
+        return f"a message with an unreadable header ({str(error).rstrip('.')})"
+    return f"a message, by its damaged header {action.words},"
+
+
+def _damaged(name: str, part: str, received: int, expected: int) -> LinkError:
+    return LinkError(
+        f"{name} arrived damaged: its {part} has checksum {received:016x}, its sender computed {expected:016x}. "
+        "Something between the two hosts changes bits: check network cards and memory. To train on after such an "
+        "error, set FailureConfig(max_failures=...): the run then opens its links again and repeats the step."
+    )

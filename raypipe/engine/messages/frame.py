@@ -5,32 +5,36 @@
     | prelude | record 0 | ... | record max_tensors-1 | | tensor 0 | pad | tensor 1 | ...
     +---------+----------+-----+----------------------+ +----------+-----+----------+
 
-The header has the same size for every message of a channel, so a receiver knows how much to read
-before it knows anything else. A tensor travels as its raw memory, or as what a codec made of it, and
-its strides with it: a channels_last activation arrives channels_last, because kernels choose their
-path, and so their bits, by layout. For the same reason every tensor starts at a multiple of 64 bytes.
-Each record says its codec, so a receiver needs to know nothing of the sender's choice.
+All headers of a channel have the same size, which the receiver must know before it reads one. A tensor is sent as its
+raw memory, or as a codec's output, together with its strides: a channels_last activation arrives channels_last, because
+kernels, and so bits, depend on the layout. For the same reason every tensor starts at a multiple of 64 bytes. Each
+record names its codec, so that the receiver need not know the sender's choice.
 
-Nothing in a header is believed: ``parse`` and ``decode`` answer any bytes with tensors that lie
-inside the payload or with a LinkError. Left out: devices (tensors are in host memory here) and
-checksums (checked_frame.py).
+Headers are not trusted: for any bytes, ``parse`` and ``decode`` return tensors that are inside the payload or raise a
+LinkError. Checksums are in checked_frame.py. ``encode_on`` and ``decode_on`` are ``encode`` and ``decode`` for payloads
+that stay on a device.
+
+Tensors that are still being copied to host memory are sent as a PendingCopy, so that the computing thread does not
+wait:
+
+    compute         F0 | send(pending copy) | F1 ...       the next forward is launched at once
+    device             F0 ........| copy | F1 ...
+    sending thread                  waits | header, payload --> link
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from raypipe.engine.codec import NONE, Codec, host
-from raypipe.engine.codec.choice import rounding_key, travels_coded
-from raypipe.engine.codec.coded import CodedTensor
-from raypipe.engine.messages import layout
-from raypipe.engine.messages.late import arrived
+from raypipe.engine.codec.codec import CodedTensor, travels_coded
+from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.messages.record import (
     ALIGNMENT_BYTES,
     NO_TENSOR,
@@ -39,26 +43,33 @@ from raypipe.engine.messages.record import (
     Described,
     TensorRecord,
     describe,
+    is_plain,
     parse_records,
     prepare,
+    raw_bytes,
 )
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
+from raypipe.splitmix import mixed
 
-__all__ = [
-    "PAYLOAD_LIMIT_BYTES",
-    "Frame",
-    "Head",
-    "TensorRecord",
-    "decode",
-    "encode",
-    "gather",
-    "header_bytes",
-    "header_of",
-    "is_coded",
-    "key_of",
-    "parse",
-]
+
+class PendingCopy(tuple[torch.Tensor | CodedTensor | None, ...]):
+    """Tensors in host memory whose values are defined once ``arrive`` has returned; any thread may call it."""
+
+    arrive: Callable[[], None]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor | CodedTensor | None], arrive: Callable[[], None]) -> PendingCopy:
+        pending = cls(tensors)
+        pending.arrive = arrive
+        return pending
+
+
+def wait_for_copies(tensors: object) -> None:
+    """Wait until these tensors may be read; return at once unless they are a PendingCopy."""
+    if isinstance(tensors, PendingCopy):
+        tensors.arrive()
+
 
 MAGIC = b"RPFR"
 VERSION = 2
@@ -69,16 +80,17 @@ _PRELUDE = struct.Struct("<4sHIBHQHIQd")
 _OPS = tuple(Op)
 _OP_CODES = {op: code for code, op in enumerate(_OPS)}
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
 Payload = Sequence[torch.Tensor | CodedTensor | None]
-"""What a message has; what a device has encoded travels as it is."""
+"""Tensors of a message; a CodedTensor is already encoded and sent unchanged."""
 
 Allocate = Callable[[int], torch.Tensor]
-"""Bytes -> memory as a uint8 tensor, at a multiple of 64 bytes."""
+"""Function that allocates memory: number of bytes -> uint8 tensor whose address is a multiple of 64 bytes."""
 
 
 class Head(NamedTuple):
-    """A checked header. ``sent_at_s`` is the sender's wall clock, for measuring links."""
+    """Checked header of a message. ``sent_at_s`` is the time on the sender's wall clock, for measuring links."""
 
     generation: int
     action: Action
@@ -89,10 +101,10 @@ class Head(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A message ready to be written: ``header``, then every buffer in order.
+    """Frame of a message, ready to be written: ``header``, then every buffer in order.
 
-    The buffers are views of the tensors' own memory, but where a codec made new bytes, and keep it alive; nobody may
-    write to it until they are sent.
+    The buffers are views of the tensors' memory or of a codec's output, and keep that memory alive. It must not be
+    changed until the buffers are sent.
     """
 
     header: bytes
@@ -101,12 +113,16 @@ class Frame(NamedTuple):
 
 
 def header_bytes(max_tensors: int) -> int:
-    """Size of the header on a channel whose messages have at most ``max_tensors`` tensors."""
+    """Return the size of the header on a channel whose messages have at most ``max_tensors`` tensors."""
     return _PRELUDE.size + max_tensors * RECORD_BYTES
 
 
 def check_count(action: Action, tensors: Payload, max_tensors: int) -> None:
-    """Refuse a message with more tensors than its channel's header has room for; names the action."""
+    """Check that a message has at most ``max_tensors`` tensors.
+
+    Raises:
+        LinkError: it has more; names the action.
+    """
     if len(tensors) > max_tensors:
         raise LinkError(f"{action.words} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
 
@@ -120,63 +136,106 @@ def encode(
     weight_version: int = 0,
     codec: Codec = NONE,
 ) -> Frame:
-    """Describe ``tensors`` and point at their memory, without a copy unless a tensor has gaps or a codec applies.
+    """Create the frame of a message, without a copy unless a tensor has gaps or overlaps, or is encoded by a codec.
 
-    Late ones are waited for, so this is done by whoever sends, and not by who computes where there is another thread.
-    A stride of 0 (an expanded dimension) is kept and only the distinct elements travel. A tensor
-    with gaps or overlaps is packed first, its dimensions in the same order of strides.
+    Waits for pending copies, so that it should run in a sending thread if there is one, not in the computing thread. A
+    stride of 0 (an expanded dimension) is kept, and only the distinct elements are sent. A tensor with gaps or overlaps
+    is packed first; the order of its strides is kept.
 
     Args:
-        codec: for tensors that it applies to; of a forward message only for those that require a gradient, which masks
-            and positions do not.
+        codec: codec of the tensors that it supports. In a forward message it encodes only tensors that require a
+            gradient, so no masks or positions.
 
     Raises:
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
     """
     check_count(action, tensors, max_tensors)
-    arrived(tensors)
-    described: list[Described | None] = []
-    held: list[torch.Tensor | None] = []
-    for place, tensor in enumerate(tensors):
-        known, memory = (None, None) if tensor is None else _as_it_travels(action, place, tensor, codec)
-        described.append(known)
-        held.append(memory)
+    wait_for_copies(tensors)
+    described, parts = _described(CPU, action, tensors, codec)
     header, places, payload_bytes = header_of(
         action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
     )
-    return Frame(header, _buffers(described, held, places), payload_bytes)
-
-
-def _buffers(
-    described: Sequence[Described | None], held: Sequence[torch.Tensor | None], places: Sequence[int]
-) -> list[memoryview]:
-    """What is written one after the other: memory of each tensor at its place, and padding between."""
     buffers: list[memoryview] = []
     end_bytes = 0
-    for known, memory, begin_bytes in zip(described, held, places, strict=True):
-        if known is not None and memory is not None and known.extent_bytes:
+    for begin_bytes, (memory, nbytes) in zip(places, parts, strict=True):
+        if nbytes:
             if padding_bytes := begin_bytes - end_bytes:
                 buffers.append(_PADDING[:padding_bytes])
-            buffers.append(layout.raw_bytes(memory, known.extent_bytes))
-            end_bytes = begin_bytes + known.extent_bytes
-    return buffers
+            buffers.append(raw_bytes(memory, nbytes))
+            end_bytes = begin_bytes + nbytes
+    return Frame(header, buffers, payload_bytes)
 
 
-def _as_it_travels(
-    action: Action, place: int, tensor: torch.Tensor | CodedTensor, codec: Codec
+def encode_on(
+    device: Device,
+    action: Action,
+    tensors: Payload,
+    *,
+    generation: int,
+    max_tensors: int,
+    weight_version: int,
+    codec: Codec,
+) -> tuple[bytes, torch.Tensor]:
+    """Create the frame of a message on a device, in the current stream; return (header, payload, uint8). See
+    ``encode``.
+    """
+    described, parts = _described(device, action, tensors, codec)
+    header, places, payload_bytes = header_of(
+        action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
+    )
+    payload = device.empty(payload_bytes, torch.uint8)
+    for begin, (memory, nbytes) in zip(places, parts, strict=True):
+        if nbytes:
+            flat = memory.detach().as_strided((nbytes // memory.element_size(),), (1,)).to(device.place)
+            payload[begin : begin + nbytes].copy_(flat.view(torch.uint8))
+    return header, payload
+
+
+def _described(
+    device: Device, action: Action, tensors: Payload, codec: Codec
+) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
+    """Return, for the tensors of a message, (their records; for each, the memory to send and its number of bytes)."""
+    described: list[Described | None] = []
+    parts: list[tuple[torch.Tensor, int]] = []
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            described.append(None)
+            parts.append((_NO_MEMORY, 0))
+            continue
+        known, memory = _as_sent(device, action, place, tensor, codec)
+        described.append(known)
+        parts.append((memory, known.extent_bytes))
+    return described, parts
+
+
+def _as_sent(
+    device: Device, action: Action, place: int, tensor: torch.Tensor | CodedTensor, codec: Codec
 ) -> tuple[Described, torch.Tensor]:
-    """What the header says of it, and the memory that goes: its own, a packed copy's, or what the codec makes."""
-    if isinstance(tensor, CodedTensor):
-        return _as_encoded(tensor), tensor.wire
-    name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
+    """Return (record of a tensor, memory to send); the memory is the tensor's own, a packed copy
+    or a codec's output.
+    """
     known = None
-    if layout.is_plain(tensor):
+    if isinstance(tensor, CodedTensor):
+        known = describe(tensor.dtype, tensor.shape, tensor.strides, tensor.requires_grad, tensor.codec)
+        assert known is not None, "a device encodes dense tensors"
+        assert known.codec == tensor.codec, "in codecs that apply to them"
+        return known, tensor.wire
+    name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
+    if is_plain(tensor) and (tensor.is_cpu or not device.immediate):
         known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
     if known is None:
-        tensor, known = prepare(action, tensor, name)
-    if known.codec != "none" and known.extent_bytes:
-        tensor = _coded(action, place, tensor, known, codec)
-    return known, tensor
+        tensor, known = prepare(action, tensor, name, on_host=device.immediate)
+    if known.codec == "none" or not known.extent_bytes:
+        return known, tensor
+    if not (device.codes or device.immediate):
+        raise LinkError(
+            f"{action.words}: links between devices encode there, and {device.title} has no CuPy. Install it (pip "
+            "install 'raypipe[cuda13]'), leave codecs out, or take transport='tcp'."
+        )
+    flat = tensor.detach().as_strided((known.elements,), (1,)).to(device.place)
+    wire = device.empty(known.extent_bytes, torch.uint8)
+    device.encode(known.codec, flat, wire, key_of(codec, action, place))
+    return known, wire
 
 
 def header_of(
@@ -187,10 +246,10 @@ def header_of(
     max_tensors: int,
     weight_version: int = 0,
 ) -> tuple[bytes, list[int], int]:
-    """(header, where each tensor begins in the payload, bytes of the payload) of a message of such tensors.
+    """Return (header, offset of each tensor in the payload, size of the payload), offsets and size in bytes.
 
     Raises:
-        LinkError: they are too large; names the action.
+        LinkError: the payload is too large; names the action.
     """
     places: list[int] = []
     end_bytes = 0
@@ -224,9 +283,9 @@ def parse(
     max_tensors: int,
     payload_limit_bytes: int = PAYLOAD_LIMIT_BYTES,
 ) -> Head:
-    """Check a header before a byte of payload is allocated or read.
+    """Parse and check a header, before memory for the payload is allocated.
 
-    An *older* generation is returned like any other: the caller reads past its payload and drops it.
+    The header of an older generation is returned too; the caller must read its payload and drop it.
 
     Raises:
         LinkError: the header is damaged, of another version, or of a newer generation.
@@ -254,28 +313,31 @@ def parse(
 
 
 def key_of(codec: Codec, action: Action, place: int) -> int | None:
-    """Of random rounding, for the tensor at this place of a message; None for a codec that rounds to the nearest."""
+    """Return the key of stochastic rounding for the tensor at index ``place`` of a message; None if the codec rounds to
+    nearest.
+    """
     if codec.rounding_seed is None:
         return None
-    return rounding_key(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
+    return mixed(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
 
 
 def is_coded(head: Head) -> bool:
-    """Whether a tensor of the message is in a codec, so that it does not lie in the payload as it is."""
+    """Return True if a tensor of the message is encoded by a codec."""
     return any(record is not None and record.codec != "none" for record in head.records)
 
 
 def decode(
     head: Head, payload: torch.Tensor, allocate: Allocate | None = None, *, coded: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Tensors over ``payload``, a uint8 tensor of exactly ``head.payload_bytes`` that nobody else uses.
+    """Create the tensors of a message, which share the memory of ``payload``.
 
-    Each is a leaf with a version counter of its own: a stage that writes to one in place does not
-    make autograd distrust its neighbours, which views of one buffer would. A tensor in a codec gets memory of its own,
-    from ``allocate`` where it is given.
+    Each tensor is a leaf with its own version counter. If a stage changes one in place, autograd therefore does not
+    refuse the others, as it would refuse views of one buffer. Encoded tensors are decoded into separate memory.
 
     Args:
-        coded: leave those in a codec as they came: as CodedTensor, which whoever asks for them knows of.
+        payload: uint8, shape (head.payload_bytes,), without other users.
+        allocate: allocates the memory of decoded tensors; None uses torch.empty.
+        coded: True returns encoded tensors as CodedTensor, without decoding.
 
     Raises:
         LinkError: the payload has another size.
@@ -300,29 +362,13 @@ def decode(
 
 
 def gather(frame: Frame, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The payload of a frame, copied into the front of a uint8 tensor, a fresh one where none is given."""
+    """Copy the payload of a frame into the first bytes of ``into``, a uint8 tensor, or into a new tensor; return it."""
     payload = torch.empty(frame.payload_bytes, dtype=torch.uint8) if into is None else into
     target, start = payload.numpy(), 0
     for buffer in frame.buffers:
         target[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
         start += buffer.nbytes
     return payload
-
-
-def _coded(action: Action, place: int, tensor: torch.Tensor, known: Described, codec: Codec) -> torch.Tensor:
-    """The bytes of a dense tensor in its codec; its elements are taken in the order of memory."""
-    wire = torch.empty(known.extent_bytes, dtype=torch.uint8)
-    flat = tensor.detach().as_strided((known.elements,), (1,))
-    host.encode(known.codec, flat, wire, key_of(codec, action, place))
-    return wire
-
-
-def _as_encoded(tensor: CodedTensor) -> Described:
-    """The record of what a device has encoded, by the same rules as here."""
-    known = describe(tensor.dtype, tensor.shape, tensor.strides, tensor.requires_grad, tensor.codec)
-    assert known is not None, "a device encodes dense tensors"
-    assert known.codec == tensor.codec, "in codecs that apply to them"
-    return known
 
 
 def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
@@ -332,9 +378,24 @@ def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
 
 
 def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:
-    """The distinct elements of a tensor in a codec, in memory of their own."""
+    """Decode the distinct elements of a tensor into new memory, uint8."""
     nbytes = record.elements * record.dtype.itemsize
     memory = torch.empty(nbytes, dtype=torch.uint8) if allocate is None else allocate(nbytes)
     wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]
     host.decode(record.codec, wire, memory.view(record.dtype))
     return memory
+
+
+def decode_on(device: Device, head: Head, payload: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Create the tensors of a message over its payload on the device, in the current stream; encoded tensors are
+    decoded into separate memory.
+    """
+    tensors: list[torch.Tensor | None] = []
+    for tensor in decode(head, payload, coded=True):
+        if not isinstance(tensor, CodedTensor):
+            tensors.append(tensor)
+            continue
+        flat = device.empty(tensor.elements, tensor.dtype)
+        device.decode(tensor.codec, tensor.wire, flat)
+        tensors.append(flat.as_strided(tensor.shape, tensor.strides).detach().requires_grad_(tensor.requires_grad))
+    return tuple(tensors)

@@ -1,31 +1,85 @@
-"""Records: how a frame's header describes one tensor, in a fixed number of bytes.
+"""Memory layout of a tensor, and the record of fixed size that describes it in a frame's header.
 
-    dtype, flags, dimensions, codec | 8 sizes | 8 strides
+    dense        channels_last, transposed, contiguous      its memory extent, as it is
+    expanded     a stride of 0 over more than one element   the distinct elements only
+    other        gaps (x[::2]) or overlaps (unfold)         packed first, order of strides kept
 
-A tensor is described as the receiver shall have it; the codec says what its bytes in the payload are. Nothing in a
-record is believed.
+    record       dtype, flags, dimensions, codec | 8 sizes | 8 strides
+
+A tensor is described as the receiver gets it; the codec determines its bytes in the payload. No field of a received
+record is used unchecked.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 import struct
 from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.codec.choice import CODECS, applies, wire_bytes
-from raypipe.engine.messages import layout
+from raypipe.engine.codec.codec import CODECS, applies, wire_bytes
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action
 
-__all__ = [
-    "ALIGNMENT_BYTES", "NO_TENSOR", "PAYLOAD_LIMIT_BYTES", "RECORD_BYTES", "Described", "TensorRecord", "describe",
-    "parse_records", "prepare",
-]  # fmt: skip
+
+def span(shape: tuple[int, ...]) -> int:
+    """Return the product of all sizes, with 0 counted as 1: an upper bound in checks of shapes and strides."""
+    return math.prod(max(size, 1) for size in shape)
+
+
+@functools.lru_cache(maxsize=256)
+def distinct_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """Return the number of elements in memory of a dense or expanded tensor; None for one with gaps or overlaps."""
+    if 0 in shape:
+        return 0
+    elements = 1
+    for stride, size in sorted((t, s) for s, t in zip(shape, strides, strict=True) if s != 1 and t != 0):
+        if stride != elements:
+            return None
+        elements *= size
+    return elements
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor has strides, and its memory contains its values (no lazy conjugation or negation)."""
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+
+
+def densified(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense or expanded tensor with the same values; a tensor with gaps or overlaps is copied and packed."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    shape, strides = tuple(plain.shape), plain.stride()
+    if distinct_elements(shape, strides) is not None:
+        return plain
+    distinct = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+    packed, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if strides[dim]:
+            packed[dim] = step
+            step *= distinct[dim]
+    copy = torch.empty_strided(distinct, packed, dtype=plain.dtype, device=plain.device)
+    copy.copy_(plain.as_strided(distinct, strides))
+    return copy.as_strided(shape, packed)
+
+
+def raw_bytes(tensor: torch.Tensor, extent_bytes: int) -> memoryview:
+    """Return a writable view of the first ``extent_bytes`` of a plain tensor's memory, which the view keeps alive.
+
+    Only the address comes from torch: as_strided, view(uint8) and numpy would create three tensors per message, which
+    doubles the time of a send after some idling.
+    """
+    if extent_bytes == 0:  # an empty tensor may have no address
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * extent_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory)
+
 
 PAYLOAD_LIMIT_BYTES = 2 << 30
-"""For a message on the wire, and for each of its tensors once it is decoded."""
+"""Maximum size of a message's payload, and of each of its decoded tensors."""
 ALIGNMENT_BYTES = 64
 MAX_DIMS = 8
 
@@ -37,29 +91,21 @@ NO_TENSOR = bytes(RECORD_BYTES)
 _PRESENT, _REQUIRES_GRAD = 1, 2
 # The position is the code on the wire: append only.
 _DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _CODEC_CODES = {name: code for code, name in enumerate(CODECS)}
 _MAX_STRIDE = (1 << 63) - 1
 
 
 class TensorRecord(NamedTuple):
-    """Where a tensor lies in the payload; ``strides`` count elements, as in torch.
+    """Checked record of a tensor in a payload.
 
-    ``elements`` are the distinct ones, of which an expanded tensor has fewer than its shape says; ``extent_bytes`` are
-    those of the payload.
+    Attributes:
+        strides: in elements, as in torch.
+        elements: number of distinct elements; an expanded tensor has fewer than its shape.
+        offset_bytes, extent_bytes: position and size in the payload, encoded by the codec.
     """
 
     dtype: torch.dtype
@@ -73,7 +119,7 @@ class TensorRecord(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A dense tensor's record and what it needs in the payload."""
+    """Packed record of a dense tensor, with its codec, number of distinct elements and bytes in the payload."""
 
     record: bytes
     codec: str
@@ -85,11 +131,13 @@ class Described(NamedTuple):
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, codec: str
 ) -> Described | None:
-    """A dense tensor with this codec where it applies, else "none"; None for a tensor that is not dense.
+    """Describe a dense tensor, with this codec if it supports the tensor, else "none".
 
-    A run sends few layouts, many times.
+    Returns:
+        None for a tensor with gaps or overlaps, of an unsupported dtype or beyond the limits. Results are cached,
+        because a run sends few layouts many times.
     """
-    elements = layout.distinct_elements(shape, strides)
+    elements = distinct_elements(shape, strides)
     if elements is None or dtype not in _DTYPE_CODES or not _within_limits(dtype, shape, PAYLOAD_LIMIT_BYTES):
         return None
     used = codec if applies(codec, dtype, elements) else "none"
@@ -101,21 +149,25 @@ def describe(
     return Described(record, used, elements, wire_bytes(used, dtype, elements))
 
 
-def prepare(action: Action, tensor: torch.Tensor, codec: str) -> tuple[torch.Tensor, Described]:
-    """A dense copy of a tensor that is not dense itself, described.
+def prepare(action: Action, tensor: torch.Tensor, codec: str, *, on_host: bool) -> tuple[torch.Tensor, Described]:
+    """Create and describe a dense copy of a tensor that is not dense.
+
+    Args:
+        on_host: True if the tensor must be in host memory.
 
     Raises:
         LinkError: a tensor of an unsupported type, device or size; names the action.
     """
-    if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or not tensor.is_cpu:
+    place = " in host memory" if on_host else ""
+    if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or (on_host and not tensor.is_cpu):
         kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-        raise LinkError(f"{action.words}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
+        raise LinkError(f"{action.words}: a {kind} tensor cannot be sent; send a strided tensor{place}.")
     if not _within_limits(tensor.dtype, tensor.shape, PAYLOAD_LIMIT_BYTES):
         raise LinkError(
             f"{action.words}: a tensor of shape {tuple(tensor.shape)} cannot be sent; "
             f"at most {MAX_DIMS} dimensions and {PAYLOAD_LIMIT_BYTES} bytes are allowed."
         )
-    copy = layout.densified(tensor)
+    copy = densified(tensor)
     known = describe(copy.dtype, copy.shape, copy.stride(), tensor.requires_grad, codec)
     assert known is not None, "a dense tensor within the limits has a record"
     return copy, known
@@ -123,10 +175,13 @@ def prepare(action: Action, tensor: torch.Tensor, codec: str) -> tuple[torch.Ten
 
 @functools.lru_cache(maxsize=256)
 def parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[TensorRecord | None, ...], int]:
-    """The first ``count`` records, checked, and the bytes that their tensors take in the payload.
+    """Parse and check the first ``count`` records.
+
+    Returns:
+        (records, size in bytes of the payload that they describe).
 
     Raises:
-        LinkError: a record that nobody sends.
+        LinkError: a record that no sender creates.
     """
     records: list[TensorRecord | None] = []
     end_bytes = 0
@@ -139,14 +194,16 @@ def parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[Te
             raise LinkError(f"Tensor {index} of a header has dtype code {code}, flags {flags}, {ndim} dimensions.")
         dtype, requires_grad = _DTYPES[code], bool(flags & _REQUIRES_GRAD)
         if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise LinkError(f"Tensor {index} of a header is {dtype} and asks for a gradient.")
+            raise LinkError(f"Tensor {index} of a header is {dtype} and requires a gradient.")
         shape, strides = tuple(dims[:ndim]), tuple(dims[MAX_DIMS : MAX_DIMS + ndim])
-        elements = layout.distinct_elements(shape, strides)
+        elements = distinct_elements(shape, strides)
         if elements is None or not _within_limits(dtype, shape, limit_bytes) or max(strides, default=0) > _MAX_STRIDE:
-            raise LinkError(f"Tensor {index} of a header has shape {shape} and strides {strides}, which nobody sends.")
+            raise LinkError(
+                f"Tensor {index} of a header has shape {shape} and strides {strides}, which no sender makes."
+            )
         if codec >= len(CODECS) or (codec and not applies(CODECS[codec], dtype, elements)):
             raise LinkError(
-                f"Tensor {index} of a header is {dtype}, {elements} elements, in codec {codec}, which nobody sends: "
+                f"Tensor {index} of a header is {dtype}, {elements} elements, in codec {codec}, which no sender makes: "
                 "do both ends run one version?"
             )
         extent_bytes = wire_bytes(CODECS[codec], dtype, elements)
@@ -159,4 +216,4 @@ def parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[Te
 
 
 def _within_limits(dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> bool:
-    return len(shape) <= MAX_DIMS and layout.span(shape) * dtype.itemsize <= limit_bytes
+    return len(shape) <= MAX_DIMS and span(shape) * dtype.itemsize <= limit_bytes

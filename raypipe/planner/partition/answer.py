@@ -1,4 +1,4 @@
-"""The answer that every solver gives: stages with their predictions, a reason in words, or a refusal with numbers."""
+"""Result of every solver: stages with predictions and a reason in words, or an error with numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import NamedTuple
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import Partition, Stage, human_bytes
-from raypipe.planner.columns import Sums, columns_of, sums_of, workspace_bytes
-from raypipe.planner.memory import stage_memory
-from raypipe.planner.partition.limits import Limits
-
-__all__ = ["Piece", "cut_at", "make_answer", "no_cut_fits"]
+from raypipe.ir.plan import Partition, Stage
+from raypipe.ir.units import human_bytes
+from raypipe.planner.cost.columns import Sums, columns_of, sums_of, workspace_bytes
+from raypipe.planner.cost.memory import stage_memory
+from raypipe.planner.partition.costs import Limits
 
 
 class Piece(NamedTuple):
@@ -24,8 +23,8 @@ class Piece(NamedTuple):
     Attributes:
         nodes: positions in the graph, in execution order.
         devices: positions in the cluster, one per replica.
-        period_s: seconds per micro-batch that passes, replicas and their all-reduce included.
-        input_bytes: per sample, over the cut before it.
+        period_s: seconds per micro-batch, divided by the number of replicas.
+        input_bytes: bytes of one sample that cross the cut before the stage.
     """
 
     nodes: Sequence[int]
@@ -37,9 +36,13 @@ class Piece(NamedTuple):
 def make_answer(
     graph: ModelGraph, cluster: Cluster, limits: Limits, pieces: Sequence[Piece], bottleneck_s: float, name: str
 ) -> Partition:
-    """Stages with their predictions, and the reason in words."""
+    """Build the partition: stages with their predictions, and the reason in words.
+
+    Args:
+        bottleneck_s: seconds per micro-batch of the slowest stage or cut.
+        name: solver, for the reason.
+    """
     stages, start = [], 0
-    behind = sum(len(piece.devices) for piece in pieces)
     for index, piece in enumerate(pieces):
         held = sums_of(graph, piece.nodes)
         after = pieces[index + 1].input_bytes if index + 1 < len(pieces) else 0
@@ -47,8 +50,7 @@ def make_answer(
             limits.memory,
             held,
             index,
-            # Of replicas that have rows of their own, what they hold was counted by stage.
-            len(pieces) - index if limits.memory.spec.replicas else -(-behind // len(piece.devices)),
+            len(pieces) - index,
             receive_bytes=piece.input_bytes,
             send_bytes=after,
             workspace_bytes=workspace_bytes(graph, piece.nodes, limits.memory.microbatch_size),
@@ -56,7 +58,6 @@ def make_answer(
         ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
         stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))
         start += len(piece.nodes)
-        behind -= len(piece.devices)
     order: tuple[int, ...] = ()
     if not all(isinstance(piece.nodes, range) for piece in pieces):
         order = tuple(position for piece in pieces for position in piece.nodes)
@@ -103,10 +104,11 @@ def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottle
 
 
 def cut_at(graph: ModelGraph, cluster: Cluster, limits: Limits, positions: Sequence[int], name: str) -> Partition:
-    """The answer with these stages, in order on the first devices.
+    """Build the partition with given cuts, with stage s on device s.
 
     Args:
-        positions: where the stages begin, and the end.
+        positions: first node of each stage, and the number of nodes.
+        name: solver, for the reason.
     """
     busy_s, pieces = columns_of(graph).busy_s, []
     for device, (start, stop) in enumerate(itertools.pairwise(positions)):
@@ -117,7 +119,11 @@ def cut_at(graph: ModelGraph, cluster: Cluster, limits: Limits, positions: Seque
 
 
 def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Partition | None) -> PlanError:
-    """The error for limits that cannot be kept, with the cut that comes nearest."""
+    """Build the error for limits that cannot be kept.
+
+    Args:
+        nearest: cut that lacks the least memory; None if the graph has too few places to cut.
+    """
     wanted = f"{limits.num_stages} stages" if limits.num_stages else f"at most {len(cluster.devices)} stages"
     if nearest is None:
         places, devices = len(graph.cut_positions()), len(cluster.devices)
@@ -125,17 +131,15 @@ def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Pa
             f"There is no cut of {len(graph.nodes)} nodes into {wanted}: the model has {places} places to cut, and the "
             f"cluster {devices} devices. Set num_stages to at most {min(places + 1, devices)}."
         )
-    behind = sum(len(stage.devices) for stage in nearest.stages)
     rows = []
     for stage in nearest.stages:
         held = sums_of(graph, nearest.nodes_of(stage))
-        memory = stage_memory(limits.memory, held, stage.index, -(-behind // len(stage.devices)))
+        memory = stage_memory(limits.memory, held, stage.index, nearest.num_stages - stage.index)
         device = cluster.devices[stage.devices[0]]
         cap = limits.capacity_bytes(device)
         if cap is not None:
             needed = memory.total_bytes - memory.reserve_bytes
             rows.append((needed / max(cap, 1), memory, needed, cap, device))
-        behind -= len(stage.devices)
     _, memory, needed, cap, device = max(rows, key=lambda row: row[0])
     left = limits.room_bytes
     offers = human_bytes(max(cap, 0))

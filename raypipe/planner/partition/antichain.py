@@ -1,13 +1,22 @@
-"""The least slow stage of a DAG, over all ways to cut it (the antichain method; PipeDream's construction).
+"""Bottleneck-optimal partition of a DAG, over all ways to cut it (the antichain method; PipeDream's construction).
 
-A stage is what lies between two nested states (see ``states``). From the last stage to the first, one step of
-the lineup at a time:
+        a --> b --> d         {}  {a}  {ab}  {ac}  {abc}  {abcd}
+         \\         ^
+          `-> c ---'          augmented antichain of {ab}: a and b, for c still needs a; its cut is a's and b's bytes
+
+A *state* is a set of nodes that can have run: it is closed under predecessors. Its maximal nodes are an antichain; with
+every other node that something outside still needs they are the *augmented* antichain (PipeDream's graph.py), whose
+outputs cross a cut at this state: each live tensor once, skip connections included. A chain has one state more than
+nodes; branches multiply.
+
+A stage is what is between two nested states. From the last stage to the first, one step of the device order at a time:
 
     best[after][i] = min over states j that contain i of max(best[before][j], traffic(j), (T_j - T_i) / speed)
 
-a max-plus product of a vector and a matrix, done in blocks of numpy. Few pairs of states matter: the cut of the
-same nodes in their own order (``prefix_sum``) bounds the answer from above, so that a state which the devices
-behind it, or those before it, cannot reach in that time is left out, and of the others each row looks at a band.
+This is a product of a vector and a matrix with max and min in place of product and sum, computed in blocks. Few pairs
+of states matter: the best cut in the nodes' own order (``prefix_sum``) bounds the answer from above. States for which
+the devices before or after the cut would need longer than this bound are left out, and each row has a narrow band of
+possible columns.
 
                   T_j
           x x . . . .        x: j contains i, and T_j - T_i is within the bound
@@ -28,34 +37,154 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
-from raypipe.planner.columns import columns_of
+from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.partition.answer import Piece, make_answer
-from raypipe.planner.partition.costs import PICO, Ints, exchange_ps, node_picoseconds
-from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.lineup import Lineup, Step, line_up
+from raypipe.planner.partition.costs import PICO, Ints, Limits, exchange_ps, node_picoseconds
+from raypipe.planner.partition.device_order import Lineup, Step, line_up
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.partition.states import States, enumerate_states
 
-__all__ = ["antichain"]
+WORD = 64
+
+
+class States(NamedTuple):
+    """States (ideals) in order of time, then of size; the first is empty, the last is the whole graph.
+
+    Attributes:
+        members: by state, an integer whose bit i is set if node i has run.
+        words: members as an array, shape (states, words).
+        time_ps: total time of the members.
+        cut_bytes: bytes of one sample that cross a cut at this state.
+        closed: True if no cut is possible at this state.
+    """
+
+    members: tuple[int, ...]
+    words: NDArray[np.uint64]
+    time_ps: Ints
+    cut_bytes: Ints
+    closed: NDArray[np.bool_]
+
+    def sums(self, values: Ints) -> Ints:
+        """Sum a per-node value over the members of each state."""
+        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little", count=len(values))
+        total = np.zeros(len(self.members), dtype=np.int64)
+        # A column at a time: a product of the two would first make a copy of eight bytes per bit.
+        for node in np.flatnonzero(values):
+            total += bits[:, node] * values[node]
+        return total
+
+
+class _Wires(NamedTuple):
+    """Neighbours and what they cost, by node; sets of nodes are numbers with a bit per node.
+
+    Attributes:
+        needs: nodes that must have run before.
+        followers: nodes that need this one.
+        users: nodes that read its output.
+        reads: nodes whose output it reads.
+        output_bytes: that stay alive until the last user has run.
+        parted: pairs of ``together`` that begin here, less those that end here.
+    """
+
+    needs: list[int]
+    followers: list[list[int]]
+    users: list[int]
+    reads: list[list[int]]
+    output_bytes: list[int]
+    parted: list[int]
+
+    def growth(self, node: int, state: int) -> int:
+        """Return the change of the cut's bytes when ``node`` has run, which leads to ``state``."""
+        freed = sum(self.output_bytes[used] for used in self.reads[node] if not self.users[used] & ~state)
+        return (self.output_bytes[node] if self.users[node] else 0) - freed
+
+
+def enumerate_states(graph: ModelGraph, time_ps: Ints, max_states: int) -> States:
+    """List every state of the graph; without edges it is a chain in the nodes' own order.
+
+    Edges go forward in execution order, so a state without its last node is a state too. Therefore every state is made
+    exactly once, by adding to a smaller state a node that comes after all of its nodes.
+
+    Raises:
+        PlanError: there are more than ``max_states``.
+    """
+    wires, times = _wires(graph), time_ps.tolist()
+    ready = sum(1 << i for i, needs in enumerate(wires.needs) if not needs)
+    # (members, later nodes that can run next, time, live bytes, pairs that a cut would part)
+    states = [(0, ready, 0, 0, 0)]
+    for state, open_nodes, spent, crossing, parted in states:  # grows while it is walked
+        while open_nodes:
+            bit = open_nodes & -open_nodes
+            open_nodes ^= bit  # the smaller ones stay out of the states that follow
+            if len(states) >= max_states:
+                raise PlanError(
+                    f"The graph of {len(graph.nodes)} nodes has more than {max_states} states between its branches: "
+                    "use partitioner='prefix_sum', which cuts the nodes in their own order, or raise Limits.max_states."
+                )
+            node, new = bit.bit_length() - 1, state | bit
+            following = open_nodes
+            for follower in wires.followers[node]:
+                if not wires.needs[follower] & ~new:
+                    following |= 1 << follower
+            grown = crossing + wires.growth(node, new)
+            states.append((new, following, spent + times[node], grown, parted + wires.parted[node]))
+    return _arrays(graph, states)
+
+
+def _arrays(graph: ModelGraph, states: list[tuple[int, int, int, int, int]]) -> States:
+    states.sort(key=lambda row: (row[2], row[0].bit_count()))
+    words = -(-len(graph.nodes) // WORD)
+    raw = b"".join(row[0].to_bytes(words * WORD // 8, "little") for row in states)
+    rows = np.array([row[2:] for row in states], dtype=np.int64)
+    return States(
+        tuple(row[0] for row in states),
+        np.frombuffer(raw, dtype="<u8").reshape(-1, words),
+        rows[:, 0],
+        rows[:, 1],
+        rows[:, 2] > 0,
+    )
+
+
+def _wires(graph: ModelGraph) -> _Wires:
+    """Return the predecessors by the graph's edges and by pairs that must stay together, which are ordered too."""
+    size = len(graph.nodes)
+    if graph.edges is None:  # a chain whose outputs are its cuts
+        edges = [(i, i + 1) for i in range(size - 1)]
+        outputs = [node.cut_bytes or 0 for node in graph.nodes]
+        together = [(i, i + 1) for i, node in enumerate(graph.nodes[:-1]) if node.cut_bytes is None]
+    else:
+        edges, together = sorted(set(graph.edges)), list(graph.together)
+        outputs = [node.output_bytes for node in graph.nodes]
+    wires = _Wires([0] * size, [[] for _ in range(size)], [0] * size, [[] for _ in range(size)], outputs, [0] * size)
+    for earlier, later in {*edges, *together, *graph.before}:
+        wires.needs[later] |= 1 << earlier
+        wires.followers[earlier].append(later)
+    for earlier, later in edges:
+        wires.users[earlier] |= 1 << later
+        wires.reads[later].append(earlier)
+    for earlier, later in together:
+        wires.parted[earlier] += 1
+        wires.parted[later] -= 1
+    return wires
+
 
 BLOCK = 1 << 20
-"""Pairs of states that are looked at together."""
+"""Most pairs of states in one block of the computation."""
 
 MAX_UNBOUNDED = 8192
-"""States that may be searched without a bound from above, when the nodes' own order has no cut within the limits."""
+"""Most states for a search without an upper bound, if the nodes' own order has no cut within the limits."""
 
 Floats = NDArray[np.float64]
 
 
 class _Problem(NamedTuple):
-    """All that steps share.
+    """Data that all steps of the dynamic program share.
 
     Attributes:
-        bound_ps: a period that can be kept.
-        traffic_ps: of the cut at each state, by bandwidth.
-        memory: bytes of each state's nodes, by depth; empty without memory limits.
-        sync_bytes: of each state's parameters that learn.
-        sync_ps_per_byte: what replicas take to sum a byte of those, by depth; empty without replicas.
+        bound_ps: upper bound of the least period; infinite if unknown.
+        traffic_ps: picoseconds of the messages over a cut at each state, by bandwidth.
+        memory: bytes of each state's nodes, by depth of the stage; empty without memory limits.
+        sync_bytes: bytes of the trainable parameters in each state.
+        sync_ps_per_byte: picoseconds in which replicas sum one byte of gradients, by depth; empty without replicas.
     """
 
     states: States
@@ -68,7 +197,7 @@ class _Problem(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The recurrence's values, by state of the lineup and state of the graph, and where they came from."""
+    """Values of the recurrence, by state of the lineup and state of the graph, and the choices that lead to them."""
 
     best_ps: Floats
     next_state: Ints
@@ -78,7 +207,7 @@ class _Table(NamedTuple):
 def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """Cut a DAG so that the slowest stage or cut is as fast as possible; stages may interleave in execution order.
 
-    Exact for any costs, memory limits and numbers of devices of few kinds; see ``lineup`` for many kinds. Without
+    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds. Without
     ``graph.edges`` it is the chain of its own order, and the answer is ``prefix_sum``'s.
 
     Raises:
@@ -106,7 +235,7 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
 
 
 def _problem(graph: ModelGraph, limits: Limits, states: States, lineup: Lineup, bound_ps: float) -> _Problem:
-    """What does not depend on the step that is looked at."""
+    """Build the data that all steps of the dynamic program share."""
     cut_bytes = states.cut_bytes * limits.memory.microbatch_size
     bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
     limited = any(kind.capacity_bytes is not None for kind in lineup.kinds)
@@ -146,7 +275,7 @@ def _solve(problem: _Problem) -> _Table:
 
 
 def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
-    """Graph states that can stand at the front of these devices: neither side would take longer than the bound."""
+    """Mask the graph states that can be before these devices: neither side would take longer than the bound."""
     states, lineup = problem.states, problem.lineup
     time_ps = states.time_ps
     keep = ~states.closed
@@ -158,7 +287,7 @@ def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
 
 
 def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Rows with the columns in their band; both are in order of time."""
+    """Yield blocks of rows with the columns in their band; both are in order of time."""
     time_ps = problem.states.time_ps
     reach = problem.bound_ps * problem.lineup.kinds[step.kind].speed
     times = time_ps[columns].astype(np.float64)
@@ -174,7 +303,7 @@ def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterato
 
 
 def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Floats) -> Floats:
-    """Picoseconds by pair; infinite where the pair is no stage. Shape (rows, columns)."""
+    """Compute the period of each pair in picoseconds, infinite if it makes no stage; shape (rows, columns)."""
     states, (speed, capacity, _) = problem.states, problem.lineup.kinds[step.kind]
     spent = states.time_ps[columns] - states.time_ps[rows, None]
     busy = spent / speed

@@ -1,7 +1,7 @@
-"""Cut a chain of nodes into stages of about equal parameters, or where the user says.
+"""Cut a chain of nodes into stages of about equal parameters, or at given modules.
 
-The largest stage is as small as it can be; among such cuts the one with the least traffic is taken.
-Seconds and memory do not count yet: a stage with few parameters may still be the slow one.
+The largest stage is as small as possible; among such cuts the one with the least traffic is taken. Seconds and memory
+are not considered, so a stage with few parameters may still be the slowest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage
 
-__all__ = ["equal_parameters", "split_before"]
-
 
 def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
-    """The partition whose largest stage has the fewest parameter bytes.
+    """Find the partition whose largest stage has the fewest parameter bytes.
 
     Dynamic programming over the cheapest cut for each distinct number of bytes before it, O(S p^2) for p
     operations with parameters. A model without parameters is cut by the number of nodes.
@@ -60,7 +58,10 @@ def _spans(positions: Sequence[int], before: Sequence[int]) -> list[tuple[int, i
 
 
 def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_stages: int) -> list[int]:
-    """best[j] = (largest stage, traffic, cuts) for the nodes before places[j], one more stage per round."""
+    """Choose the cuts by dynamic programming, with one more stage per round.
+
+    best[j] is (largest stage, traffic, cuts) for the nodes before places[j].
+    """
     ends = [*places, len(graph.nodes)]
     best: list[tuple[int, int, list[int]] | None] = [(before[end], 0, []) for end in ends]
     for _ in range(num_stages - 1):
@@ -68,12 +69,12 @@ def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_st
         for j, end in enumerate(ends):
             candidates = [
                 (
-                    max(found[0], before[end] - before[ends[i]]),
-                    found[1] + _traffic(graph, ends[i]),
-                    [*found[2], ends[i]],
+                    max(option[0], before[end] - before[ends[i]]),
+                    option[1] + _traffic(graph, ends[i]),
+                    [*option[2], ends[i]],
                 )
                 for i in range(j)
-                if (found := best[i]) is not None
+                if (option := best[i]) is not None
             ]
             following.append(min(candidates) if candidates else None)
         best = following
@@ -83,7 +84,7 @@ def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_st
 
 
 def split_before(graph: ModelGraph, modules: Sequence[str]) -> Partition:
-    """A new stage begins at the first operation of each of these modules.
+    """Cut a graph so that a new stage begins at the first operation of each of these modules.
 
     Args:
         modules: dotted names as in named_modules(); a name also stands for everything inside it.
@@ -94,14 +95,14 @@ def split_before(graph: ModelGraph, modules: Sequence[str]) -> Partition:
     possible = set(graph.cut_positions())
     positions: list[int] = []
     for name in modules:
-        found = [i for i, n in enumerate(graph.nodes) if n.module == name or n.module.startswith(f"{name}.")]
-        if not found:
+        members = [i for i, n in enumerate(graph.nodes) if n.module == name or n.module.startswith(f"{name}.")]
+        if not members:
             known = list(dict.fromkeys(node.module for node in graph.nodes if node.module))
             near = difflib.get_close_matches(name, known, n=3)
             raise PlanError(
                 f"partitioner names {name!r}, which no operation belongs to. Near names: {near or known[:5]}."
             )
-        position = found[0]
+        position = members[0]
         if position not in possible:
             raise PlanError(
                 f"The model cannot be cut before {name!r}: nothing that can travel is complete there (an in-place "
@@ -110,7 +111,7 @@ def split_before(graph: ModelGraph, modules: Sequence[str]) -> Partition:
         if positions and position <= positions[-1]:
             raise PlanError(f"partitioner names {name!r} out of order: it runs before {modules[len(positions) - 1]!r}.")
         positions.append(position)
-    return _partition(graph, positions, "cut where PipelineConfig.partitioner says")
+    return _partition(graph, positions, "cut as set by PipelineConfig.partitioner")
 
 
 def _partition(graph: ModelGraph, positions: Sequence[int], reason: str) -> Partition:

@@ -1,16 +1,21 @@
-"""Several stages on one worker: the solvers cut as if every stage had a device of its own, and the sum is checked.
+"""Partition with several stages on each worker, by a solver that assumes a device of its own for every stage.
 
     workers     0           1                    stage s is on worker placement[s]
     stages      0  2        1  3                 placement 0 1 0 1 (interleaved), 0 1 1 0 (a V)
     solver      #0 #1 #0 #1                      a device per stage in the order of the pipeline, with a part of its
-                                                 worker's memory; two parts of one worker are joined for nothing
+                                                 worker's memory; links between parts of one worker cost nothing
 
-A worker computes one of its stages at a time, so equal stages make equal workers; where they cannot be equal, it is the
-slowest stage that is kept short, not the slowest worker. The cut without limits comes first. Where it is too much for a
-worker, the worker's memory is shared out between its stages in several ways, one after the other: the fullest stage
-keeps what it needs and the others part with the rest, all part with something, by what equal stages would need, and
-evenly. What no way finds is refused, though a cleverer search might find it. The sum over the stages of a worker is an
-upper bound: see ``planner.memory``.
+A worker computes one of its stages at a time, so equal stages make equal workers. If stages cannot be equal, the
+slowest stage is minimized, not the slowest worker. The cut without memory limits is tried first. If it is too much for
+a worker, the worker's memory is divided among its stages in several ways, one after the other:
+
+    1. the fullest stage keeps its need, and the others share the rest
+    2. in proportion to the needs of the stages in the cut without limits
+    3. in proportion to the needs of stages of equal contents
+    4. evenly
+
+A cut that none of these finds is not found, though a better search might. The sum over the stages of a worker is an
+upper bound: see ``planner.cost.memory``.
 
 The model leaves out that all hops between two workers share one link, and that stages of one worker never need their
 workspaces at the same time.
@@ -23,43 +28,43 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import Partition, human_bytes
-from raypipe.planner.memory import MemoryModel, StageMemory
+from raypipe.ir.plan import Partition
+from raypipe.ir.units import human_bytes
+from raypipe.planner.cost.memory import MemoryModel, StageMemory
+from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import Solver, limit_bytes, memory_of, solve_within
-from raypipe.planner.partition.limits import Limits
-
-__all__ = ["check_workers", "in_chunks", "stages_by_worker"]
 
 Shares = Sequence[int | None]
 """Bytes by stage, of its worker's memory; None for no limit."""
 
 
 def stages_by_worker(placement: Sequence[int]) -> list[list[int]]:
-    """The stages of each worker, in the order of the pipeline."""
-    found: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    """Return the stages of each worker, in the order of the pipeline."""
+    stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage, worker in enumerate(placement):
-        found[worker].append(stage)
-    return found
+        stages[worker].append(stage)
+    return stages
 
 
 def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = None) -> Solver:
-    """The solver for stages that are placed already, several on a device; ``limits.num_stages`` must be their number.
+    """Adapt a solver to several stages on each device.
 
     Args:
-        placement: device of each stage, by its position in the cluster.
-        within: what cuts where memory is shared out; None for the same solver.
+        solver: solver for one stage on each device.
+        placement: position in the cluster of each stage's device.
+        within: solver used if memory has to be divided among the stages of a worker; None for the same solver.
     """
 
     def solve(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-        assert limits.num_stages in (None, len(placement)), "the placement says how many stages there are"
+        assert limits.num_stages in (None, len(placement)), "the placement determines the number of stages"
         caps = [limit_bytes(cluster, limits, device) for device in range(max(placement) + 1)]
         single = dataclasses.replace(limits, num_stages=len(placement), memory_limit_bytes=None, in_order=True)
 
         def cut(solver: Solver, shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:
-            found = solve_within(solver, graph, _one_each(cluster, placement, shares), single)
-            return _on_workers(found, placement), memory_of(graph, found, limits.memory)
+            partition = solve_within(solver, graph, _one_each(cluster, placement, shares), single)
+            return _on_workers(partition, placement), memory_of(graph, partition, limits.memory)
 
         free, memory = cut(solver, [None] * len(placement))
         try:
@@ -67,27 +72,27 @@ def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = 
         except PlanError:
             for shares in _shares(graph, limits.memory, [m.total_bytes for m in memory], placement, caps):
                 with contextlib.suppress(PlanError):
-                    found, memory = cut(within or solver, shares)
+                    partition, memory = cut(within or solver, shares)
                     check_workers(memory, placement, caps)
-                    return found
+                    return partition
             raise
         return free
 
     return solve
 
 
-def check_workers(found: Sequence[StageMemory], placement: Sequence[int], limits: Sequence[int | None]) -> None:
+def check_workers(memory: Sequence[StageMemory], placement: Sequence[int], limits: Sequence[int | None]) -> None:
     """Refuse a plan whose stages do not fit on their workers together.
 
     Args:
-        found: by stage.
+        memory: by stage.
         placement: worker of each stage.
         limits: bytes by worker, None for no limit.
 
     Raises:
         PlanError: names the worker that is over its limit by most, its stages, and their bytes.
     """
-    resident = [[found[stage] for stage in stages] for stages in stages_by_worker(placement)]
+    resident = [[memory[stage] for stage in stages] for stages in stages_by_worker(placement)]
     over = [(sum(m.total_bytes for m in resident[w]) - cap, w) for w, cap in enumerate(limits) if cap is not None]
     excess, worst = max(over, default=(0, 0))
     if excess <= 0:
@@ -109,7 +114,7 @@ def _shares(
     placement: Sequence[int],
     caps: Sequence[int | None],
 ) -> Iterator[Shares]:
-    """What each stage may use of its worker's memory, in the order in which it is tried; never more than there is.
+    """Yield memory shares of the stages of each worker, in the order in which they are tried.
 
     Args:
         resident: bytes by stage of a cut that is too much for some worker.
@@ -134,12 +139,12 @@ def _shares(
 
 
 def _one_each(cluster: Cluster, placement: Sequence[int], shares: Shares) -> Cluster:
-    """A device for every stage; those of one worker are joined by a link that costs nothing."""
+    """Build a cluster with a device for every stage; a link that costs nothing joins those of one worker."""
     devices = []
     for worker, share in zip(placement, shares, strict=True):
         device = cluster.devices[worker]
         # One step further down than any host: only parts of one device are so close to each other.
-        devices.append(Device(device.name, device.speed, share, f"{device.host}/#{worker}"))
+        devices.append(ComputeDevice(device.name, device.speed, share, f"{device.host}/#{worker}"))
     return Cluster(tuple(devices), (Link(), *cluster.links))
 
 

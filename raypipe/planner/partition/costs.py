@@ -1,7 +1,7 @@
-"""Prefix sums of a chain in whole picoseconds, and the search for the least bottleneck.
+"""Limits of a partition, and costs of a chain as prefix sums in whole picoseconds.
 
-Whole numbers make sums exact in any order, and a bottleneck can be halved in on until nothing is left between
-two numbers: the answer is exact to the picosecond.
+Sums of whole numbers are exact in any order, and a bisection over them ends, so the bottleneck is exact to the
+picosecond.
 
     node        0    1    2    3    4
     place    0         1         2    3        positions where the chain may be cut, and its two ends
@@ -11,27 +11,62 @@ two numbers: the answer is exact to the picosecond.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.codec_cost import NO_CODEC, CodecCost
+from raypipe.ir.cluster import ComputeDevice
+from raypipe.ir.communication import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
-from raypipe.planner.columns import columns_of, prefix
-from raypipe.planner.partition.limits import Limits
+from raypipe.planner.cost.columns import columns_of, prefix
+from raypipe.planner.cost.memory import MemoryModel
 
-__all__ = [
-    "EXCHANGE",
-    "PICO",
-    "Chain",
-    "Ints",
-    "chain_costs",
-    "exchange_ps",
-    "least_feasible",
-    "node_picoseconds",
-]
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a partition.
+
+    Attributes:
+        num_stages: exact number; None to optimize it, at most one per device.
+        memory: schedule and sizes that decide a stage's bytes.
+        memory_limit_bytes: per device, on top of the device's own; None for none.
+        room_bytes: kept free on every device for boundary messages and workspaces; ``fit`` sets it.
+        in_order: stage s is placed on device s, and all devices are used.
+        sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
+            ``in_order`` only. Empty for none.
+        sums_factor: bytes exchanged by replicas per byte of gradients.
+        shards: replicas exchange parameters after their steps instead of summed gradients (ZeRO-1).
+        codecs: of messages forwards and backwards.
+        max_states: ``antichain`` rejects graphs with more states (sets of executed nodes).
+    """
+
+    num_stages: int | None = None
+    memory: MemoryModel = field(default_factory=MemoryModel)
+    memory_limit_bytes: int | None = None
+    room_bytes: int = 0
+    in_order: bool = False
+    sync_s_per_byte: tuple[float, ...] = ()
+    sums_factor: float = 1.0
+    shards: bool = False
+    codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
+    max_states: int = 100_000
+
+    def __post_init__(self) -> None:
+        if min(1 if x is None else x for x in (self.num_stages, self.memory_limit_bytes, self.max_states)) < 1:
+            raise PlanError(f"{self}: each bound must be at least 1, or None where that is allowed.")
+
+    def sync_ps_per_byte(self, depth: int) -> float:
+        """``sync_s_per_byte`` of the stage at this depth, in picoseconds; the last stage is at depth 1."""
+        return self.sync_s_per_byte[-depth] * 1e12 if self.sync_s_per_byte else 0.0
+
+    def capacity_bytes(self, device: ComputeDevice) -> int | None:
+        """Return the bytes that the nodes of one stage may use on this device, None for no limit."""
+        caps = [cap for cap in (device.memory_bytes, self.memory_limit_bytes) if cap is not None]
+        return min(caps) - self.memory.reserve_bytes - self.room_bytes if caps else None
+
 
 Ints = NDArray[np.int64]
 PICO = 1e12
@@ -42,14 +77,14 @@ _T = TypeVar("_T")
 
 
 class Chain(NamedTuple):
-    """A chain by its places; every array has shape (places,).
+    """Chain of nodes, described by the places where it may be cut; every array has shape (places,).
 
     Attributes:
-        positions: of the places in ``graph.nodes``, from 0 to their number.
-        time_ps: of the nodes before.
-        forward_ps: the part of it that a stage computes twice where it runs its forwards again.
-        sync_bytes: of the trainable parameters before.
-        cut_bytes: that cross there per micro-batch, one way; 0 at the ends.
+        positions: number of nodes before each place.
+        time_ps: picoseconds of the nodes before each place.
+        forward_ps: the part of time_ps that is forwards, which a stage with recomputation runs twice.
+        sync_bytes: bytes of the trainable parameters before each place.
+        cut_bytes: bytes that cross each place per micro-batch, in one direction; 0 at the ends.
     """
 
     positions: Ints
@@ -60,7 +95,7 @@ class Chain(NamedTuple):
 
 
 def node_picoseconds(graph: ModelGraph) -> Ints:
-    """Forward and backward of each node, per micro-batch.
+    """Return the picoseconds of forward plus backward of each node, for one micro-batch.
 
     Raises:
         PlanError: nothing has been profiled.
@@ -75,21 +110,21 @@ def node_picoseconds(graph: ModelGraph) -> Ints:
 
 
 def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
-    """The graph's nodes in their own order, cut only where ``cut_bytes`` allows it."""
-    found = columns_of(graph)
+    """Build the chain of a graph's nodes in their own order."""
+    columns = columns_of(graph)
     return Chain(
-        found.places,
-        prefix(node_picoseconds(graph))[found.places],
-        prefix(np.rint(found.forward_s * PICO).astype(np.int64))[found.places],
-        prefix(found.trainable_bytes)[found.places],
-        found.cut_bytes * limits.memory.microbatch_size,
+        columns.places,
+        prefix(node_picoseconds(graph))[columns.places],
+        prefix(np.rint(columns.forward_s * PICO).astype(np.int64))[columns.places],
+        prefix(columns.trainable_bytes)[columns.places],
+        columns.cut_bytes * limits.memory.microbatch_size,
     )
 
 
 def exchange_ps(
     cut_bytes: Ints, bandwidth_bytes_s: float, codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
 ) -> Ints:
-    """Picoseconds that a micro-batch keeps a link busy, there and back.
+    """Compute the picoseconds for which a micro-batch occupies a link, over both directions.
 
     Args:
         codecs: of messages forwards and backwards. Encoding, wire and decoding each keep a thread of its own busy, so
@@ -113,36 +148,37 @@ def least_feasible(
     following: Callable[[int], int] = lambda number: number + 1,
     enough: Callable[[_T], int] | None = None,
 ) -> tuple[int, _T] | None:
-    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with that answer.
+    """Return the smallest feasible number from ``lowest`` to ``highest``, with the answer of ``probe``.
 
-    Where a number has an answer, all larger ones must. The lower bound is usually close, so strides from it
-    grow before halving begins.
+    Feasibility must be monotone: if a number is feasible, all larger ones are. The lower bound is usually close, so
+    strides from it grow before halving begins.
 
     Args:
-        following: for a number without an answer, the next one above it that could have one.
-        enough: for an answer, a number that has one too, often far below the one that was asked for.
+        probe: returns an answer for a feasible number, None for an infeasible one.
+        following: returns the next larger number that could be feasible after an infeasible one.
+        enough: returns a number, often far below the probed one, that an answer of ``probe`` shows to be feasible.
     """
     below, stride, at = lowest - 1, max(1, lowest >> 8), lowest
-    while (found := probe(at)) is None:
+    while (result := probe(at)) is None:
         if at >= highest:
             return None
         below = min(following(at), highest) - 1
         at, stride = min(highest, max(below + 1, at + stride)), 4 * stride
-    asked = at
-    at = _lower(at, found, below, enough)
+    probed = at
+    at = _lower(at, result, below, enough)
     while at - below > 1:
         middle = (at + below) // 2
         answer = probe(middle)
         if answer is None:
             below = max(middle, min(following(middle), at) - 1)
         else:
-            found, asked = answer, middle
+            result, probed = answer, middle
             at = _lower(middle, answer, below, enough)
-    if asked != at:  # the same number has the same answer, however it was found
+    if probed != at:  # the same number has the same answer, however it was found
         answer = probe(at)
         assert answer is not None
-        found = answer
-    return at, found
+        result = answer
+    return at, result
 
 
 def _lower(at: int, answer: _T, below: int, enough: Callable[[_T], int] | None) -> int:

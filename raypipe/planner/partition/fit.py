@@ -1,10 +1,10 @@
-"""A partition that fits with its messages and workspaces, or a refusal that names the nearest plan that would.
+"""Partition that fits into memory with messages and workspaces, or an error with the nearest plan that would.
 
 The solvers leave out the messages at a cut, which depend on the cut, and the memory that single operations need while
-they run, which does not add up. Here a partition is solved and both are counted. Where a stage is over its limit by
-them, it is solved again: with room left on every device for the messages and for what every stage needs, and what one
-stage needs beyond the others (the logits of a large vocabulary, say) counted as a part of the operation that needs it.
-Where nothing fits, smaller changes are tried before larger ones: another schedule, smaller micro-batches, both.
+they run, which does not add up. Here a partition is solved and both are counted. If a stage then exceeds its limit,
+the partition is solved again, with room left on every device for messages and common workspaces; workspace that only
+one stage needs (such as the logits of a large vocabulary) is charged to the operation that needs it. If nothing fits,
+smaller changes are tried before larger ones: another schedule, smaller micro-batches, both.
 """
 
 from __future__ import annotations
@@ -15,50 +15,41 @@ from collections.abc import Callable, Iterator, Mapping
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph
-from raypipe.ir.lines import most
-from raypipe.ir.plan import Partition, Stage, human_bytes
-from raypipe.planner.columns import sums_of, workspace_bytes
-from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
-from raypipe.planner.partition.limits import Limits
-
-__all__ = [
-    "Solver", "fits_within", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within",
-    "stage_limit_bytes",
-]  # fmt: skip
+from raypipe.ir.graph import ModelGraph, most
+from raypipe.ir.plan import Partition, Stage
+from raypipe.ir.units import human_bytes
+from raypipe.planner.cost.columns import sums_of, workspace_bytes
+from raypipe.planner.cost.memory import MemoryModel, StageMemory, check_memory, stage_memory
+from raypipe.planner.partition.costs import Limits
 
 Solver = Callable[[ModelGraph, Cluster, Limits], Partition]
-"""What ``prefix_sum``, ``antichain`` and ``hierarchical`` are."""
+"""Signature of ``prefix_sum`` and ``antichain``."""
 
 ROUNDS = 4
 
 
 def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tuple[StageMemory, ...]:
-    """The memory of every stage, messages and workspace included."""
-    behind = sum(max(1, len(stage.devices)) for stage in partition.stages)
-    found = []
+    """Compute the memory of every stage, including messages and workspace."""
+    stages = []
     for stage in partition.stages:
-        replicas = max(1, len(stage.devices))
         after = partition.stages[stage.index + 1].input_bytes if stage.index + 1 < partition.num_stages else 0
         nodes = partition.nodes_of(stage)
-        found.append(
+        stages.append(
             stage_memory(
                 model,
                 sums_of(graph, nodes),
                 stage.index,
-                # Of replicas that have rows of their own, what they hold was counted by stage.
-                partition.num_stages - stage.index if model.spec.replicas else -(-behind // replicas),
+                partition.num_stages - stage.index,
                 receive_bytes=stage.input_bytes,
                 send_bytes=after,
                 workspace_bytes=workspace_bytes(graph, nodes, model.microbatch_size),
             )
         )
-        behind -= replicas
-    return tuple(found)
+    return tuple(stages)
 
 
 def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """The solver's partition, within every limit, messages and workspace included.
+    """Find a partition within every memory limit, including messages and workspace.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers, and the nearest plan that does fit.
@@ -74,36 +65,34 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
 
 
 def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """``fitting_partition`` without the search for advice.
-
-    Room and charges only grow, so that this ends; at worst a plan is refused that a cleverer search would find.
+    """Find a partition like ``fitting_partition``, but without the nearest plan in the error.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers.
     """
     room, charges = limits.room_bytes, dict[int, int]()
     for _ in range(ROUNDS):
-        found = solver(_charged(graph, charges), cluster, dataclasses.replace(limits, room_bytes=room))
-        memory = memory_of(graph, found, limits.memory)
-        caps = [stage_limit_bytes(cluster, limits, stage) for stage in found.stages]
+        partition = solver(_charged(graph, charges), cluster, dataclasses.replace(limits, room_bytes=room))
+        memory = memory_of(graph, partition, limits.memory)
+        caps = [stage_limit_bytes(cluster, limits, stage) for stage in partition.stages]
         over = [m for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
         if not over:
-            return refilled(found, graph, limits.memory) if charges else found
+            return refilled(partition, graph, limits.memory) if charges else partition
         common = min(m.workspace_bytes for m in memory)
         before = room, dict(charges)
         room = max(room, common + max(m.message_bytes + m.exchange_bytes for m in over))
         for m in over:
             if (more := m.workspace_bytes - common) > 0:
-                needy = _neediest(graph, found, found.stages[m.stage], limits.memory.microbatch_size)
+                needy = _neediest(graph, partition, partition.stages[m.stage], limits.memory.microbatch_size)
                 charges[needy] = max(more, charges.get(needy, 0))
         if (room, charges) == before:
             room += max(m.message_bytes + m.workspace_bytes + m.exchange_bytes for m in over)
     check_memory(memory, caps)
-    return found
+    return partition
 
 
 def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: int) -> int:
-    """The node of a stage that needs most above what the stage keeps."""
+    """Return the node of a stage with the largest workspace beyond the activations that the stage keeps."""
     after, needs = 0, dict[int, int]()
     for node in reversed(partition.nodes_of(stage)):
         needs[node] = most(graph.nodes[node].workspace, samples) - after
@@ -112,7 +101,7 @@ def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: in
 
 
 def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
-    """With so many bytes more on these nodes, as buffers, which are there once."""
+    """Add bytes to nodes, as buffers, which are independent of the batch size."""
     if not charges:
         return graph
     nodes = list(graph.nodes)
@@ -122,7 +111,7 @@ def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
 
 
 def refilled(partition: Partition, graph: ModelGraph, model: MemoryModel) -> Partition:
-    """The same cut with the memory that this model says."""
+    """Recompute ``memory_bytes`` of the stages with a memory model."""
     stages = zip(partition.stages, memory_of(graph, partition, model), strict=True)
     return dataclasses.replace(
         partition, stages=tuple(dataclasses.replace(stage, memory_bytes=m.total_bytes) for stage, m in stages)
@@ -130,18 +119,18 @@ def refilled(partition: Partition, graph: ModelGraph, model: MemoryModel) -> Par
 
 
 def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:
-    """What a worker on this device may use in all, None for no limit."""
+    """Return the memory limit of a worker on this device, None for no limit."""
     caps = (cluster.devices[device].memory_bytes, limits.memory_limit_bytes)
     return min((cap for cap in caps if cap is not None), default=None)
 
 
 def stage_limit_bytes(cluster: Cluster, limits: Limits, stage: Stage) -> int | None:
-    """What each worker of a stage may use: that of the smallest of its devices, None for no limit."""
+    """Return the memory limit of each worker of a stage: the smallest over its devices, None for no limit."""
     return min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
 
 
 def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
-    """Whether every stage of a cut fits on its devices with this memory."""
+    """Return True if every stage fits on its devices under this memory model."""
     for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
         cap = stage_limit_bytes(cluster, limits, stage)
         if cap is not None and need.total_bytes > cap:
@@ -153,11 +142,11 @@ def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: L
     for memory, words in _alternatives(limits.memory):
         changed = dataclasses.replace(limits, memory=memory)
         try:
-            found = solve_within(solver, graph, cluster, changed)
+            partition = solve_within(solver, graph, cluster, changed)
         except PlanError:
             continue
-        fullest = max(m.total_bytes for m in memory_of(graph, found, memory))
-        stages = "1 stage" if found.num_stages == 1 else f"{found.num_stages} stages"
+        fullest = max(m.total_bytes for m in memory_of(graph, partition, memory))
+        stages = "1 stage" if partition.num_stages == 1 else f"{partition.num_stages} stages"
         return f"The nearest plan that fits: {words}, {stages}, {human_bytes(fullest)} on the fullest device."
     if limits.num_stages is not None and limits.num_stages < len(cluster.devices):
         return _nearest_plan(solver, graph, cluster, dataclasses.replace(limits, num_stages=None))
@@ -165,7 +154,7 @@ def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: L
 
 
 def _alternatives(memory: MemoryModel) -> Iterator[tuple[MemoryModel, str]]:
-    """Schedules that hold less, then the same with micro-batches of half the size, again and again."""
+    """Yield memory models that hold less, with words: other schedules, then halved and again halved micro-batches."""
     if memory.resident is not None:
         return  # counted for this number of micro-batches, and for workers that hold several stages
     thrifty = dataclasses.replace(memory, spec=memory.spec.as_kind("1f1b"), weight_versions=None)

@@ -1,6 +1,6 @@
-"""The least slow stage of a chain, found by probing prefix sums (after Lv et al., CCGrid'23).
+"""Bottleneck-optimal partition of a chain, by probing prefix sums (after Lv et al., CCGrid'23).
 
-A probe asks whether every stage can stay within a period. It walks from the last stage to the first, because a
+A probe tests whether every stage can stay within a period. It walks from the last stage to the first, because a
 stage's depth, and with it its weight versions and micro-batches in flight, counts from the end:
 
     place     0   1   2   3   4   5   6   7   8
@@ -12,7 +12,7 @@ stage's depth, and with it its weight versions and micro-batches in flight, coun
 costs O(places) per step of the lineup. The least period is then searched for in whole picoseconds, which makes
 the result exact. A cut whose traffic takes longer than the period is closed in that probe.
 
-The paper is known by its abstract only; this construction is ours.
+Only the abstract of the paper was available; this construction is ours.
 """
 
 from __future__ import annotations
@@ -27,28 +27,25 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
-from raypipe.planner.columns import prefix
+from raypipe.planner.cost.columns import prefix
 from raypipe.planner.partition.answer import Piece, make_answer, no_cut_fits
-from raypipe.planner.partition.costs import PICO, Chain, Ints, chain_costs, exchange_ps, least_feasible
-from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.lineup import Lineup, Step, line_up
-
-__all__ = ["any_cut", "nearest_cut", "prefix_sum"]
+from raypipe.planner.partition.costs import PICO, Chain, Ints, Limits, chain_costs, exchange_ps, least_feasible
+from raypipe.planner.partition.device_order import Lineup, Step, line_up
 
 Bools = NDArray[np.bool_]
 ROUNDING = 1e-12
-"""Of periods that are divided by a speed: a few picoseconds more are looked at, so that none is missed."""
+"""Relative error of a time divided by a speed, by which bounds of periods are widened."""
 
 
 class _Problem(NamedTuple):
-    """All that probes share.
+    """Data that all probes share.
 
     Attributes:
-        time_ps: picoseconds of all nodes before each place, by depth of the stage: some run their forwards twice, and
-            some have replicas that sum gradients.
+        time_ps: picoseconds of all nodes before each place, by depth of the stage, because stages may recompute or sum
+            gradients.
         memory: prefix sums of a stage's bytes at the places, by depth.
-        traffic_ps: of the cut at each place, by bandwidth.
-        by_memory: by depth and bytes, what ``_earliest_by_memory`` found before.
+        traffic_ps: picoseconds of the messages over a cut at each place, by bandwidth.
+        by_memory: cache of ``_earliest_by_memory``, by depth and bytes.
     """
 
     chain: Chain
@@ -61,7 +58,7 @@ class _Problem(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """One stage on the way back from a successful probe: nodes between two places, on a kind of device."""
+    """Stage of a successful probe: the nodes between two places, and the step that gives its kind of device."""
 
     first: int
     last: int
@@ -71,43 +68,43 @@ class _Cut(NamedTuple):
 def prefix_sum(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """Cut the nodes, in their own order, so that the slowest stage or cut is as fast as possible.
 
-    Exact for any costs, memory limits and numbers of devices of few kinds; see ``lineup`` for many kinds.
+    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds.
 
     Raises:
         PlanError: nothing profiled, too few places to cut, or the memory limits cannot be kept; names the stage.
     """
     problem = _problem(graph, cluster, limits)
     lowest, highest = _bounds(problem)
-    found = least_feasible(
+    least = least_feasible(
         lambda period_ps: _probe(problem, period_ps),
         lowest,
         highest,
         following=lambda period_ps: _following(problem, period_ps),
         enough=lambda cuts: _kept_ps(problem, cuts),
     )
-    if found is None:
+    if least is None:
         raise no_cut_fits(graph, cluster, limits, nearest_cut(graph, cluster, limits))
-    return _answer(graph, cluster, problem, found[1], "prefix_sum")
+    return _answer(graph, cluster, problem, least[1], "prefix_sum")
 
 
 def any_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Some cut within the memory limits, whatever it costs: one probe, for who asks often.
+    """Return some cut within the memory limits, ignoring time: a single probe, for frequent calls.
 
     Raises:
-        PlanError: there is none; ``prefix_sum`` says why.
+        PlanError: no cut fits; the error of ``prefix_sum`` has the numbers.
     """
     problem = _problem(graph, cluster, limits)
     _, highest = _bounds(problem)
-    found = _probe(problem, highest)
-    if found is None:
-        raise PlanError("No cut keeps the memory limits: ask prefix_sum for the numbers.")
-    return _answer(graph, cluster, problem, found, "any_cut")
+    cuts = _probe(problem, highest)
+    if cuts is None:
+        raise PlanError("No cut keeps the memory limits.")
+    return _answer(graph, cluster, problem, cuts, "any_cut")
 
 
 def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition | None:
-    """The cut that needs the least more bytes per device than there are, whatever it costs.
+    """Find the cut that exceeds the memory limits by the fewest bytes per device, whatever its period.
 
-    None if no memory would do, because there are too few places to cut.
+    None without memory limits, or if there are too few places to cut.
     """
     problem = _problem(graph, cluster, limits)
     if all(kind.capacity_bytes is None for kind in problem.lineup.kinds):
@@ -115,8 +112,8 @@ def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partitio
     _, highest = _bounds(problem)
     lacking = sum(int(memory[-1]) for memory in problem.memory.values())
     lacking += max(0, *(-(kind.capacity_bytes or 0) for kind in problem.lineup.kinds))
-    found = least_feasible(lambda extra: _probe(problem, highest, extra), 1, lacking)
-    return None if found is None else _answer(graph, cluster, problem, found[1], "nearest")
+    least = least_feasible(lambda extra: _probe(problem, highest, extra), 1, lacking)
+    return None if least is None else _answer(graph, cluster, problem, least[1], "nearest")
 
 
 def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
@@ -144,7 +141,7 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
 
 
 def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints | int:
-    """What replicas of the stage at this depth take to sum gradients, as work of its device."""
+    """Return the all-reduce time of the stage at this depth, as work of its device, in picoseconds by place."""
     if not limits.sync_s_per_byte:
         return 0
     speed = lineup.kinds[next(step.kind for step in lineup.steps if lineup.depths[step.after] == depth)].speed
@@ -153,7 +150,7 @@ def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints |
 
 
 def _bounds(problem: _Problem) -> tuple[int, int]:
-    """Periods that no cut can beat, and that every cut keeps."""
+    """Compute a lower bound of the period of all cuts, and an upper bound, in picoseconds."""
     chain, kinds = problem.chain, problem.lineup.kinds
     total = int(chain.time_ps[-1])
     largest = int(np.diff(chain.time_ps).max())
@@ -165,26 +162,26 @@ def _bounds(problem: _Problem) -> tuple[int, int]:
 
 
 def _following(problem: _Problem, period_ps: int) -> int:
-    """The next period above one, in picoseconds, at which a probe could do anything else than at that one.
+    """Return the next larger period, in picoseconds, at which a probe could have another result.
 
-    Either a stage that is just too long comes in, or a cut whose traffic is.
+    It is the least at which another stage, or the traffic of another cut, is short enough.
     """
-    found = math.inf
+    following = math.inf
     for time_ps in {id(time_ps): time_ps for time_ps in problem.time_ps.values()}.values():
         for speed, _, _ in problem.lineup.kinds:
             first = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
             longer = (time_ps - time_ps[np.maximum(first - 1, 0)])[first > 0]
             if len(longer):
-                found = min(found, _at_speed(int(longer.min()), speed)[0])
+                following = min(following, _at_speed(int(longer.min()), speed)[0])
     for traffic_ps in problem.traffic_ps.values():
         over = traffic_ps[traffic_ps > period_ps]
         if len(over):
-            found = min(found, int(over.min()))
-    return period_ps + 1 if math.isinf(found) else max(period_ps + 1, int(found))
+            following = min(following, int(over.min()))
+    return period_ps + 1 if math.isinf(following) else max(period_ps + 1, int(following))
 
 
 def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
-    """A period that these stages keep, in picoseconds."""
+    """Compute the period of these stages in picoseconds, rounded up."""
     longest = 0
     for first, last, step in cuts:
         time_ps = problem.time_ps[problem.lineup.depths[step.after]]
@@ -194,44 +191,44 @@ def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
 
 
 def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
-    """Whole picoseconds of this work, surely not too many and surely enough."""
+    """Compute a lower and an upper bound of the picoseconds of this work at a speed, as whole numbers."""
     if speed == 1:
         return time_ps, time_ps
     return math.floor(time_ps / speed * (1 - ROUNDING)), math.ceil(time_ps / speed * (1 + ROUNDING))
 
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """lo(e) by (kind, depth): the smallest place where a stage that ends at e may begin."""
-    found = {}
+    """Compute, by (kind, depth), the smallest place at which a stage that ends at each place may begin (``lo``)."""
+    earliest = {}
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
         for depth in depths[kind]:
             time_ps = problem.time_ps[depth]
             by_time = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
-            found[kind, depth] = by_time
+            earliest[kind, depth] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
-                found[kind, depth] = np.maximum(by_time, by_memory)
-    return found
+                earliest[kind, depth] = np.maximum(by_time, by_memory)
+    return earliest
 
 
 def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, keep: bool) -> Ints:
-    """The same for memory alone, which is no matter of the period: ``keep`` it for the next probe."""
+    """Return the earliest places by memory alone, independent of the period: cached for the next probe if ``keep``."""
     key = (depth, capacity_bytes)
-    found = problem.by_memory.get(key)
-    if found is None:
+    earliest = problem.by_memory.get(key)
+    if earliest is None:
         memory = problem.memory[depth]
-        found = np.searchsorted(memory, memory - capacity_bytes)
+        earliest = np.searchsorted(memory, memory - capacity_bytes)
         if keep:
-            problem.by_memory[key] = found
-    return found
+            problem.by_memory[key] = earliest
+    return earliest
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
-    """The stages of a partition that keeps the period, or None.
+    """Find the stages of a partition that keeps the period; None if no partition does.
 
     Args:
-        extra_bytes: on top of every memory limit.
+        extra_bytes: bytes that are added to every memory limit.
     """
     lineup, places = problem.lineup, len(problem.chain.positions)
     earliest = _earliest(problem, period_ps, extra_bytes)
@@ -253,7 +250,7 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
 def _walk_back(
     problem: _Problem, reached: Bools, earliest: dict[tuple[int, int], Ints], period_ps: int, state: int
 ) -> list[_Cut]:
-    """From the first stage on, always through the cut with the least traffic that still leads to the end."""
+    """Choose cuts from the first stage on, each with the least traffic among those that still reach the end."""
     lineup, chain = problem.lineup, problem.chain
     numbers, place, cuts = np.arange(len(chain.positions)), 0, []
     while state:

@@ -1,50 +1,65 @@
-"""Lowering: from compute actions to everything a worker has to do.
+"""Lowering and validation: add messages, reductions and steps to the compute actions of a schedule.
 
     1F0 1B0   becomes   1RECV_F0 1F0 1SEND_F0   1RECV_B0 1B0 1SEND_B0   1REDUCE_GRAD0 1REDUCE_NORM0 1STEP0
 
-A receive stands directly before the action that needs it and a send directly behind the one that made
-the message. That is all the order there is to decide: sends do not wait, and threads fetch messages ahead
-of time in the order in which the peer sends them (``expected_sends``), whatever the receiver's own row.
+A receive is placed directly before the action that needs it, a send directly after the action that made the message.
+No other order has to be chosen: sends do not block, and threads prefetch messages in the order in which the peer sends
+them (``expected_sends``), independent of the receiver's row.
 
-Where a message is needed is asked of ``dependencies()``: whatever waits for a RECV gets that RECV, and
-the action behind its SEND gets the SEND. Stages without backward ask for none, so none is sent to them.
+``dependencies()`` determines the messages: an action that depends on a RECV gets that RECV, and the action before the
+matching SEND gets the SEND. Stages without a backward depend on no gradients, so none are sent to them.
 
-A replica of a stage ends an update behind the last of its own micro-batches, or behind everything else in its row
-where it has none of that update. Where workers hold several stages it ends the updates of all of them together, with
-nothing left to compute: there replicas wait for each other, and nobody may wait for one that waits.
+A replica ends an update after the last of its own micro-batches, or at the end of its row if it has no micro-batch of
+that update. With replicas, a worker of several stages ends the updates of all its stages together, after all of its
+computation: replicas wait for each other there, and a waiting worker must not block others.
+
+A lowered schedule is checked by four rules before anything runs; a violation names its action:
+
+1. Every action is on the worker that holds its stage, once, after its dependencies in the same row; all other
+   dependencies are in some row.
+2. Every replica of a stage takes every optimizer step, and every action in the rows is needed by some step. Together
+   with rule 1 this *is* completeness: from the steps, ``dependencies()`` leads back to each gradient reduction, to one
+   backward (B, or I and W) per micro-batch on each stage that trains, to one forward on each stage, and to both ends
+   of each message. A missing action violates rule 1, a superfluous one rule 2.
+3. Updates of a stage follow each other; in a synchronous schedule (no prologue, no epilogue) no forward of the
+   next update comes before the step, because its weights would be the old ones.
+4. No deadlock.
+
+Receives may come in another order than the sends of their link: a thread empties the link in the sender's
+order and puts messages aside by key, so a receive is served as soon as its own send has been. Rule 4 is
+therefore the whole rule about order on links. What a different order costs is the memory of messages set
+aside; no limit on it is assumed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import COMPUTE, Action, Op, Row, Schedule, Wiring, dependencies
-from raypipe.planner.tables import OP_CODE, OPS, Ints, encode, pack
-
-__all__ = ["expected_sends", "lower"]
+from raypipe.ir.schedule import COMPUTE, OP_CODE, OPS, Action, Op, Row, Schedule, Wiring, dependencies
+from raypipe.planner.dependency_tables import Ints, Program, build, encode, pack
 
 Kind = tuple[int, Op]
-"""Stage and operation: all that decides which messages an action has."""
+"""Stage and operation; they determine the messages of an action."""
 
 _IS_COMPUTE = np.array([op in COMPUTE for op in OPS])
 
 Progress = Counter[tuple[int, int]]
-"""By (stage, update): micro-batches of the update that the stage has finished, while not all are."""
+"""Finished micro-batches by (stage, update), for updates that are not complete."""
 
 
 class _Rules(NamedTuple):
-    """What becomes of a compute action; operations are places in OPS, -1 for none.
+    """Tables of the actions added to a compute action; operations are indices into OPS, -1 for none.
 
     Attributes:
-        receive, send: by stage, operation and lane, what stands before and behind the action.
-        finishing: by stage, the operation after which nothing is left to do for a micro-batch.
-        wiring: of the schedule.
+        receive, send: by stage, operation and lane, the action inserted before and after.
+        finishing: by stage, the last operation of a micro-batch.
+        wiring: wiring of the schedule.
     """
 
     receive: NDArray[np.int8]
@@ -87,7 +102,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def expected_sends(schedule: Schedule, sender: int, receiver: int, repeats: int = 1) -> tuple[Action, ...]:
-    """What worker ``receiver`` gets from worker ``sender``, in the order in which it will arrive.
+    """Return the sends from worker ``sender`` to worker ``receiver``, in order of arrival.
 
     Args:
         schedule: lowered.
@@ -115,7 +130,7 @@ def _check_compute_only(schedule: Schedule) -> None:
 
 
 def _check_share(schedule: Schedule) -> None:
-    """Refuse replicas that have nothing to do in some updates, unless each part of a row is one update."""
+    """Raise ScheduleError if replicas have no micro-batch in some updates, unless the whole row is one update."""
     wiring = schedule.wiring
     interval = wiring.update_interval
     if not wiring.replicated or interval >= wiring.lanes:
@@ -128,17 +143,17 @@ def _check_share(schedule: Schedule) -> None:
 
 
 def _kinds(schedule: Schedule) -> set[Kind]:
-    """All of the schedule's."""
-    found: set[Kind] = set()
+    """Return all pairs of stage and operation in a schedule."""
+    kinds: set[Kind] = set()
     for row in chain(schedule.prologue, schedule.body, schedule.epilogue):
         stage, op, _ = encode(row)
         present = np.flatnonzero(np.bincount(stage * len(OPS) + op))
-        found.update((kind // len(OPS), OPS[kind % len(OPS)]) for kind in present.tolist())
-    return found
+        kinds.update((kind // len(OPS), OPS[kind % len(OPS)]) for kind in present.tolist())
+    return kinds
 
 
 def _rules(schedule: Schedule) -> _Rules:
-    """The receive that each kind of compute action wants before it, the send that it wants behind it, and its end."""
+    """Build the tables of the messages around each compute action, and of the last action of a micro-batch."""
     lanes = schedule.wiring.lanes if schedule.wiring.replicated else 1
     receive, send = (np.full((schedule.num_stages, len(OPS), lanes), -1, dtype=np.int8) for _ in range(2))
     for stage, op in _kinds(schedule):
@@ -155,7 +170,7 @@ def _rules(schedule: Schedule) -> _Rules:
 
 
 def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, Row, Row]:
-    """Prologue, body and epilogue of one worker."""
+    """Lower prologue, body and epilogue of one worker."""
     wiring = schedule.wiring
     before: Progress = Counter()
     prologue = _lower_row(worker, schedule.prologue[worker] if schedule.prologue else (), rules, before)
@@ -171,7 +186,7 @@ def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, 
 
 
 def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
-    """One part of one worker's row; ``progress`` is brought up to its end."""
+    """Lower one part of one worker's row; changes ``progress`` in place to the end of the part."""
     stage, op, microbatch = encode(row)
     lane = rules.wiring.lane_of(microbatch) if rules.wiring.replicated else 0
     before, behind = rules.receive[stage, op, lane], rules.send[stage, op, lane]
@@ -189,7 +204,7 @@ def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
         there = np.flatnonzero(codes >= 0)
         for column, own in zip(columns, (stage, codes, microbatch), strict=True):
             column[at[there] + shift] = np.asarray(own)[there]
-    # Each action of an update's end stands behind its place's own, and behind those added before it.
+    # Each action of an update's end follows its place's own, and those added before it.
     added_columns = encode(tuple(a for _, actions in closing for a in actions))
     for column, added_column in zip(columns, added_columns, strict=True):
         column[own_end[ending] + np.arange(len(ending))] = added_column
@@ -199,11 +214,13 @@ def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
 def _closings(
     worker: int, places: NDArray[np.intp], stage: Ints, microbatch: Ints, wiring: Wiring, progress: Progress
 ) -> list[tuple[int, list[Action]]]:
-    """What ends an update, behind which of ``places``; ``progress`` is brought up to the end of the row.
+    """Return the actions that end updates, each list with the position in the row after which it follows.
+
+    Changes ``progress`` in place.
 
     Args:
-        places: of the actions in the row that finish a micro-batch on a stage.
-        stage, microbatch: of those.
+        places: positions of the actions in the row that finish a micro-batch on a stage.
+        stage, microbatch: stage and micro-batch of each of these actions.
     """
     update = microbatch // np.array([wiring.interval_of(s) for s in range(wiring.num_stages)], dtype=np.int32)[stage]
     # Of one stage and update, all but the last place are counted at once: only there can the update be complete.
@@ -214,16 +231,16 @@ def _closings(
     # twice the same action: one by one
     if any(progress[s, u] + n > _own_count(wiring, s, u, worker) for _, s, u, n in events):
         events = [(i, s, u, 1) for i, (s, u) in enumerate(zip(stage.tolist(), update.tolist(), strict=True))]
-    found = []
+    closings = []
     for i, s, u, number in events:
         progress[s, u] += number
         if progress[s, u] == _own_count(wiring, s, u, worker):
-            found.append((int(places[i]), _close(wiring, s, u, progress, worker)))
-    return found
+            closings.append((int(places[i]), _close(wiring, s, u, progress, worker)))
+    return closings
 
 
 def _own_count(wiring: Wiring, stage: int, update: int, worker: int) -> int:
-    """Micro-batches of an update that this worker has, of a stage that it holds."""
+    """Count the micro-batches of an update that a worker runs, for a stage that it holds."""
     interval, lanes = wiring.interval_of(stage), wiring.lanes
     if len(wiring.homes[stage]) == 1:
         return interval
@@ -234,7 +251,7 @@ def _own_count(wiring: Wiring, stage: int, update: int, worker: int) -> int:
 
 
 def _with_empty_update(row: Row, worker: int, wiring: Wiring) -> Row:
-    """A row with the end of its one update, where the worker has no micro-batch of it."""
+    """Return the actions that end the only update of a row, if the worker has no micro-batch of it; else the row."""
     held = [stage for stage, workers in enumerate(wiring.homes) if worker in workers]
     if not held or _own_count(wiring, held[0], 0, worker):
         return row
@@ -243,14 +260,17 @@ def _with_empty_update(row: Row, worker: int, wiring: Wiring) -> Row:
 
 
 def _finishing_op(wiring: Wiring, stage: int) -> Op:
-    """The operation after which a stage has nothing left to do for a micro-batch."""
+    """Return the last operation of a stage for a micro-batch: F, B or W."""
     if stage < wiring.first_trainable:
         return Op.F
     return Op.W if wiring.split_backward else Op.B
 
 
 def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: int) -> list[Action]:
-    """A stage has finished an update; if it is the last of its worker, the worker steps."""
+    """Return the actions after a stage has finished an update; the step follows if all stages of the worker have.
+
+    Removes the update from ``progress`` in place in that case.
+    """
     last = (update + 1) * wiring.interval_of(stage) - 1
     co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
     ends = all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located)
@@ -266,13 +286,106 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
 
 
 def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Progress, wiring: Wiring) -> None:
-    """After the body every update must stand where the same update, one repetition earlier, stood before it."""
+    """Raise ScheduleError unless the body advances every stage by its stride.
+
+    Args:
+        before: progress before the body, with updates shifted by one repetition.
+        after: progress after the body.
+    """
     for stage, update in sorted(before.keys() | after.keys()):
-        expected, found = before.get((stage, update), 0), after[stage, update]
-        if expected != found:
+        expected, finished = before.get((stage, update), 0), after[stage, update]
+        if expected != finished:
             interval = wiring.interval_of(stage)
             raise ScheduleError(
-                f"Worker {worker}: at the end of the body stage {stage} has finished {found} of the {interval} "
+                f"Worker {worker}: at the end of the body stage {stage} has finished {finished} of the {interval} "
                 f"micro-batches of the update that ends with {stage}{Op.STEP.value}{(update + 1) * interval - 1}, but "
                 f"{expected} at the corresponding point before it; a body must advance every stage by its stride."
+            )
+
+
+def lowered_and_checked(schedule: Schedule) -> Schedule:
+    """Lower a schedule of compute actions to the rows that workers carry out, and validate it.
+
+    Raises:
+        ScheduleError: see ``validate``.
+    """
+    lowered = lower(schedule)
+    validate(lowered)
+    return lowered
+
+
+def validate(lowered: Schedule, repeats: int = 1) -> None:
+    """Raise ScheduleError if a lowered schedule, with its body repeated ``repeats`` times, breaks a rule of the module.
+
+    Raises:
+        ScheduleError: names the action, its worker, its position in the row, and what to change.
+    """
+    program = build(lowered, repeats)
+    _check_steps(program)
+    _check_nothing_idle(program)
+    _check_update_order(program)
+    if not lowered.prologue and not lowered.epilogue:
+        _check_flush(program)
+    program.blocks()
+
+
+def _check_steps(program: Program) -> None:
+    wiring = program.wiring
+    steps = np.flatnonzero(program.op == OP_CODE[Op.STEP])
+    if not len(steps):
+        raise ScheduleError("No row contains a STEP, so nothing would be learnt: pass the schedule through lower().")
+    intervals = np.array([wiring.interval_of(stage) for stage in range(wiring.num_stages)])
+    for node in steps[(program.microbatch[steps] + 1) % intervals[program.stage[steps]] != 0][:1].tolist():
+        interval = wiring.interval_of(int(program.stage[node]))
+        raise ScheduleError(
+            f"{program.where(node)} ends no update: with {interval} micro-batches per update the last "
+            f"ones are {interval - 1}, {2 * interval - 1}, and so on."
+        )
+    columns = (program.stage, program.worker, program.microbatch)
+    present = set(zip(*(column[steps].tolist() for column in columns), strict=True))
+    last = max(microbatch for _, _, microbatch in present)
+    for stage, worker in [(stage, worker) for stage, workers in enumerate(wiring.homes) for worker in workers]:
+        for microbatch in range(wiring.interval_of(stage) - 1, last + 1, wiring.interval_of(stage)):
+            if (stage, worker, microbatch) not in present:
+                raise ScheduleError(
+                    f"{Action(stage, Op.STEP, microbatch)} is missing (worker {worker}): every stage takes every "
+                    "optimizer step, also one without trainable parameters; append it to the update."
+                )
+
+
+def _check_nothing_idle(program: Program) -> None:
+    for node in np.flatnonzero(~program.needed & (program.op != OP_CODE[Op.STEP]))[:1].tolist():
+        raise ScheduleError(
+            f"{program.where(node)} leads to no optimizer step: nothing waits for it. "
+            "Remove it, or add the action that uses its result."
+        )
+
+
+def _check_update_order(program: Program) -> None:
+    for op in (Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP):
+        for stage in range(program.wiring.num_stages):
+            nodes = np.flatnonzero((program.op == OP_CODE[op]) & (program.stage == stage)).tolist()
+            for earlier, later in pairwise(nodes):
+                of_one_worker = program.worker[earlier] == program.worker[later]
+                if of_one_worker and program.microbatch[earlier] > program.microbatch[later]:
+                    raise ScheduleError(
+                        f"{program.where(earlier)} comes before {program.where(later)}: "
+                        "updates of a stage follow each other; exchange the two."
+                    )
+
+
+def _check_flush(program: Program) -> None:
+    interval = program.wiring.update_interval
+    step_at = {
+        (int(program.stage[node]), int(program.worker[node]), int(program.microbatch[node])): node
+        for node in np.flatnonzero(program.op == OP_CODE[Op.STEP]).tolist()
+    }
+    later = (program.op == OP_CODE[Op.F]) & (program.microbatch >= interval)
+    for node in np.flatnonzero(later).tolist():
+        stage, _, microbatch = program.action(node)
+        step = step_at[stage, int(program.worker[node]), microbatch // interval * interval - 1]
+        if step > node:
+            raise ScheduleError(
+                f"{program.where(node)} comes before {program.where(step)} and would use the old weights: "
+                "move it behind the step."
             )

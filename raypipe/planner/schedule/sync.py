@@ -1,7 +1,7 @@
 """Synchronous schedules: every stage warms up with some forwards, then forwards and backwards take turns.
 
-One stage per worker, compute actions only; the optimizer step comes after the last micro-batch. Two
-knobs, each with 1F1B as its smallest setting, buy tolerance of slow links with memory:
+The rows have one stage per worker (several in ``interleaved``) and compute actions only; the optimizer step comes after
+the last micro-batch. Two kinds hide slow links at the cost of memory; 1F1B is the smallest setting of both:
 
     kFkB    takes turns in groups of k micro-batches         (Ada-Grouper, arXiv:2303.01675, abstract)
     slack   takes turns one by one, but warms up further: hop h may have r_h micro-batches under way
@@ -9,28 +9,31 @@ knobs, each with 1F1B as its smallest setting, buy tolerance of slow links with 
 Every stage may have replicas, between which its micro-batches are dealt out (``replicas``): each replica warms up and
 takes turns with its own.
 
-Left out: the time of anything. What a schedule costs is the business of ``raypipe.planner.simulate.serial``.
+Interleaved 1F1B has several stages per worker, so that the pipeline fills and drains in smaller pieces: the bubble
+shrinks by the number of chunks per worker, and every micro-batch crosses that many times more links (Narayanan et al.,
+arXiv:2104.04473, section 2.2, in the order of Megatron-LM).
+
+Left out: the time of anything. ``raypipe.planner.simulator`` computes what a schedule costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.ir.schedule import OP_CODE, Op, Row, Schedule, Wiring, single_homes
+from raypipe.planner.dependency_tables import pack
 from raypipe.planner.schedule.replicas import SINGLE, Replicas, warmups_of
-from raypipe.planner.tables import OP_CODE, pack
-
-__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "slack_by_hop", "take_turns"]
 
 
 def k_f_k_b(
     num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0, replicas: Replicas = SINGLE
 ) -> Schedule:
-    """Group-scheduled 1F1B: k forwards, then k backwards, each in micro-batch order.
+    """Build group-scheduled 1F1B: k forwards, then k backwards, each in micro-batch order.
 
     S=2, M=4, k=2, one slot per action:
 
@@ -61,7 +64,7 @@ def k_f_k_b(
 def one_f_one_b(
     num_stages: int, num_microbatches: int, first_trainable: int = 0, replicas: Replicas = SINGLE
 ) -> Schedule:
-    """1F1B with a flush (PipeDream-2BW, arXiv:2006.09503): backwards as early as possible.
+    """Build 1F1B with a flush (PipeDream-2BW, arXiv:2006.09503): backwards as early as possible.
 
     S=4, M=8, one slot per action:
 
@@ -81,7 +84,7 @@ def one_f_one_b(
 
 
 def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0, replicas: Replicas = SINGLE) -> Schedule:
-    """All forwards, then all backwards (GPipe, arXiv:1811.06965), the backwards in micro-batch order.
+    """Build GPipe (arXiv:1811.06965): all forwards, then all backwards, in micro-batch order.
 
     S=4, M=4, one slot per action:
 
@@ -107,7 +110,7 @@ def slack(
     first_trainable: int = 0,
     replicas: Replicas = SINGLE,
 ) -> Schedule:
-    """1F1B that warms up further: r_h micro-batches may be under way over hop h (stage h to h + 1).
+    """Build 1F1B with a longer warm-up: r_h micro-batches may be under way over hop h (stage h to h + 1).
 
     S=4, M=8, r=2, one slot per action:
 
@@ -139,7 +142,7 @@ def slack(
 
 
 def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]:
-    """r_h of every hop.
+    """Expand slack to r_h of every hop.
 
     Raises:
         ScheduleError: a number is out of range, or not one for each hop.
@@ -154,7 +157,7 @@ def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]
 
 
 def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -> None:
-    """Refuse numbers that describe no pipeline.
+    """Raise ScheduleError if the numbers describe no pipeline.
 
     Raises:
         ScheduleError: no stage, no micro-batch, or nothing to train.
@@ -178,7 +181,11 @@ def _schedule(
     first_trainable: int,
     replicas: Replicas,
 ) -> Schedule:
-    """Rows of groups of so many micro-batches, each worker's of its own."""
+    """Build a schedule in which every worker takes turns in groups of ``group_size`` of its own micro-batches.
+
+    Args:
+        warmups: by stage, number of forward groups before the first group that is followed by backwards.
+    """
     wiring = Wiring(
         replicas.homes(len(warmups)), num_microbatches, first_trainable=first_trainable, lanes=replicas.lanes
     )
@@ -192,11 +199,11 @@ def _schedule(
 
 
 def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
-    """``warmup`` groups forward; then one group forward, one backward; then the rest backward.
+    """Build the row of one worker: ``warmup`` groups forward, then one forward and one backward in turn, then the rest.
 
     Args:
         own: micro-batches of the worker, in their order.
-        sizes: of the groups that they make.
+        sizes: sizes of the groups that they are divided into.
     """
     if not trains:
         return pack(np.full(len(own), stage), np.full(len(own), OP_CODE[Op.F]), own)
@@ -213,10 +220,60 @@ def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: i
 
 
 def take_turns(count: int, warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Places of ``count`` forwards and as many backwards in one row.
+    """Return the positions of ``count`` forwards and of as many backwards in one row.
 
-    First ``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left.
+    The row has ``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left.
     """
     number = np.arange(count)
     warmup = min(warmup, count)
     return number + np.maximum(number - warmup, 0), number + np.minimum(count, number + warmup + 1)
+
+
+def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trainable: int = 0) -> Schedule:
+    """Build interleaved 1F1B: worker w of P holds stages w, w + P, w + 2P, ... and runs them in turn, round by round.
+
+    2 workers, 2 chunks each (4 stages), M=4, one slot per action:
+
+        0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
+        1:   . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
+
+    A round is about P micro-batches: with them a worker runs its first chunk, then its second, and so on;
+    backwards take the chunks from the last to the first. Worker w warms up with
+    (chunks - 1) * round + 2 * (P - 1 - w) forwards. Megatron-LM wants M to be a multiple of P; here M is cut into
+    max(1, M // P) rounds whose sizes differ by at most one, so any M will do.
+
+    Args:
+        num_workers: P; there are P * chunks stages.
+        num_microbatches: M, per optimizer step.
+        chunks: stages per worker.
+        first_trainable: lowest stage with a backward.
+
+    Raises:
+        ScheduleError: a number is out of range.
+    """
+    if num_workers < 1 or chunks < 1:
+        raise ScheduleError(f"interleaved needs at least one worker and one chunk, not {num_workers} and {chunks}.")
+    num_stages = num_workers * chunks
+    check_counts(num_stages, num_microbatches, first_trainable)
+    rounds = in_rounds(num_microbatches, num_workers)
+    forward = np.array([(c, m) for part in rounds for c in range(chunks) for m in part])
+    backward = np.array([(c, m) for part in rounds for c in reversed(range(chunks)) for m in part])
+    rows = []
+    for worker in range(num_workers):
+        warmup = (chunks - 1) * len(rounds[0]) + 2 * (num_workers - 1 - worker)
+        row = np.empty((2 * len(forward), 3), dtype=np.int32)
+        for op, order, at in zip((Op.F, Op.B), (forward, backward), take_turns(len(forward), warmup), strict=True):
+            row[at, 0], row[at, 1], row[at, 2] = order[:, 0] * num_workers + worker, OP_CODE[op], order[:, 1]
+        row = row[(row[:, 1] == OP_CODE[Op.F]) | (row[:, 0] >= first_trainable)]
+        rows.append(pack(*row.T))
+    homes = single_homes(stage % num_workers for stage in range(num_stages))
+    wiring = Wiring(homes, update_interval=num_microbatches, first_trainable=first_trainable)
+    return Schedule("interleaved", wiring, tuple(rows), stride=num_microbatches)
+
+
+def in_rounds(num_microbatches: int, num_workers: int) -> list[range]:
+    """Divide micro-batches into rounds of about ``num_workers``, as equal as possible, the longer ones first."""
+    count = max(1, num_microbatches // num_workers)
+    size, longer = divmod(num_microbatches, count)
+    starts = [i * size + min(i, longer) for i in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]

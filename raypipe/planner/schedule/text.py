@@ -12,22 +12,20 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate.serial import Costs, simulate
-
-__all__ = ["draw", "from_csv", "to_csv"]
+from raypipe.planner.simulator import Costs, simulate
 
 
 def to_csv(schedule: Schedule, repeats: int = 1) -> str:
-    """Compute actions of every worker, one line each; lowered schedules lose what lowering added."""
+    """Write the compute actions of every worker, one line each; actions that lowering added are left out."""
     rows = schedule.rows(repeats)
     return "".join(",".join(str(a) for a in row if a.op in COMPUTE) + "\n" for row in rows)
 
 
 def from_csv(text: str, kind: str = "csv", update_interval: int | None = None) -> Schedule:
-    """A synchronous schedule from torch's compute-only CSV.
+    """Read a synchronous schedule from torch's compute-only CSV.
 
-    Placement, split backward and frozen stages are read off the actions. What the rows do is
-    not checked here: lower and validate the result.
+    Placement, split backwards and frozen stages follow from the actions. The order of actions is not checked here:
+    lower and validate the result.
 
     Args:
         text: one line per worker.
@@ -57,34 +55,34 @@ def _homes(rows: Sequence[Sequence[Action]]) -> list[int]:
     Raises:
         ScheduleError: see ``from_csv``.
     """
-    found: dict[int, int] = {}
+    homes: dict[int, int] = {}
     for worker, row in enumerate(rows):
         for action in row:
             if action.op not in COMPUTE:
                 raise ScheduleError(
                     f"{action} in line {worker + 1} is no compute action: keep F, B, I and W; lower() adds the rest."
                 )
-            if found.setdefault(action.stage, worker) != worker:
+            if homes.setdefault(action.stage, worker) != worker:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1}: stage {action.stage} is also in line {found[action.stage] + 1}; "
+                    f"{action} in line {worker + 1}: stage {action.stage} is also in line {homes[action.stage] + 1}; "
                     "a stage lives on one worker."
                 )
-    if not found:
+    if not homes:
         raise ScheduleError("The CSV holds no action: write one line per worker with cells such as 0F0.")
-    num_stages = 1 + max(found)
-    if lacking := sorted(set(range(num_stages)) - found.keys()):
+    num_stages = 1 + max(homes)
+    if lacking := sorted(set(range(num_stages)) - homes.keys()):
         raise ScheduleError(f"Stage {lacking[0]} of {num_stages} has no action in any line: number stages from 0.")
-    return [found[stage] for stage in range(num_stages)]
+    return [homes[stage] for stage in range(num_stages)]
 
 
 def draw(what: Schedule | Timeline, repeats: int = 1, slot_s: float | None = None) -> str:
-    """The picture: a line per worker, a column per slot, ``.`` for idle, ``-`` where an action goes on.
+    """Draw a schedule as text: a line per worker, a column per slot, ``.`` for idle, ``-`` for a longer action.
 
     0: F0 F1  .  . B0 B1
     1:  . F0 F1 B0 B1  .
 
-    A schedule is drawn as if every compute action took one slot and links were free. The stage is
-    left out where each worker has only its own.
+    A schedule is drawn as if every compute action took one slot and links were free. If every worker has only the
+    stage of its own number, stages are left out.
 
     Args:
         what: a schedule, lowered or not, or a timeline.

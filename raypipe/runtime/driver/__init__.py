@@ -1,9 +1,9 @@
-"""The process that owns a run on Ray.
+"""Driver: the process that owns a run on Ray.
 
-    trainer  --client.py-->  DriverActor (driver.py)  -->  loop (runtime/run), fleet (runtime/workers)
-                                  |
-                              publish.py     metrics for Prometheus
-                              succession.py  what one driver leaves to the next
+    trainer  --client.py-->  DriverActor (driver.py)  -->  loop (raypipe/run), fleet (runtime/fleet)
+                 |                |
+      ray_cluster.py          publish.py           metrics for Prometheus
+                              driver_failover.py   takeover of a lost driver's stages by the next driver
 
 No tensor passes through the driver.
 """

@@ -1,121 +1,45 @@
-"""The trainer's side of a run on Ray: connect to a cluster, and a connection to the driver, see starting.py."""
+"""Client of a run on Ray: starts the driver actor, sends it the run's inputs, and fetches its news."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
-    AuthenticationError,
     GetTimeoutError,
     RayActorError,
     RayError,
     RayTaskError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.config.ray import gpu_share
-from raypipe.engine.cuda_device import why_not
+from raypipe.engine.io.checkpoint import StateSource
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.driver.driver import driver_name
-from raypipe.runtime.driver.knock import found_at, knock
-from raypipe.runtime.run.journal import News
-from raypipe.runtime.run.status import RunStatus
-from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_orphans
-
-__all__ = ["NAMESPACE", "RayConnection", "connected", "find_run"]
+from raypipe.run.journal import News
+from raypipe.run.plans.blueprint import Charter
+from raypipe.run.spec import RunSpec
+from raypipe.run.status import RunStatus
+from raypipe.runtime.driver.driver import DriverActor, driver_name
+from raypipe.runtime.driver.driver_failover import Submission
+from raypipe.runtime.driver.ray_cluster import join_cluster, refuse_without_cpus
+from raypipe.runtime.worker.packing import StoredTensors, stored
+from raypipe.runtime.worker.places import NAMESPACE, PREFIX, is_driver, release_abandoned, release_orphans
 
 CONTROL_TIMEOUT_S = 30.0
 ANSWER_S = 5.0
-"""A driver that is silent for longer is told about, and waited for."""
-
-# Standard error stays free for the progress line; Ray writes its logs into its session folder.
-_QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
-
-
-@contextlib.contextmanager
-def connected(num_workers: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
-    """Inside, Ray runs: the caller's connection, the cluster that RAY_ADDRESS names, or one of our own.
-
-    A detached run needs one that outlives this process, so none of our own.
-
-    Raises:
-        ConfigError: there is none.
-    Our own has as many logical CPUs as there are workers (the driver takes none), or what they ask for, and ends
-    with the context.
-    Ray protects it with a token, as it does for every cluster that it starts in a process.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    if address := os.environ.get("RAY_ADDRESS"):
-        _join(address)
-    elif detached:
-        raise ConfigError(
-            "detached=True needs a cluster that outlives this process, and RAY_ADDRESS names none. Start one with "
-            "`ray start --head` and set RAY_ADDRESS=auto, or leave detached out."
-        )
-    else:
-        # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
-        ray.init(
-            address="local",
-            num_cpus=max(num_workers, math.ceil(num_workers * resources.get("CPU", 1))),
-            resources={name: n * num_workers for name, n in resources.items() if name not in ("CPU", "GPU")},
-            include_dashboard=False,
-            _system_config={"worker_niceness": 0},
-            **_QUIET,
-        )
-    try:
-        _check_gpus(num_workers * gpu_share(resources))
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_gpus(wanted: float) -> None:
-    """Refuse GPUs that a machine does not have, where no node can join: others are waited for in their places."""
-    there = ray.cluster_resources().get("GPU", 0.0) if wanted and not os.environ.get("RAY_ADDRESS") else wanted
-    if wanted > there:
-        why = f" {why_not()}" if why_not() else ""
-        raise ConfigError(
-            f"ScalingConfig(use_gpu=True): the workers want {wanted:g} GPUs, and Ray finds {there:g} on this "
-            f"machine.{why} Give a share of one, as in resources_per_worker={{'GPU': 0.5}}, fewer num_workers, "
-            "use_gpu=False, or a cluster that has them (RAY_ADDRESS)."
-        )
-
-
-def _join(address: str) -> None:
-    """Connect to a cluster that is there.
-
-    Raises:
-        ConfigError: none is.
-    """
-    try:
-        knock(address)
-        ray.init(address=address, **_QUIET)
-    except AuthenticationError:
-        with contextlib.suppress(ConnectionError):
-            address = found_at(address)
-        why = "it lets nobody in without its token, and takes none from here"
-        cure = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of its token, or RAY_ADDRESS to a cluster of"
-        raise ConfigError(f"No Ray cluster at {address}: {why}. {cure} yours; raypipe doctor looks closer.") from None
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(
-            f"No Ray cluster at {address}: {why}. Set RAY_ADDRESS to one that runs; raypipe doctor looks closer."
-        ) from None
+"""Seconds beyond the requested wait after which the status reports that the driver does not answer."""
 
 
 class _Question(NamedTuple):
-    """What the driver was asked for: news of records ``since``, and since when by this process's clock."""
+    """Pending request for news: number of its first record, the call, and monotonic time of the request."""
 
     since: int
     ref: Any
@@ -123,12 +47,14 @@ class _Question(NamedTuple):
 
 
 class RayConnection:
-    """A connection to the driver actor of one run.
+    """Connection to the driver actor of one run.
 
     Args:
-        owner: this process started the run and ends the driver with ``close``; others only listen.
-        call: the owner's reference to the driver's long call.
-        path: of the run's folder, where it is known before the driver has answered.
+        driver: handle of the driver actor.
+        name: name of the run.
+        owner: True if this process started the run, so that ``close`` ends the driver.
+        call: reference to the call of ``DriverActor.run``, in the process that made it; None elsewhere.
+        path: the run's folder, if known before the driver answers.
     """
 
     def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None, path: str = "") -> None:
@@ -136,51 +62,59 @@ class RayConnection:
         self._call: Any = call
         self._name = name
         self._owner = owner
-        self._asked: _Question | None = None
+        self._question: _Question | None = None
         self._ended = False
-        self._wish = ""  # why the run shall end, where somebody wants that
+        self._stop_reason = ""  # reason of a stop that was requested; "" without one
         self._status = RunStatus(name=name, path=path, state="starting")
 
     def news(self, since: int, wait_s: float) -> News:
-        """See Journal. A driver that does not answer in time is waited for as long as Ray knows of its process.
+        """Return news of the run, see Journal.news.
 
-        Nothing is new then, and the status says for how long it has been silent.
+        If a living driver does not answer in time, the news has no records, and its status has a message with the
+        duration of the silence.
+
+        Args:
+            since: number of the first record to return.
+            wait_s: seconds for which the driver waits for a new record.
 
         Raises:
-            StageError: the driver is gone.
+            StageError: the driver is gone, or could not begin.
         """
-        if self._asked is None or self._asked.since != since:
-            self._asked = _Question(since, self._driver.news.remote(since, wait_s), time.monotonic())
+        if self._question is None or self._question.since != since:
+            self._question = _Question(since, self._driver.news.remote(since, wait_s), time.monotonic())
         try:
-            if not ray.wait([self._asked.ref], timeout=wait_s + ANSWER_S)[0]:
+            if not ray.wait([self._question.ref], timeout=wait_s + ANSWER_S)[0]:
                 return self._no_news()
-            asked, self._asked = self._asked, None
-            news: News = ray.get(asked.ref)
+            question, self._question = self._question, None
+            news: News = ray.get(question.ref)
         except RayActorError as error:
             if not self._comes_back(error):
                 raise self._gone(error) from None
-            self._asked = asked._replace(ref=self._driver.news.remote(since, wait_s))
+            self._question = question._replace(ref=self._driver.news.remote(since, wait_s))
             return self._no_news()
         self._status, self._ended = news.status, news.ended
-        if self._wish and news.status.state in ("starting", "running"):  # it knows nothing of the wish
-            self._driver.stop.remote(self._wish)
+        if self._stop_reason and news.status.state in (
+            "starting",
+            "running",
+        ):  # a restarted driver has lost the request
+            self._driver.stop.remote(self._stop_reason)
         if not news.ended:
             self.check()
         return news
 
     def _no_news(self) -> News:
-        assert self._asked is not None
-        silent_s = time.monotonic() - self._asked.since_s
+        assert self._question is not None
+        silent_s = time.monotonic() - self._question.since_s
         message = (
-            f"the driver has not answered for {silent_s:.0f} s; Ray says that its process lives, so it is waited for"
+            f"the driver has not answered for {silent_s:.0f} s; its process lives according to Ray, so it is waited for"
         )
-        return News([], dataclasses.replace(self._status, message=message), None, None, self._asked.since)
+        return News([], dataclasses.replace(self._status, message=message), None, None, self._question.since)
 
     def _comes_back(self, error: BaseException | None) -> bool:
-        """Whether Ray cannot reach the driver at the moment, but has not given it up.
+        """Return True if a call failed because Ray cannot reach the driver at the moment, but has not given it up.
 
-        Calls under way when a drained node goes fail with ActorDiedError although Ray starts their actor again: what
-        counts is whether that still has its name. Ray is asked for all names, for one alone it remembers.
+        When a draining node ends, pending calls fail with ActorDiedError although Ray restarts the actor. In that case
+        the actor's name still exists. All names are listed, because Ray caches the lookup of a single name.
         """
         if not isinstance(error, RayActorError):
             return False
@@ -200,37 +134,41 @@ class RayConnection:
         )
 
     def check(self) -> None:
-        """Raise what kept the driver from running at all: a function of the user's that it cannot import, say."""
+        """Check that the call of ``DriverActor.run`` has not failed.
+
+        Raises:
+            StageError: the driver could not begin, for example because it cannot import a user's function.
+        """
         if self._call is not None and ray.wait([self._call], timeout=0)[0]:
             call, self._call = self._call, None
             try:
                 ray.get(call)
             except RayTaskError as error:
                 raise StageError(f"The driver of run {self._name!r} could not begin: {error}") from None
-            except RayActorError:  # it died, and Ray has started it again: it has just answered
+            except RayActorError:  # it died and was restarted: it has just answered
                 pass
 
     def part_before(self, step: int) -> bytes | None:
-        """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
-        found: bytes | None = self._ask(self._there.part_before.remote(step))
-        return found
+        """Return the bytes of the newest part of metrics.parquet with steps below ``step``; None without a part."""
+        part: bytes | None = self._answer(self._there.part_before.remote(step))
+        return part
 
     def stop(self, reason: str) -> None:
-        """Have the run end; a driver that is killed before it has is told again once Ray has started it again."""
-        self._wish = reason
+        """Stop the run. If Ray restarts the driver before it has stopped, ``news`` repeats the request."""
+        self._stop_reason = reason
         try:
-            self._ask(self._driver.stop.remote(reason))
+            self._answer(self._driver.stop.remote(reason))
         except StageError as error:
             if not self._comes_back(error.__cause__):
                 raise
 
     def checkpoint(self) -> None:
-        self._ask(self._there.checkpoint.remote())
+        self._answer(self._there.checkpoint.remote())
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         try:
-            asked = self._there.resize.remote(num_stages, timeout_s, num_replicas)
-            self._ask(asked, timeout_s + CONTROL_TIMEOUT_S)
+            call = self._there.resize.remote(num_stages, timeout_s, num_replicas)
+            self._answer(call, timeout_s + CONTROL_TIMEOUT_S)
         except RayTaskError as error:
             if isinstance(error.cause, PlanError):
                 raise error.cause from None
@@ -240,18 +178,18 @@ class RayConnection:
                 raise
             raise PlanError(
                 f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run goes on "
-                "with the stages that it had or was to have, as its status says. Ask again if need be."
+                "with the stages that it had or was to have, as its status shows. Resize again if need be."
             ) from None
 
     def predicted(self) -> Timeline | None:
-        return self._ask(self._there.predicted.remote())
+        return self._answer(self._there.predicted.remote())
 
     @property
     def _there(self) -> Any:
-        """The driver.
+        """Handle of the driver actor.
 
         Raises:
-            StageError: the run is over, and its driver with it.
+            StageError: this connection is closed.
         """
         if self._driver is None:
             raise StageError(
@@ -260,10 +198,10 @@ class RayConnection:
         return self._driver
 
     def close(self) -> None:
-        """Let go of the driver; its owner ends it, and with it whatever of the run is left.
+        """Disconnect from the driver; an owner's connection also ends the driver, and its stages if the run goes on.
 
-        A driver whose run has ended has ended its stages too. Others of this name are none of its own: it has refused
-        to go on with them.
+        After the end of the run, the driver has ended its stages itself. Other stages under this name then belong to
+        another driver.
         """
         if self._owner and self._driver is not None:
             with contextlib.suppress(RayError):
@@ -272,26 +210,26 @@ class RayConnection:
                     release_orphans(driver_name(self._name))
         self._driver = self._call = None
 
-    def _ask(self, ref: Any, timeout_s: float | None = None) -> Any:
+    def _answer(self, ref: Any, timeout_s: float | None = None) -> Any:
         try:
             return ray.get(ref, timeout=CONTROL_TIMEOUT_S if timeout_s is None else timeout_s)
         except GetTimeoutError:
             raise StageError(
-                f"The driver of run {self._name!r} has not answered, though Ray says that its process lives: it is "
-                "stopped, or its machine is busy. It will do what was asked once it goes on."
+                f"The driver of run {self._name!r} has not answered, though its process lives: it is "
+                "stopped, or its machine is busy. It handles the request once it resumes."
             ) from None
         except RayActorError as error:
             raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from error
 
 
 def find_run(name: str) -> RayConnection:
-    """A connection to a run that is on the cluster; connects to the one that RAY_ADDRESS names where nobody has.
+    """Connect to a run on the cluster; a process that is not connected to Ray connects to RAY_ADDRESS first.
 
     Raises:
-        ConfigError: no cluster, or no run of this name on it; says which there are.
+        ConfigError: there is no cluster, or no run of this name on it; the message lists the names of its runs.
     """
     if not ray.is_initialized():
-        _join(os.environ.get("RAY_ADDRESS", "auto"))
+        join_cluster(os.environ.get("RAY_ADDRESS", "auto"))
     try:
         driver = ray.get_actor(driver_name(name), namespace=NAMESPACE)
     except ValueError:
@@ -302,3 +240,115 @@ def find_run(name: str) -> RayConnection:
             "is in events.jsonl of its folder."
         ) from None
     return RayConnection(driver, name, owner=False)
+
+
+def start_run(
+    charter: Charter,
+    initial: Sequence[StateSource],
+    check: Callable[[], None],
+    *,
+    detached: bool,
+) -> RayConnection:
+    """Start the driver, which starts the stages.
+
+    For a detached run, wait until the driver needs nothing more from this process.
+
+    Args:
+        charter: inputs of the driver.
+        initial: sources of the parameters and buffers. Tensors of this process are put into the object store, from
+            which each worker reads those of its stages.
+        check: raises RaypipeError if the run may not begin. It is called before a detached driver is started, and
+            while the stages of other drivers start.
+        detached: the run outlives this process.
+
+    Raises:
+        ConfigError: a run of this name is on the cluster, or its stages would leave no CPU to tasks that read its data.
+        RaypipeError: raised by ``check``; nothing is left running.
+    """
+    blueprint = charter.blueprint
+    spec = blueprint.spec
+    spares = (spec.num_workers or 0) if spec.max_failures else 0
+    workers = spec.workers[:2] if spec.workers else (max(spec.wanted_workers, spares),) * 2
+    refuse_without_cpus(blueprint.setup.sources, workers, blueprint.resources)
+    if detached:
+        check()
+    release_abandoned()
+    driver = _driver(spec, blueprint.setup.working_folder, detached=detached)
+    try:
+        call = _begun(driver, charter, initial, detached=detached)
+        connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
+        if not detached:
+            check()
+        driver.go_on.remote()
+        while detached and not _started(driver):
+            connection.check()
+    except BaseException:
+        # Also after Ctrl-C during a slow start: a driver that is left over would block the run's name.
+        with contextlib.suppress(RayError):
+            ray.kill(driver, no_restart=True)
+        release_orphans(driver_name(spec.name))
+        raise
+    return connection
+
+
+def _driver(spec: RunSpec, folder: str, *, detached: bool) -> Any:
+    """Create the driver actor, preferably on this node.
+
+    Args:
+        folder: working directory of the actor on a node that has it.
+
+    Raises:
+        ConfigError: a run of this name is on the cluster.
+    """
+    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
+    options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/driver_failover.py
+    # Ray (2.60) places an actor without resources on any node, even a draining one, and ignores soft affinity for it:
+    # so the driver requests one byte of the memory that every node has.
+    options["memory"] = 1
+    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    if detached:
+        options["lifetime"] = "detached"
+    try:
+        return DriverActor.options(**options).remote(spec.name, str(spec.place), detached, folder)
+    except ValueError as error:
+        raise ConfigError(
+            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
+            f"with raypipe.attach({spec.name!r}), or wait for it."
+        ) from error
+
+
+def _begun(driver: Any, charter: Charter, initial: Sequence[StateSource], *, detached: bool) -> Any:
+    """Call ``DriverActor.run``; return the reference to this call.
+
+    Raises:
+        ConfigError: an object of the run cannot be serialized.
+    """
+    try:
+        return driver.run.remote(Submission(charter, _handed_over(driver, initial, detached)))
+    except TypeError as error:  # raypipe.preflight.arguments checks this before, but may miss objects
+        lines = [line for line in str(error).splitlines() if any(map(str.isalpha, line))]
+        reason = next((line.strip(" !") for line in lines if "FAIL serialization" in line), lines[-1])
+        raise ConfigError(
+            f"Something of the run cannot be sent to Ray's actors: {reason} Define model, "
+            "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
+        ) from None
+
+
+def _started(driver: Any) -> bool:
+    """Return True if a detached driver needs nothing more from this process; False also if it does not answer soon."""
+    call = driver.wait_started.remote(1.0)
+    return bool(ray.wait([call], timeout=ANSWER_S)[0] and ray.get(call))
+
+
+def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
+    """Put the initial tensors into the object store; those of a detached run outlive this process.
+
+    An object dies with the process that put it there. So a detached driver starts a task that copies each parcel, and
+    owns the copy. Parcels are copied one at a time: the store never holds more than the model and one parcel.
+    """
+
+    def put(packed: Any) -> Any:
+        ref = ray.put(packed)
+        return ray.get(driver.keep.remote([ref])) if detached else ref
+
+    return stored(initial, put)

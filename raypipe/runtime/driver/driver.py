@@ -1,255 +1,252 @@
-"""DriverActor: owns the stages of one run and feeds them orders. No tensor ever passes through it.
+"""DriverActor: the Ray actor that owns the stages of one run and sends them orders. No tensor passes through it.
 
-    trainer --run(blueprint, plan) -----> DriverActor --orders--> StageActors
+    trainer --run(submission) ----------> DriverActor --orders--> StageActors
             --news(since) --------------->     |       <--reports---
             --stop(), checkpoint() ------>     |
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
 
-It makes the plan (runtime/run/planning.py), and holds all that another plan can be made from. The controller of the
-schedule works in here too, see runtime/run/controller_thread.py.
+The submission has the plan, and all data for making another one (run/plans/planning.py). The controller of the schedule
+runs in the actor too, see run/controller_thread.py.
 
-It is named ``raypipe/<run>``, and belongs to whoever started it, or to nobody when it is detached. It ends its stages
-when it ends; when it is killed they wait a while for another driver of its name, which goes on with them.
+The actor's name is ``raypipe/<run>``. It belongs to the process that started it, unless it is detached. It ends its
+stages when the run ends. If the actor is killed, they wait for driver_grace_s for another driver of this name, which
+takes them over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
+from ray.util.annotations import RayDeprecationWarning
 
-from raypipe.engine.checkpoint import find_checkpoint, newest_step
-from raypipe.engine.metrics import part_before
-from raypipe.engine.rundir import RunFolder
-from raypipe.engine.setup import RunSetup
-from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError, LinkError, StageError, StageLostError
+from raypipe.engine.io.run_files import part_before
+from raypipe.engine.io.storage import Place
+from raypipe.errors import LinkError, PlanError, StageError, StageLostError
+from raypipe.ir.plan import Plan
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.driver.departure import watching_drains
-from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
-from raypipe.runtime.driver.succession import (
+from raypipe.run.journal import Journal, News
+from raypipe.run.lease import Lease
+from raypipe.run.loop import LoopSetup, run_loop
+from raypipe.run.plans.blueprint import Blueprint, Charter, assemble
+from raypipe.run.plans.later import Offered, first_plan, within
+from raypipe.run.plans.plans import wanted_workers
+from raypipe.run.reporting import Reporter
+from raypipe.run.requests import Requests
+from raypipe.run.same_run import stopped_at
+from raypipe.run.spec import Outcome, PlanInForce, Planned, RunSpec, Watcher
+from raypipe.run.spending import Meter
+from raypipe.runtime.driver.driver_failover import (
     NOTHING_LEFT,
-    Charter,
     Left,
-    NotTakenOverError,
     Submission,
     continued,
     find_left,
     known_to_stages,
     term_left,
+    watching_drains,
 )
-from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
-from raypipe.runtime.run.journal import Journal, News
-from raypipe.runtime.run.later import first_plan
-from raypipe.runtime.run.lease import Lease
-from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.meter import Meter
-from raypipe.runtime.run.planning import plan_for
-from raypipe.runtime.run.plans import wanted_workers
-from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.resuming import stopped_at
-from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
-from raypipe.runtime.run.takeover import Done
-from raypipe.runtime.workers.fitting import fit_devices
-from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.growth import Growth, growth_of
-from raypipe.runtime.workers.packing import StoredTensors
-from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans
-from raypipe.runtime.workers.recovery import Recovery
-from raypipe.runtime.workers.roster import Member, shared_memory_notes
-from raypipe.runtime.workers.spares import spares_of
-from raypipe.runtime.workers.takeover import take_over, take_survivors
-from raypipe.runtime.workers.watch import Notice
+from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.growth import Growth, growth_of
+from raypipe.runtime.fleet.recovery import Recovery
+from raypipe.runtime.fleet.roster import Member, Terms, shared_memory_notes
+from raypipe.runtime.fleet.spares import spares_of
+from raypipe.runtime.fleet.waiting import Waiting
+from raypipe.runtime.fleet.watch import MemberEvent
+from raypipe.runtime.worker.packing import StoredTensors
+from raypipe.runtime.worker.places import PREFIX, Owner, release_orphans
+from raypipe.runtime.worker.stage_process import enter
 
-__all__ = ["DriverActor", "driver_name"]
-
+LOST = "the driver of this run was lost"
 LINGER_S = 60.0
-"""How long a detached driver answers after its run has ended."""
+"""Seconds for which a detached driver still answers calls after its run has ended."""
+FOLDER_SHARE = 0.5
+"""Timeout of a restarted driver's wait for the lease of the run's folder, as a share of driver_grace_s. It waits since
+Ray does not restart a driver that gives up; the share is below 1 since the stages must outlive the wait."""
 
 
 def driver_name(run: str) -> str:
-    """The name under which Ray knows the driver of a run."""
+    """Return the name under which Ray knows the driver actor of this run."""
     return f"{PREFIX}{run}"
 
 
 class _DriverActor:
-    def __init__(self, run: str, path: str, detached: bool) -> None:
+    def __init__(self, run: str, path: str, detached: bool, folder: str) -> None:
+        enter(folder)
         self._name = driver_name(run)
         self._journal = Journal(run, path)
         self._requests = Requests()
         self._place: Place | None = None  # the run's folder, once it is known
+        self._event: Callable[..., None]  # appends to its events.jsonl; a full disk is an alert
         self._detached = detached
-        self._independent = threading.Event()  # of whoever started the run
+        self._independent = threading.Event()  # set once the process that started the run may end
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
         self._predicted: Timeline | None = None
         self._meter: Meter | None = None
-        self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        if self._again:
+        with warnings.catch_warnings():  # this property of Ray calls deprecated ones
+            warnings.simplefilter("ignore", RayDeprecationWarning)
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        if again:
             threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
 
-    def run(self, blueprint: Blueprint, tensors: StoredTensors, resources: Mapping[str, float]) -> None:
-        """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
+    def run(self, submission: Submission) -> None:
+        """Carry out the whole run; afterwards no stage is left. ``news`` returns progress, outcome and errors."""
+        self._live(submission)
+
+    def _live(self, submission: Submission | None) -> None:
+        """Take the lease of the run's folder, train, and put the outcome or the error into the journal.
 
         Args:
-            tensors: initial parameters and buffers, of which workers fetch their own.
-        """
-        self._live(Submission(blueprint, tensors, resources))
-
-    def _live(self, given: Submission | None) -> None:
-        """The whole run.
-
-        Args:
-            given: by whoever started the run; None where Ray has started this driver again, which was given nothing.
+            submission: None in a driver that Ray has restarted, which reads its inputs from living stages.
         """
         try:
             self._independent.set()
-            # Nobody is there to start a driver again that gives up: it waits for its folder, as long as its stages do.
-            spec, grace_s = known_to_stages(self._name) if given is None else (given.blueprint.spec, 0.0)
+            # A restarted driver that gives up is not restarted again: it waits for its folder, half as long as stages.
+            known = known_to_stages(self._name) if submission is None else submission.charter.blueprint
+            spec, grace_s = known.spec, known.setup.driver_grace_s if submission is None else 0.0
             self._place = spec.place
+            self._event = Reporter(replace(spec, callbacks=()), self._journal).log
             dead = term_left(self._name)
-            with Lease.take(spec.place, spec.name, self._journal.begins, dead, grace_s / 2) as lease:
-                outcome = self._train(given, lease)
+            with Lease.take(spec.place, spec.name, self._journal.begins, dead, FOLDER_SHARE * grace_s) as lease:
+                outcome = self._train(submission, lease)
             self._journal.end(outcome, None)
-        except Exception as error:  # noqa: BLE001  (told to everybody who asks)
+        except Exception as error:  # noqa: BLE001  (clients get it with the news)
             self._journal.end(None, error)
         self._independent.set()
         if self._detached:
             me = ray.get_runtime_context().current_actor
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
-    def _train(self, given: Submission | None, lease: Lease) -> Outcome:
-        """Go on with the stages of a driver that is gone, or begin with new ones."""
+    def _train(self, submission: Submission | None, lease: Lease) -> Outcome:
+        """Continue with the stages that a lost driver left, if there are any and they can; else begin with new ones.
+
+        If they belong to a submission with other settings, they only save a checkpoint, from which new stages resume.
+
+        Args:
+            submission: None in a driver that Ray has restarted; without stages that can continue, it raises StageError.
+        """
         owner = Owner(self._name, lease.held.generation)
         left = find_left(owner.name)
         if left is not None:
             self._journal.begins("taking over the stages of a driver that is gone")
-            spec, asked = continued(given, left), self._requests
-            if spec is None:  # they save a checkpoint, from which it goes on
-                spec, asked = replace(left.charter.spec, callbacks=()), Requests()
-                asked.stop("the run was submitted again with other settings")
+            before = left.charter.blueprint.spec
+            spec, requests = continued(submission, left), self._requests
+            if spec is None:  # the stages save a checkpoint, from which the run resumes
+                spec, requests = replace(before, callbacks=()), Requests()
+                requests.stop("the run was submitted again with other settings")
             try:
-                outcome = self._go_on(spec, left, given, owner, lease, asked)
-                if asked is self._requests:
+                if not before.max_failures:
+                    raise StageError("With FailureConfig(max_failures=0) stages keep no copies of their state.")
+                outcome = self._go_on(spec, left, submission, owner, lease, requests)
+                if requests is self._requests:
                     return outcome
-            except NotTakenOverError as error:
-                RunFolder(spec.place).event("not taken over", str(error))
+            except (StageError, LinkError, PlanError) as error:
+                if before.max_failures and requests is self._requests:
+                    raise
+                self._event("not taken over", f"{error} The run goes on from its newest checkpoint.")
         release_orphans(owner.name)
-        if given is None:
-            if left is None or not newest_step(left.charter.spec.place):
-                raise StageError(NOTHING_LEFT)
-            given = Submission(left.charter.blueprint(left.setup), left.tensors, left.charter.resources)
-            self._requests.checked()
-        return self._begin(given, owner, lease)
+        if submission is None:
+            raise StageError(NOTHING_LEFT)
+        return self._begin(submission, owner, lease)
 
-    def _begin(self, given: Submission, owner: Owner, lease: Lease) -> Outcome:
-        """With new stages."""
-        self._journal.begins("making the plan")
-        blueprint, tensors, resources = given
-        spec, planned = blueprint.spec, plan_for(blueprint.basis)
-        made = assemble(blueprint, planned)
-        run, setup, plan = made
-        self._journal.begins(f"waiting for the places and processes of {_stages(made)}")
-        fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner, lease)
+    def _begin(self, submission: Submission, owner: Owner, lease: Lease) -> Outcome:
+        """Start stages, wait for them, send them their state, and train until the run ends."""
+        charter, tensors = submission
+        blueprint, planned, spec = charter.blueprint, charter.planned, charter.blueprint.spec
+        self._journal.begins(f"waiting for the places and processes of {_stages(planned.plan)}")
+        fleet = self._fleet(blueprint, owner, lease)
         try:
-            growth = growth_of(fleet, spec, self._requests, self._journal.alert, lease)
+            waiting = self._waiting(fleet, blueprint, lease, self._requests)
+            growth = growth_of(fleet, spec, self._requests, waiting, self._event)
             if growth is not None:
                 first = growth.plan(partial(first_plan, blueprint.basis, planned))
-                if first is None:
-                    return stopped_at(spec, self._requests.stop_reason)
-                planned, made = first, assemble(blueprint, first)
-                run, setup, plan = made
-            blueprint, fitted, members = fit_devices(fleet, blueprint, planned)
-            if fitted is not planned:
-                planned, made = fitted, assemble(blueprint, fitted)
-                run, setup, plan = made
+            else:
+                first = planned if waiting.for_workers(planned.plan.schedule.num_workers) else None
+            fitted = None if first is None else fit_devices(fleet, blueprint, first, waiting, self._event)
+            if fitted is None:
+                return stopped_at(spec, self._requests.stop_reason)
+            blueprint, planned, members = fitted
+            made = assemble(blueprint, planned)
             for note in shared_memory_notes(fleet.members):
-                RunFolder(spec.place).event("warning", note)
+                self._event("warning", note)
             self._journal.begins(
-                f"sending {_stages(made)} their parameters and opening the links between them",
+                f"sending {_stages(planned.plan)} their parameters and opening the links between them",
                 stages=fleet.facts,
                 num_steps=spec.num_steps,
             )
-            fleet.configure(run, setup, self._sources(spec, tensors), members)
+            fleet.configure(blueprint.setup, made.setup, [tensors], members)
+            # Of members in use, by worker; before, of all in the roster's order.
+            self._journal.update(stages=fleet.facts)
             if not spec.max_failures:
-                # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan
-                # needs; and a run that survives failures may have to begin anew before its first checkpoint.
-                tensors.let_go(run.persistent)
+                # The stages have the tensors now. Another plan still needs those that are in no checkpoint (buffers
+                # that are not persistent); a run that survives failures may begin anew before its first checkpoint.
+                tensors.let_go(blueprint.setup.persistent)
                 self._kept.clear()
-            recovery = self._recovery(fleet, Charter.of(blueprint, planned, resources), made, tensors, growth)
+            charter = Charter(blueprint, planned)
+            recovery = self._recovery(fleet, charter, made, tensors, growth, waiting)
             recovery.begin()
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
-            return self._loop(fleet, spec, plan, recovery, lease, self._requests)
+            return self._loop(fleet, spec, made, recovery, lease, self._requests)
         finally:
             self._end(fleet, owner)
-
-    def _sources(self, spec: RunSpec, tensors: StoredTensors) -> list[StoredTensors | str]:
-        """Where new stages take their state; a driver that Ray has started again has not all that a run begins with."""
-        newest = find_checkpoint(spec.place)[0] if self._again else None
-        return [tensors] if newest is None else [newest.folder, tensors]
 
     def _go_on(
-        self, spec: RunSpec, left: Left, given: Submission | None, owner: Owner, lease: Lease, requests: Requests
+        self, spec: RunSpec, left: Left, submission: Submission | None, owner: Owner, lease: Lease, requests: Requests
     ) -> Outcome:
-        """With stages that another driver has left.
-
-        Raises:
-            NotTakenOverError: they cannot go on together; they have ended.
-        """
+        """Adopt the stages that another driver has left, and recover the run from their copies."""
         left.end_starting(owner.name)
-        failures = left.charter.failures if given is None else 0  # a submission has its own
-        charter = left.charter._replace(spec=spec, failures=failures)
-        made = assemble(charter.blueprint(left.setup), charter.planned)
-        fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, lease, left.roster)
+        failures = left.charter.failures if submission is None else 0  # a new submission counts anew
+        blueprint = replace(left.charter.blueprint, spec=spec)
+        charter = left.charter._replace(blueprint=blueprint, failures=failures)
+        made = assemble(blueprint, charter.planned)
+        fleet = self._fleet(blueprint, owner, lease, left.roster)
         try:
-            done: list[Done] = []
-            lost = None
-            try:
-                done = take_over(fleet, made.run, made.setup, made.plan.rows, owner.term)
-            except (StageError, LinkError) as error:
-                if not spec.max_failures or requests is not self._requests:
-                    raise NotTakenOverError(str(error)) from None
-                lost = StageLostError(f"The driver of this run was lost, and not with it alone: {error}")
-                take_survivors(fleet, made.run, made.setup, owner.term)
-            self._journal.begins("", stages=fleet.facts, num_steps=spec.num_steps)
-            growth = growth_of(fleet, spec, requests, self._journal.alert, lease, charter.asked)
-            tensors = left.tensors if given is None else given.tensors
-            recovery = self._recovery(fleet, charter, made, tensors, growth)
-            if lost is None:
-                recovery.begin()
-            return self._loop(fleet, spec, made.plan, recovery, lease, requests, done, lost)
+            fleet.adopt(blueprint.setup, made.setup)
+            lost = StageError(LOST)
+            if fleet.lost:
+                lost = StageLostError(f"{LOST}, and {len(fleet.lost)} of {made.setup.num_workers} workers with it")
+            self._journal.begins("", num_steps=spec.num_steps)
+            waiting = self._waiting(fleet, blueprint, lease, requests)
+            growth = growth_of(fleet, spec, requests, waiting, self._event, charter.requested)
+            tensors = left.tensors if submission is None else submission.tensors
+            recovery = self._recovery(fleet, charter, made, tensors, growth, waiting)
+            return self._loop(fleet, spec, made, recovery, lease, requests, lost)
         finally:
             self._end(fleet, owner)
 
-    def _fleet(
-        self,
-        count: int,
-        run: RunSetup,
-        resources: Mapping[str, float],
-        owner: Owner,
-        lease: Lease,
-        roster: Sequence[Member] = (),
-    ) -> Fleet:
-        assert self._place is not None, "the run's folder is known before its stages"
-        fleet = Fleet(
-            count, resources, run.transport, run.link_ports, owner, roster,
-            lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(self._place)),
-        )  # fmt: skip
+    def _fleet(self, blueprint: Blueprint, owner: Owner, lease: Lease, roster: Sequence[Member] = ()) -> Fleet:
+        run = blueprint.setup
+        terms = Terms(
+            blueprint.resources, run.transport, run.link_ports, owner, run.driver_grace_s, folder=run.working_folder
+        )
+        fleet = Fleet(len(roster), terms, roster, self._on_event)
         if run.worker_price_per_hour is not None:
+            assert self._place is not None, "the run's folder is known before its stages"
             count_workers = lambda: len(fleet.roster)  # noqa: E731
             price, held = run.worker_price_per_hour, bool(roster)
             self._meter = Meter(self._place, price, count_workers, held=held, guard=lease.completing)
         return fleet
 
+    def _waiting(self, fleet: Fleet, blueprint: Blueprint, lease: Lease, requests: Requests) -> Waiting:
+        """Create the Waiting of this run; its waits raise if this driver has lost the lease of the run's folder."""
+        patience, spec = blueprint.pipeline.resource_timeout_s, blueprint.spec
+        if patience == "auto" and spec.workers is not None:  # the run is configured for workers that come and go
+            patience = None
+        return Waiting(fleet, requests, self._journal.waits, self._event, patience, lease.check)
+
     def _end(self, fleet: Fleet, owner: Owner) -> None:
-        """Of the stages, whether they came to train or not: what they cost is counted while they are there."""
+        """Close the meter of the run's cost, then end all stages, also those that were still starting."""
         meter, self._meter = self._meter, None
         try:
             if meter is not None:
@@ -259,15 +256,19 @@ class _DriverActor:
             release_orphans(owner.name)  # a spare that was starting
 
     def _recovery(
-        self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors, growth: Growth | None
+        self,
+        fleet: Fleet,
+        charter: Charter,
+        made: PlanInForce,
+        tensors: StoredTensors,
+        growth: Growth | None,
+        waiting: Waiting,
     ) -> Recovery:
-        """What brings the stages back."""
-        wanted = wanted_workers(charter.basis.request, made.plan.plan, charter.asked)
-        spares = growth or spares_of(fleet, charter.spec, wanted, self._requests.join)
-        blueprint, planned = charter.blueprint(made.run), charter.planned
-        return Recovery(
-            fleet, blueprint, planned, made, tensors, spares, charter.packed, charter.asked, charter.failures
-        )
+        """Create the Recovery of this run, with its Growth if the number of workers may change, else with Spares."""
+        blueprint = charter.blueprint
+        wanted = wanted_workers(blueprint.basis.request, made.plan, charter.requested)
+        spares = growth or spares_of(fleet, blueprint.spec, wanted, self._requests.join, self._event)
+        return Recovery(fleet, charter, made, tensors, spares, waiting)
 
     def _loop(
         self,
@@ -277,8 +278,7 @@ class _DriverActor:
         recovery: Recovery,
         lease: Lease,
         requests: Requests,
-        taken: Sequence[Done] = (),
-        lost: StageLostError | None = None,
+        lost: StageError | None = None,
     ) -> Outcome:
         self._predicted = plan.predicted
         if plan.predicted is not None:
@@ -291,44 +291,48 @@ class _DriverActor:
             watcher = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
             publishing = contextlib.closing(watcher)
             self._journal.begins()
-        else:  # it only saves a checkpoint; the run that follows tells everybody of these steps
+        else:  # it only saves a checkpoint; the run that follows reports these steps
             watcher = Journal(spec.name, str(spec.place))
-        # What was imported lives as long as this process. Full collections took 40 % of its processor time
-        # (perf, two stages), on hosts where that may be a stage's.
+        # Imported modules live as long as this process. Full collections of them took 40 % of its processor time
+        # (perf, two stages), which stages may need.
         gc.collect()
         gc.freeze()
-        with watching_drains(fleet, spec, requests, self._journal.alert) as drains, contextlib.ExitStack() as inside:
-            if requests is self._requests:  # what only saves a checkpoint asks for no workers
+        with (
+            watching_drains(fleet, spec, requests, partial(self._journal.alert, "node goes"), self._event) as drains,
+            contextlib.ExitStack() as inside,
+        ):
+            if requests is self._requests:  # no growth if it only saves a checkpoint
                 inside.enter_context(recovery.growing(lambda: self._journal.status, lambda: drains.going))
             inside.enter_context(publishing)
-            return run_loop(
-                fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
-            )
+            setup = LoopSetup(fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, lost=lost)
+            return run_loop(setup)
         raise AssertionError("unreachable: closing() swallows nothing")
 
-    def _tell(self, folder: RunFolder, notice: Notice) -> None:
-        """Everybody hears at once what happened to a stage, and events.jsonl keeps it."""
-        numbers = {"seconds": round(notice.after_s, 3), "process": notice.process, "host": notice.host}
-        self._journal.alert(notice.reason)
-        with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder
-            folder.event(notice.means, notice.reason, worker=notice.worker, **numbers)
+    def _on_event(self, event: MemberEvent) -> None:
+        """Alert all clients of a lost or slow stage at once, and record the event in events.jsonl."""
+        numbers = {"seconds": round(event.after_s, 3), "process": event.process, "host": event.host}
+        name = "a spare worker" if event.worker is None else f"worker {event.worker}"
+        self._journal.alert(f"{name}: {event.means}", event.reason)
+        self._event(event.means, event.reason, worker=event.worker, **numbers)
 
     @ray.method(concurrency_group="control")
     def news(self, since: int, wait_s: float) -> News:
-        """Records number ``since`` and later, and where the run stands; see Journal."""
+        """Return the records from number ``since`` on, and the status of the run; see Journal.news."""
         return self._journal.news(since, wait_s)
 
     @ray.method(concurrency_group="control")
     def part_before(self, step: int) -> bytes | None:
-        """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
+        """Return the bytes of the newest part of metrics.parquet with steps below ``step``; None without a part."""
         return None if self._place is None else part_before(self._place, step)
 
     @ray.method(concurrency_group="control")
     def keep(self, packed: list[Any]) -> Any:
-        """A copy of an object that belongs to this process, made by a task, so that no tensor passes through here.
+        """Copy an object of Ray's store, so that this process owns the copy; return the reference to the copy.
+
+        A task makes the copy, so that no tensor passes through this process.
 
         Args:
-            packed: the reference, in a list, so that it is not resolved.
+            packed: list of one reference to the object; Ray does not resolve references inside a list.
         """
         self._kept.append(_copy.remote(packed[0]))
         ray.wait(self._kept[-1:], fetch_local=False)
@@ -336,55 +340,97 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def wait_started(self, wait_s: float) -> bool:
-        """Whether the run has what it needs from the caller, so that it may leave."""
+        """Wait until the run needs nothing more from the process that started it; return False on timeout."""
         return self._independent.wait(wait_s)
 
     @ray.method(concurrency_group="control")
     def go_on(self) -> None:
-        """The model has been checked, so training may begin; without this word it waits."""
+        """Let training begin, since the client's check of the model has passed."""
         self._requests.checked()
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        """End after the segment that is running, with a checkpoint."""
+        """Request that the run saves a checkpoint and stops after the current segment."""
         self._journal.stopping(reason)
         self._requests.stop(reason)
 
     @ray.method(concurrency_group="control")
     def checkpoint(self) -> None:
-        """Save a checkpoint soon; the status tells when it is there."""
+        """Request a checkpoint; the status shows when it is complete."""
         self._requests.checkpoint()
 
     @ray.method(concurrency_group="control")
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
-        """Give the run a plan of so many stages; returns when it has it.
+        """Resize the run, and return when the new plan is in force.
+
+        Args:
+            num_stages: number of stages of the new plan.
+            timeout_s: seconds to wait for the new plan.
+            num_replicas: replicas of all stages, or of each; None keeps the configured number.
 
         Raises:
-            PlanError: there is no such plan, or no place for it.
+            PlanError: no such plan exists, or there are not enough workers for it.
         """
         self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:
-        """The simulated timeline of one step."""
+        """Return the simulated timeline of one step of this driver's first plan; None if that has no profile."""
         return self._predicted
 
 
-def _stages(made: Assembled) -> str:
-    count = len(made.setup.programs)
+def _stages(plan: Plan) -> str:
+    count = plan.partition.num_stages
     return "1 stage" if count == 1 else f"{count} stages"
 
 
 @ray.remote(num_cpus=0)
 def _copy(packed: Any) -> Any:
-    """The same object once more, which belongs to whoever asked for it."""
+    """Return the argument unchanged: Ray stores it as a new object, owned by the process that called this task."""
     return packed
 
 
 def _leave(me: Any) -> None:
-    """A detached driver belongs to nobody, so it ends itself."""
+    """End a detached driver LINGER_S after its run has ended; no other process ends it."""
     time.sleep(LINGER_S)
     ray.kill(me, no_restart=True)
 
 
 DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 8})(_DriverActor)
+
+
+NO_KERNELS = (
+    "{where} has no CuPy, so the processor encodes and decodes what stages send, and more bytes are copied: "
+    "pip install 'raypipe[cuda13]' (or raypipe[cuda12]) there."
+)
+
+
+def fit_devices(
+    fleet: Fleet, blueprint: Blueprint, planned: Planned, waiting: Waiting, event: Callable[..., None]
+) -> tuple[Blueprint, Planned, tuple[int, ...] | None] | None:
+    """Make a plan that fits the memory of the members' devices, and wait for more workers if it needs more.
+
+    Args:
+        planned: plan that is kept if it fits.
+        waiting: waits for workers.
+        event: called with (decision, reason, ...) to record an event of the run.
+
+    Returns:
+        Blueprint, plan, and roster positions of the members that become workers 0, 1, ... (None keeps their order);
+        None if the run was stopped.
+
+    Raises:
+        PlanError: no plan fits, or too few workers came in time.
+    """
+    if blueprint.pipeline.codec_forward != "none" or blueprint.pipeline.codec_backward != "none":
+        for where in sorted({f"{facts['device']} on {facts['host']}" for facts in fleet.members if not facts["codes"]}):
+            event("warning", NO_KERNELS.format(where=where))
+    offered = [Offered(facts["device"], facts["device_bytes"]) for facts in fleet.members]
+    fit = within(blueprint.basis, planned, offered)
+    if fit.basis is not blueprint.basis:
+        blueprint = dataclasses.replace(blueprint, basis=fit.basis)
+    if fit.why:
+        event("fit the devices", fit.why)
+        if not waiting.for_workers(fit.planned.plan.schedule.num_workers):
+            return None
+    return blueprint, fit.planned, fit.members

@@ -1,9 +1,8 @@
-"""What a run shows to Prometheus, by way of Ray: the table of ``raypipe.metrics``, filled from reports and events.
+"""Metrics of a run for Prometheus: sets the metrics listed in ``raypipe.metrics`` from reports and events.
 
-It runs in the driver, once per step, never in a stage. Ray collects the values every few seconds on each node's
-metrics port, so what there is one series of for every stage or link is set at most once a second. Ray 2.60
-forgets a gauge after about twice that time, so that all are set again every few seconds, also those of a run that
-stands still.
+Metrics are set in the driver, after every step; none are set in a stage. Ray collects the values every few seconds on
+each node's metrics port, so series by stage or link are set at most once a second. Ray 2.60 drops a gauge that was not
+set for about two such intervals, so all gauges are set again every REPEAT_S, also while no steps are made.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from statistics import fmean
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from raypipe.ir.links import LinkEstimate
+from raypipe.ir.communication import LinkEstimate
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Homes
 from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
-from raypipe.planner.control import ControllerDecision
-from raypipe.runtime.run.journal import Journal
-from raypipe.runtime.run.meter import Meter
-from raypipe.runtime.run.spec import PlanInForce
-from raypipe.runtime.workers.roster import Member
-
-__all__ = ["DETAILS_EVERY_S", "Published", "Publisher", "resident_bytes"]
+from raypipe.planner.controller import ControllerDecision
+from raypipe.run.journal import Journal
+from raypipe.run.spec import PlanInForce
+from raypipe.run.spending import Meter
+from raypipe.run.status import Alert, Stages
+from raypipe.runtime.fleet.roster import Member
 
 DETAILS_EVERY_S = 1.0
 """Seconds, on the stages' clock, between two updates of the series by stage and by link."""
@@ -34,22 +32,22 @@ REPEAT_S = 2.5
 
 
 class Publisher:
-    """Publishes the metrics of one run.
+    """Publisher of one run's metrics.
 
     Args:
         run: value of the tag "run".
-        homes: workers that hold each stage in the first plan; ``resized`` tells of another.
+        homes: workers of each stage in the first plan; ``resized`` sets those of another plan.
     """
 
     def __init__(self, run: str, homes: Homes) -> None:
-        self._metrics = {found.name: _make(found) for found in METRICS}
+        self._metrics = {entry.name: _make(entry) for entry in METRICS}
         self._run = {"run": run}
         self._detailed_s = -math.inf
         self._standing: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # gauges, by name and tags
         self.resized(homes)
 
     def resized(self, homes: Homes) -> None:
-        """The pipeline has these stages from now on; those of stages and links before are not shown any more."""
+        """Set the workers of each stage of a new plan; series of former stages and links are not repeated any more."""
         self._standing = {key: value for key, value in self._standing.items() if len(key[1]) == 1}
         stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
@@ -65,15 +63,16 @@ class Publisher:
         ]
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        """A step has ended on all stages."""
+        """Publish the metrics of a step that has ended on all stages."""
         self._set("raypipe_step_seconds", record.seconds, self._run)
         self._set("raypipe_samples_per_second", record.samples_per_s, self._run)
         if record.tokens:
             self._set("raypipe_tokens_per_second", record.tokens_per_s, self._run)
             self._set("raypipe_tokens_total", record.tokens, self._run)
-        if record.goodput:  # it is not known of steps that were taken over
+        if record.goodput:  # not known for steps that were taken over
             self._set("raypipe_goodput", record.goodput, self._run)
-        self._set("raypipe_learning_rate", record.lr, self._run)
+        if record.lr is not None:
+            self._set("raypipe_learning_rate", record.lr, self._run)
         self._set("raypipe_loss", record.loss, self._run)
         self._set("raypipe_grad_norm", record.grad_norm, self._run)
         self._set("raypipe_bubble_fraction", record.bubble_fraction, self._run)
@@ -89,32 +88,32 @@ class Publisher:
                 self._stage(of_stage, record.seconds)
 
     def event(self, name: str, value: float = 1.0, **tags: object) -> None:
-        """Something else has happened, or is known now: count it, set it, or observe it, whichever the table says.
+        """Increment a counter, set a gauge, or add an observation to a histogram.
 
         Args:
-            name: as in the table; ``raypipe_`` and ``_total`` may be left out.
-            value: by how much a counter grows; the value of a gauge; one observation of a histogram.
-            tags: all that the table lists, but for "run".
+            name: name of the metric in ``raypipe.metrics``; ``raypipe_`` and ``_total`` may be left out.
+            value: increment, value or observation, according to the metric's kind.
+            tags: values of all the metric's tags except "run".
 
         Raises:
-            KeyError: the table has no such metric.
-            ValueError: a tag is missing, or the metric does not have it.
+            KeyError: no metric has this name.
+            ValueError: a tag is missing, or the metric has no such tag.
         """
-        found = metric(name)
-        if {"run", *tags} != set(found.tags):
-            wanted = ", ".join(tag for tag in found.tags if tag != "run") or "none"
-            raise ValueError(f"{found.name} was given the tags {', '.join(tags) or 'none'}: give {wanted}.")
-        self._set(found.name, value, {**self._run, **{tag: str(content) for tag, content in tags.items()}})
+        entry = metric(name)
+        if {"run", *tags} != set(entry.tags):
+            wanted = ", ".join(tag for tag in entry.tags if tag != "run") or "none"
+            raise ValueError(f"{entry.name} was given the tags {', '.join(tags) or 'none'}: give {wanted}.")
+        self._set(entry.name, value, {**self._run, **{tag: str(content) for tag, content in tags.items()}})
 
     def repeat(self) -> None:
-        """Set all gauges once more, as they are; from any thread."""
+        """Set all gauges to their present values again; callable from any thread."""
         for (name, tags), value in list(self._standing.items()):
             gauge = self._metrics[name]
             assert isinstance(gauge, Gauge)
             gauge.set(value, tags=dict(tags))
 
     def _stage(self, reports: Sequence[StepReport], seconds: float) -> None:
-        """Of all replicas of one stage."""
+        """Publish the metrics of one stage, over all its replicas."""
         stage = reports[0].stage
         tags = self._stages[stage]
         self._set("raypipe_stage_busy_seconds", fmean(report.busy_s for report in reports), tags)
@@ -128,26 +127,28 @@ class Publisher:
                 self._set("raypipe_codec_ratio", plain / sent if sent else 1.0, link)
 
     def _set(self, name: str, value: float, tags: dict[str, str]) -> None:
-        if not math.isfinite(value):  # merge_reports says NaN for what no stage has told
+        if not math.isfinite(value):  # merge_reports returns NaN for values that no stage reported
             return
-        found = self._metrics[name]
-        if isinstance(found, Gauge):
+        instrument = self._metrics[name]
+        if isinstance(instrument, Gauge):
             self._standing[name, tuple(tags.items())] = value
-            found.set(value, tags=tags)
-        elif isinstance(found, Histogram):
-            found.observe(value, tags=tags)
+            instrument.set(value, tags=tags)
+        elif isinstance(instrument, Histogram):
+            instrument.observe(value, tags=tags)
         elif value > 0:
-            found.inc(value, tags=tags)
+            instrument.inc(value, tags=tags)
 
 
 class Published:
-    """A journal whose steps Prometheus sees too, until ``close``.
+    """Watcher of the loop that passes everything to a Journal and also publishes the run's metrics, until ``close``.
 
     Args:
-        plan: in force, for what is known before its first step.
-        max_failures: that the run may survive; -1 is no limit.
-        resident_bytes: memory of each worker's process, by the worker's number.
-        meter: counts what the run costs, and is closed by whoever made it; None where its workers have no price.
+        journal: receives records, decisions and alerts.
+        publisher: sets the metrics.
+        plan: plan in force, for metrics that are known before its first step.
+        max_failures: number of failures that the run may survive; -1 for no limit.
+        resident_bytes: returns (process, its resident bytes) by worker number.
+        meter: counts the run's cost, and is closed by its creator; None if workers have no price.
     """
 
     def __init__(
@@ -156,12 +157,12 @@ class Published:
         publisher: Publisher,
         plan: PlanInForce,
         max_failures: int = 0,
-        resident_bytes: Callable[[], Mapping[int, int]] = dict,
+        resident_bytes: Callable[[], Mapping[int, tuple[str, int]]] = dict,
         meter: Meter | None = None,
     ) -> None:
         self._journal = journal
         self._publisher = publisher
-        self._resident_bytes, self._peaks = resident_bytes, dict[int, int]()
+        self._resident_bytes, self._peaks = resident_bytes, dict[str, int]()  # by process
         self._meter = meter
         self._closed = threading.Event()
         publisher.event("running")
@@ -169,13 +170,18 @@ class Published:
         if max_failures >= 0:
             publisher.event("failures_allowed", max_failures)
         self.planned(plan)
-        self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
+        self.resumed, self.update, self.alert = journal.resumed, journal.update, journal.alert
         self.evaluated = journal.evaluated
         self._thread = threading.Thread(target=self._repeat, name="raypipe metrics", daemon=True)
         self._thread.start()
 
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Alerts of this submission so far."""
+        return self._journal.alerts
+
     def close(self) -> None:
-        """The run has ended, though its process may live on."""
+        """Stop publishing at the end of the run, and set the gauge "running" to 0; the process may live on."""
         self._closed.set()
         self._thread.join()
         self._publisher.event("running", 0.0)
@@ -201,22 +207,22 @@ class Published:
             publisher.event("group_size", plan.retune.choice.spec.group_size)
         if (predicted := plan.plan.prediction) is not None:
             publisher.event("predicted_bubble_fraction", predicted.bubble_fraction)
-            for stage, found in enumerate(predicted.stages):
-                publisher.event("predicted_memory_bytes", found.memory_bytes, stage=stage)
+            for stage, prediction in enumerate(predicted.stages):
+                publisher.event("predicted_memory_bytes", prediction.memory_bytes, stage=stage)
 
     def counted(self, metric: str, value: float = 1.0) -> None:
         self._publisher.event(metric, value)
 
-    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        self._journal.step(record, reports)
+    def step(self, record: StepRecord, reports: Sequence[StepReport], stages: Stages) -> None:
+        self._journal.step(record, reports, stages)
         self._publisher.step(record, reports)
 
     def estimated(self, links: Sequence[LinkEstimate]) -> None:
-        for found in links:
-            ends = (found.hop, found.hop + 1) if found.forward else (found.hop + 1, found.hop)
+        for estimate in links:
+            ends = (estimate.hop, estimate.hop + 1) if estimate.forward else (estimate.hop + 1, estimate.hop)
             link = link_name(*ends)
-            self._publisher.event("link_message_seconds", found.transfer_s, link=link)
-            self._publisher.event("link_bandwidth_bytes_per_second", found.bandwidth_bytes_s, link=link)
+            self._publisher.event("link_message_seconds", estimate.transfer_s, link=link)
+            self._publisher.event("link_bandwidth_bytes_per_second", estimate.bandwidth_bytes_s, link=link)
 
     def decided(self, decision: ControllerDecision) -> None:
         self._journal.decided(decision)
@@ -230,37 +236,41 @@ class Published:
             cost = self._meter.read().cost
             self._publisher.event("cost", cost)
             self._publisher.event("cost_per_hour", self._meter.per_hour)
-            self._journal.tell(cost=cost)
+            self._journal.update(cost=cost)
 
     def _memory(self) -> None:
         held = self._resident_bytes()
-        for worker, found in held.items():
-            self._peaks[worker] = max(found, self._peaks.get(worker, 0))
+        # A worker's number goes to another process after a recovery or a resize, which has a peak of its own.
+        self._peaks = {process: max(resident, self._peaks.get(process, 0)) for process, resident in held.values()}
         for stage, workers in enumerate(self._homes):
-            if found := max(held.get(worker, 0) for worker in workers):
-                self._publisher.event("resident_memory_bytes", found, stage=stage)
-                peak = max(self._peaks.get(worker, 0) for worker in workers)
+            if there := [held[worker] for worker in workers if worker in held]:
+                self._publisher.event("resident_memory_bytes", max(resident for _, resident in there), stage=stage)
+                peak = max(self._peaks[process] for process, _ in there)
                 self._publisher.event("peak_memory_bytes", peak, stage=stage)
 
 
-def resident_bytes(members: Sequence[Member]) -> dict[int, int]:
-    """Memory of the process of each worker, by its number, as it said last."""
-    return {m.worker: m.pulse.resident_bytes for m in members if m.worker is not None and m.pulse is not None}
+def resident_bytes(members: Sequence[Member]) -> dict[int, tuple[str, int]]:
+    """Return (node and process id, resident bytes at the last heartbeat) of the living workers, by worker number."""
+    by_worker = {}
+    for m in members:
+        if m.worker is not None and m.heartbeat is not None and not m.lost:
+            by_worker[m.worker] = (f"{m.facts['node']} {m.facts['process']}", m.heartbeat.resident_bytes)
+    return by_worker
 
 
 def _by_stage(reports: Sequence[StepReport]) -> list[list[StepReport]]:
-    found: dict[int, list[StepReport]] = {}
+    by_stage: dict[int, list[StepReport]] = {}
     for report in reports:
-        found.setdefault(report.stage, []).append(report)
-    return list(found.values())
+        by_stage.setdefault(report.stage, []).append(report)
+    return list(by_stage.values())
 
 
-def _make(found: Metric) -> Gauge | Counter | Histogram:
-    described = f"{found.meaning} Unit: {found.unit}."
-    match found.kind:
+def _make(entry: Metric) -> Gauge | Counter | Histogram:
+    described = f"{entry.meaning} Unit: {entry.unit}."
+    match entry.kind:
         case Kind.GAUGE:
-            return Gauge(found.name, described, tag_keys=found.tags)
+            return Gauge(entry.name, described, tag_keys=entry.tags)
         case Kind.COUNTER:
-            return Counter(found.name, described, tag_keys=found.tags)
+            return Counter(entry.name, described, tag_keys=entry.tags)
         case Kind.HISTOGRAM:
-            return Histogram(found.name, described, list(found.boundaries), tag_keys=found.tags)
+            return Histogram(entry.name, described, list(entry.boundaries), tag_keys=entry.tags)

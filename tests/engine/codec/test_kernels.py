@@ -1,4 +1,4 @@
-"""The kernels of the codecs without a GPU: they compile for two, and on this processor they do what numpy does."""
+"""The kernels of the codecs without a GPU: they compile for two, and on this processor they do what the host does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from raypipe.engine.codec import cuda
-from raypipe.engine.codec.arrays import BLOCK
-from raypipe.engine.codec.choice import wire_bytes
+from raypipe.engine.codec.codec import BLOCK, wire_bytes
 from tests.contract.codec import CASES, KEY, SIZES, decoded, expected_wire, hostile, same_numbers
 from tests.emulators.cuda import Compiler, Emulated, emulated
 
@@ -65,7 +64,7 @@ def grid_of(kernel: str, elements: int) -> int:
 def check_both_ways(
     launch: Emulated, name: str, x: torch.Tensor, key: int | None, *, backwards: bool, offset: int = 0
 ) -> None:
-    """Kernels against numpy on one tensor; ``offset`` of the tensors' memory from an aligned address, in elements."""
+    """Compare the kernels with the host; ``offset`` of the memory from an aligned address, in elements."""
     size, dtype = x.numel(), x.dtype
     nbytes, at = wire_bytes(name, dtype, size), offset * dtype.itemsize
     for source in guarded(x.nbytes, at):
@@ -84,7 +83,7 @@ def check_both_ways(
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).rpartition(".")[2])
-def test_they_do_what_numpy_does(
+def test_they_do_what_the_host_does(
     launch: Emulated, name: str, dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = (None, KEY) if name in ("int8", "int4") else (None,)
@@ -97,7 +96,7 @@ def test_they_do_what_numpy_does(
 
 
 @pytest.mark.parametrize("name", cuda.KERNELS)
-def test_they_do_what_numpy_does_with_many_elements(launch: Emulated, name: str) -> None:
+def test_they_do_what_the_host_does_with_many_elements(launch: Emulated, name: str) -> None:
     key = KEY if name in ("int8", "int4") else None
     check_both_ways(launch, name, hostile(100_003, seed=1), key, backwards=True)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.copy import StageCopies, bring_back
-from raypipe.engine.state import StageState
+from raypipe.engine.copy import CopyPiece, StageCopies, bring_back, copy_source, views_of
+from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.optim.state import StageState
 from tests.engine.rings import program_of
 from tests.exactness import same_bits
 
-__all__ = ["OPTIMIZERS", "Stage", "same"]
+__all__ = ["OPTIMIZERS", "Stage", "piece_of", "same", "source_of"]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.1),
@@ -94,3 +95,12 @@ def _tensor(value: Any) -> torch.Tensor:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+
+
+def piece_of(copies: StageCopies, step: int, piece: int = 0) -> CopyPiece:
+    header, block = copies.copy(step, piece)
+    return CopyPiece(header, views_of(block))
+
+
+def source_of(copies: StageCopies, step: int) -> StoredState:
+    return copy_source([piece_of(copies, step)])

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from raypipe.engine.checkpoint import TensorInfo
-from raypipe.engine.copy import CopyHeader, CopySource, SlicedSource, put_together, views_of
-from raypipe.engine.replicas.chunks import flat
-from raypipe.engine.replicas.slices import Part
+from raypipe.engine.copy import CopyHeader, CopyPiece, copy_source, views_of
+from raypipe.engine.io.checkpoint import TensorInfo
+from raypipe.engine.optim.slices import ParameterSlice, flat
 from raypipe.errors import CheckpointError
-from tests.engine.test_lost_slices import Workers, segments
+from tests.engine.test_lost_slices import Copying, segments
 from tests.exactness import same_bits
 
 STEP = 2
@@ -22,7 +21,7 @@ class Counted:
     """Pieces of stage 0 on three replicas after two steps, and the bytes that were read of them."""
 
     def __init__(self) -> None:
-        workers = Workers((3, 1))
+        workers = Copying((3, 1))
         for segment in segments()[:STEP]:
             workers.run(segment)
         workers.copy(STEP, send=False)
@@ -33,28 +32,30 @@ class Counted:
             for piece in ([0, 1] if at == 0 else [1 + at])
         ]
 
-    def _source(self, header: CopyHeader, block: torch.Tensor) -> CopySource:
+    def _source(self, header: CopyHeader, block: torch.Tensor) -> CopyPiece:
         views = views_of(block)
 
         def fetch(infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
             self.read_bytes += sum(info.size_bytes for info in infos)
             return views(infos)
 
-        return CopySource(CopyHeader.from_json(header.to_json()), fetch)
+        return CopyPiece(CopyHeader.from_json(header.to_json()), fetch)
 
 
 def test_a_part_is_read_without_the_rest() -> None:
     counted = Counted()
-    (source,) = put_together(counted.pieces)
-    assert isinstance(source, SlicedSource)
+    source = copy_source(counted.pieces)
     names = [name for name in source.names if source.info(name).shape]
     kept = source.kept(names)
     counted.read_bytes = wanted_bytes = 0
     for name in names:
         size = source.info(name).size_bytes // 4
-        for part in (Part(name, 0, size), Part(name, 0, min(7, size)), Part(name, size // 3, max(size // 2, 1))):
+        for part in (
+            ParameterSlice(name, 0, size),
+            ParameterSlice(name, 0, min(7, size)),
+            ParameterSlice(name, size // 3, max(size // 2, 1)),
+        ):
             found = source.kept_part(part)
-            assert found is not None
             assert found.keys() == kept[name].keys() == {"exp_avg", "exp_avg_sq", "step"}
             assert same_bits(found["step"], kept[name]["step"])
             for key in ("exp_avg", "exp_avg_sq"):
@@ -66,10 +67,10 @@ def test_a_part_is_read_without_the_rest() -> None:
 def test_pieces_that_make_no_whole_are_refused() -> None:
     common, *slices = Counted().pieces
     with pytest.raises(CheckpointError, match=r"The copy of stage 0 after step 2 is in 3 pieces, .* \[0, 1\] are here"):
-        put_together([common, *slices[:2]])
+        copy_source([common, *slices[:2]])
     with pytest.raises(CheckpointError, match=r"replicas \[\] are here"):
-        put_together([common])
-    with pytest.raises(CheckpointError, match=r"replicas \[0, 1, 2\] are here"):
-        put_together([common, *slices, slices[0]])
+        copy_source([common])
+    with pytest.raises(CheckpointError, match=r"replicas \[0, 0, 1, 2\] are here"):
+        copy_source([common, *slices, slices[0]])
     with pytest.raises(CheckpointError, match="Of the copy of stage 0 there are only slices"):
-        put_together(slices)
+        copy_source(slices)

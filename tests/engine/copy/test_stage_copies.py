@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine.checkpoint import load_stage
-from raypipe.engine.copy import CopyHeader, CopySource, HeldCopies, JoinedSource, StageCopies, bring_back, parcels_of
-from raypipe.engine.data.stream import Mark
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import StageState
+from raypipe.data.stream import Mark
+from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, bring_back, copy_source, parcels_of
+from raypipe.engine.io.checkpoint import load_stage
+from raypipe.engine.optim.state import StageState
+from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 from tests.checkpoints import Training
-from tests.engine.checkpoint.test_restore import MANNERS, MIDDLE, SHAPE, differences, everything
-from tests.engine.copy.stages import OPTIMIZERS, Stage, same
+from tests.engine.copy.stages import OPTIMIZERS, Stage, piece_of, same, source_of
+from tests.engine.io.checkpoint.test_restore import MANNERS, MIDDLE, SHAPE, differences, everything
 from tests.engine.rings import program_of
 from tests.exactness import Shape, same_bits
 
 BREAK, STEPS = 3, 5
 
 
-def sent(copies: StageCopies, step: int, held: HeldCopies, parcel_bytes: int = 7) -> CopySource:
+def sent(copies: StageCopies, step: int, held: HeldCopies, parcel_bytes: int = 7) -> CopyPiece:
     """What another process makes of a copy, when the header has become text and the block parcels."""
     header, block = copies.copy(step)
     coming = held.begin(CopyHeader.from_json(header.to_json()))
     for offset, data in parcels_of(block, parcel_bytes):
         coming.place(offset, bytes(data))
-    return held.copy(step).source()
+    return held.copy(step).piece()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,7 +47,7 @@ def test_back_in_place_to_the_same_bits(optimizer: str, dtype: torch.dtype, at: 
         stage.step()
     later = stage.all()
     assert not same(later, then)
-    for source in (copies.source(at), sent(copies, at, HeldCopies())):
+    for source in (source_of(copies, at), copy_source([sent(copies, at, HeldCopies())])):
         stage.back(source)
         assert stage.state.updates == at
         assert all(stage.state.buffers[name] is buffer for name, buffer in held.items()), "forwards hold the buffers"
@@ -64,7 +64,7 @@ def test_what_has_gone_back_shares_no_memory_with_the_copy(optimizer: str) -> No
     copies, then = stage.copies(), stage.all()
     copies.take(1, 1)
     stage.step()
-    stage.back(copies.source(1))
+    stage.back(source_of(copies, 1))
     copies.copy(1)[1].fill_(77)
     assert same(stage.all(), then)
 
@@ -76,7 +76,7 @@ def test_a_fresh_stage_takes_a_copy(trained: bool) -> None:
     stage.step()
     copies = stage.copies()
     copies.take(1, 1)
-    load_stage(copies.source(1), fresh.program, fresh.state)
+    load_stage(source_of(copies, 1), fresh.program, fresh.state)
     assert same(fresh.all(), stage.all())
 
 
@@ -96,7 +96,7 @@ def test_a_stage_of_nothing() -> None:
     state = StageState(program, {}, *Stage("sgd").make)
     copies = StageCopies(program, state)
     copies.take(3, 3)
-    source = sent(copies, 3, HeldCopies())
+    source = copy_source([sent(copies, 3, HeldCopies())])
     bring_back(source, program, state, *Stage("sgd").make)
     assert (source.names, copies.size_bytes, state.updates) == (set(), 0, 3)
 
@@ -107,7 +107,7 @@ def test_tensors_without_elements_and_of_every_alignment() -> None:
     program = replace(program_of((), {}), buffers=tuple(tensors))
     copies = StageCopies(program, StageState(program, tensors, *Stage("sgd").make))
     copies.take(0, 0)
-    found = dict(sent(copies, 0, HeldCopies()).read(tensors))
+    found = dict(copy_source([sent(copies, 0, HeldCopies())]).read(tensors))
     assert all(same_bits(found[name], tensor) for name, tensor in tensors.items())
 
 
@@ -128,9 +128,9 @@ def test_two_are_kept_and_the_oldest_gives_its_memory() -> None:
         assert {copies.copy(step)[1].data_ptr() for step in copies.steps} == blocks
         stage.step()
     with pytest.raises(CheckpointError, match=r"no copy of step 2, only of \[3, 4\]"):
-        copies.source(2)
+        source_of(copies, 2)
     for step in (4, 3):
-        stage.back(copies.source(step))
+        stage.back(source_of(copies, step))
         assert same(stage.all(), kept[step])
 
 
@@ -149,7 +149,7 @@ def test_what_comes_after_the_step_gone_back_to_is_forgotten() -> None:
     for step in (0, 1):
         copies.take(step, step)
         stage.step()
-    stage.back(copies.source(0))
+    stage.back(source_of(copies, 0))
     copies.forget_after(0)
     finish = copies.begin(0, 0)
     assert copies.steps == (0,)
@@ -158,7 +158,7 @@ def test_what_comes_after_the_step_gone_back_to_is_forgotten() -> None:
     then = stage.all()
     copies.take(1, 0)
     assert copies.steps == (0, 1)
-    stage.back(copies.source(1))
+    stage.back(source_of(copies, 1))
     assert same(stage.all(), then)
 
 
@@ -189,7 +189,7 @@ class TestInTheBackground:
         finish()
         stepped.join()
         assert copies.steps == (1,)
-        stage.back(copies.source(1))
+        stage.back(source_of(copies, 1))
         assert same(stage.all(), then)
 
     def test_a_copy_that_failed_is_none_and_the_step_goes_on(self) -> None:
@@ -223,10 +223,10 @@ class TestInTheBackground:
             for thread in threads:
                 thread.join()
             if step == BREAK:
-                held = [copy.source(BREAK) for copy in copies]
+                held = [piece_of(copy, BREAK) for copy in copies]
                 back = Training(name, 3, MIDDLE, *MANNERS[manner], norm=0.5)
                 for program, state in stages(back):
-                    load_stage(JoinedSource(held), program, state)
+                    load_stage(copy_source(held), program, state)
                 assert differences(everything(back), then) == []
                 back.fleet.stop()
         copied.fleet.stop()
@@ -246,13 +246,13 @@ class TestHeld:
             for offset, data in parcels_of(block, 32):
                 assert held.steps == ((step - 1,) if step else ())
                 with pytest.raises(CheckpointError, match=f"only {offset} of {block.nbytes} bytes have come"):
-                    coming.source()
+                    coming.piece()
                 coming.place(offset, data)
             assert held.steps == ((step - 1, step) if step else (0,))
             assert held.size_bytes <= 2 * block.nbytes
         then = stage.all()
         stage.step()
-        stage.back(held.copy(3).source())
+        stage.back(copy_source([held.copy(3).piece()]))
         assert same(stage.all(), then)
 
     def test_one_that_broke_off_gives_its_place_to_the_next(self) -> None:
@@ -291,7 +291,7 @@ class TestHeld:
             with pytest.raises(CheckpointError, match=r"Bytes \d+ to \d+ of a copy"):
                 coming.place(offset, data)
         coming.place(*parcels[-1])
-        found = [same_bits(*pair) for pair in zip(read(coming.source()), read(copies.source(0)), strict=True)]
+        found = [same_bits(*pair) for pair in zip(read(coming.piece()), read(piece_of(copies, 0)), strict=True)]
         assert found == [True] * 5
 
     @pytest.mark.parametrize("field", ["size_bytes", "table", "groups", "step"])
@@ -304,7 +304,8 @@ class TestHeld:
             CopyHeader.from_json(replace(header, **{field: wrong}).to_json())
 
 
-def read(source: CopySource) -> list[torch.Tensor]:
+def read(piece: CopyPiece) -> list[torch.Tensor]:
+    source = copy_source([piece])
     return [tensor for _, tensor in source.read(source.names)]
 
 
@@ -313,9 +314,10 @@ def test_copies_of_other_numbers_of_updates_are_not_joined() -> None:
     for step in (1, 2):
         copies = Stage("sgd").copies()
         copies.take(step, step)
-        sources.append(copies.source(step))
+        header, fetch = piece_of(copies, step)
+        sources.append(CopyPiece(replace(header, stage=step), fetch))
     with pytest.raises(CheckpointError, match="Copies of different numbers of updates"):
-        JoinedSource(sources)
+        copy_source(sources)
 
 
 @pytest.mark.slow
@@ -334,7 +336,7 @@ def test_another_cut_goes_on_from_copies(before: int, after: int, name: str, man
     first.run_to(STEPS)
     first.fleet.stop()
     second = Training(name, after, shape, *MANNERS[manner], norm=0.5)
-    source = JoinedSource([sent(copy, BREAK, HeldCopies(), 1000) for copy in copies])
+    source = copy_source([sent(copy, BREAK, HeldCopies(), 1000) for copy in copies])
     for program, state in stages(second):
         load_stage(source, program, state)
     second.at, second.losses, second.norms = at, losses, norms

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raypipe.engine.messages import checked_frame, frame
+from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
 pytestmark = pytest.mark.engine
@@ -15,11 +16,17 @@ MESSAGE = frame.encode(Action(1, Op.SEND_F, 4), TENSORS, generation=2, max_tenso
 PAYLOAD = b"".join(MESSAGE.buffers)
 
 
-def test_a_seal_says_the_number_and_the_checksum_of_the_payload() -> None:
-    header = checked_frame.sealed(MESSAGE, 7)
+def parsed(header: bytes | bytearray) -> tuple[frame.Head, int | None]:
+    return checked_frame.parse(header, generation=2, max_tensors=3, checked=True)
+
+
+def test_a_seal_holds_the_checksum_of_the_payload() -> None:
+    header = checked_frame.sealed(MESSAGE)
     assert len(header) == frame.header_bytes(3) + checked_frame.SEAL_BYTES
     assert header[: -checked_frame.SEAL_BYTES] == MESSAGE.header
-    assert checked_frame.opened(header) == checked_frame.Seal(7, checked_frame.checksum([PAYLOAD]))
+    plain = checked_frame.parse(MESSAGE.header, generation=2, max_tensors=3, checked=False)
+    assert parsed(header) == (plain[0], checked_frame.checksum([PAYLOAD]))
+    assert plain[1] is None
 
 
 def test_a_checksum_is_of_the_bytes_and_not_of_the_parts() -> None:
@@ -32,17 +39,21 @@ def test_a_checksum_is_of_the_bytes_and_not_of_the_parts() -> None:
 
 
 def test_every_bit_of_a_header_and_its_seal_counts() -> None:
-    header = bytearray(checked_frame.sealed(MESSAGE, 7))
+    header = bytearray(checked_frame.sealed(MESSAGE))
     for bit in range(8 * len(header)):
         header[bit // 8] ^= 1 << bit % 8
-        assert checked_frame.opened(header) is None, bit
+        with pytest.raises(LinkError, match="arrived damaged: its header has checksum"):
+            parsed(header)
         header[bit // 8] ^= 1 << bit % 8
-    assert checked_frame.opened(header) is not None
+    parsed(header)
 
 
 def test_every_bit_of_a_payload_counts() -> None:
-    payload, sound = bytearray(PAYLOAD), checked_frame.checksum([PAYLOAD])
+    payload = bytearray(PAYLOAD)
+    head, expected = parsed(checked_frame.sealed(MESSAGE))
     for bit in range(8 * len(payload)):
         payload[bit // 8] ^= 1 << bit % 8
-        assert checked_frame.checksum([payload]) != sound, bit
+        with pytest.raises(LinkError, match=r"1SEND_F4 \(micro-batch 4\) arrived damaged: its payload has checksum"):
+            checked_frame.check_payload(head, [payload], expected)
         payload[bit // 8] ^= 1 << bit % 8
+    checked_frame.check_payload(head, [payload], expected)

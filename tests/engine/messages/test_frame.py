@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.engine.codec import NONE, Codec
-from raypipe.engine.codec.choice import CODECS, applies
+from raypipe.engine.codec.codec import CODECS, applies
 from raypipe.engine.messages import frame
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op

@@ -10,28 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.pictures.plan import plan_svg
-from raypipe.ir.plan import Partition, Plan
-from raypipe.ir.plan_table import smallest_bubble
+from raypipe.ir.plan import Partition, Plan, smallest_bubble
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.microbatch import Pipe, choose_microbatches
+from raypipe.planner.cost.microbatch import Pipe, choose_microbatches, fit_stage_time
 from raypipe.planner.partition.chunks import in_chunks, stages_by_worker
+from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of
-from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
-from raypipe.planner.stage_time import fit_stage_time
-from raypipe.planner.tune import Request, decide, make_partition, make_plan, plan_of, timeline_of
-from raypipe.planner.tune.workers import rounds_of, settled_workers
+from raypipe.planner.search import Request, decide, make_partition, make_plan, plan_of, timeline_of
+from raypipe.planner.search.workers import rounds_of, settled_workers
+from raypipe.planner.simulator import Costs, makespan_s, simulate
+from raypipe.viz.plan_svg import plan_svg
 from tests.planner.partition_cases import chain_of, graphs
+from tests.planner.search.test_choose import MIB, REQUEST, chain, rented
 from tests.planner.specs import spec_for
 from tests.planner.test_row_memory import CHUNKED
-from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
 
 INTERLEAVED = dataclasses.replace(REQUEST, schedule="interleaved", minibatch_size=64)
 
@@ -212,7 +210,7 @@ def test_links_count_between_workers_only() -> None:
 
 
 def test_a_cluster_of_more_devices_is_used_from_its_beginning() -> None:
-    devices = tuple(Device(f"gpu{i}", speed=1.0 + i) for i in range(4))
+    devices = tuple(ComputeDevice(f"gpu{i}", speed=1.0 + i) for i in range(4))
     plan = plan_of(decide(asked(num_stages=6), chain(12), Cluster(devices, (Link(1e9, 1e-5),))))
     assert plan.prediction is not None
     assert [s.devices[0] for s in plan.prediction.stages] == ["gpu0", "gpu1", "gpu2"] * 2
@@ -257,7 +255,7 @@ def test_the_stages_of_a_worker_keep_its_limit_together(
         reserve_bytes=data.draw(st.sampled_from([0, 5])),
     )
     caps = data.draw(st.lists(st.none() | st.integers(20, 600), min_size=workers, max_size=workers))
-    devices = tuple(Device(f"gpu{i}", 1.0 + i % 2, cap, f"host{i // 2}") for i, cap in enumerate(caps))
+    devices = tuple(ComputeDevice(f"gpu{i}", 1.0 + i % 2, cap, f"host{i // 2}") for i, cap in enumerate(caps))
     cluster = data.draw(st.sampled_from([None, Cluster(devices, (Link(), Link(1e6, 1e-3)))]))
     points = tuple((b, graph.busy_s * (b + 1) / 3) for b in (1, 2, 4)) if data.draw(st.booleans()) else ()
     try:
@@ -325,7 +323,9 @@ def test_a_solver_sees_a_device_for_every_stage_in_order() -> None:
         seen.append(cluster)
         return prefix_sum(graph, cluster, limits)
 
-    hosts = Cluster.hosts(2, 1, inside=Link(1e12, 1e-6), between=Link(1e9, 1e-3), device=Device("gpu", 2.0, 1000))
+    hosts = Cluster.hosts(
+        2, 1, inside=Link(1e12, 1e-6), between=Link(1e9, 1e-3), device=ComputeDevice("gpu", 2.0, 1000)
+    )
     found = in_chunks(spying, (0, 1, 1, 0))(chain_of([1] * 8, params=1), hosts, Limits(num_stages=4))
     assert [stage.devices for stage in found.stages] == [(0,), (1,), (1,), (0,)]
     (virtual,) = seen

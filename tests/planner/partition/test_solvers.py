@@ -1,4 +1,4 @@
-"""The straight solvers against every assignment, against each other, and against a recurrence written anew."""
+"""Solvers against every assignment, against each other, and against a recurrence written anew."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.memory import MemoryModel
+from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.partition.antichain import antichain
-from raypipe.planner.partition.hierarchical import hierarchical
-from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.prefix_sum import prefix_sum
+from raypipe.planner.partition.costs import Limits, least_feasible
+from raypipe.planner.partition.prefix_sum import _bounds, _following, _kept_ps, _probe, _problem, prefix_sum
 from tests.planner.partition_cases import (
     NEAR,
+    TICK,
+    assignments,
     brute_force,
     chain_of,
     clusters,
@@ -147,7 +148,7 @@ def test_never_worse_than_cuts_by_hand(graph, num_stages):
             assert period <= max(spent[b] - spent[a] for a, b in itertools.pairwise(ends)) + NEAR
 
 
-@pytest.mark.parametrize("solver", [prefix_sum, antichain, hierarchical])
+@pytest.mark.parametrize("solver", [prefix_sum, antichain])
 @pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", (3,)), ("pipedream", (2,)), ("gpipe", None)])
 def test_weight_versions_and_micro_batches_in_flight_decide(solver, schedule: str, cuts: tuple[int, ...] | None):
     """Seven equal nodes with 2 bytes of weights and 1 of activations, two devices of 15 bytes.
@@ -200,3 +201,91 @@ def test_stages_may_interleave_in_execution_order() -> None:
     found = antichain(graph, Cluster.uniform(2, bandwidth_bytes_s=1.0), Limits(2))
     assert found.bottleneck_s == pytest.approx(graph.busy_s / 2)
     assert sorted(map(sorted, (found.order[:3], found.order[3:]))) == [[0, 2, 4], [1, 3, 5]]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Cluster, tuple[float, ...]]:
+    """Devices that stand for several workers each, and what a byte of parameters costs these to sum."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    devices = tuple(ComputeDevice(f"stage {i}", speed=float(count)) for i, count in enumerate(counts))
+    rate = draw(st.sampled_from([0.0, 0.25, 1.0, 4.0])) * TICK
+    link = Link(draw(st.sampled_from([math.inf, 1024.0])))
+    return Cluster(devices, (link,)), tuple(2 * (count - 1) / count * rate for count in counts)
+
+
+def best_s(graph: ModelGraph, cluster: Cluster, bounds: Limits, *, in_order: bool) -> float:
+    """The least period over every assignment of nodes to these stages."""
+    places = tuple(range(len(cluster.devices)))
+    found = math.inf
+    for stage_of in assignments(graph, len(places), in_order=in_order):
+        plain_s = period_of(graph, cluster, bounds, stage_of, places)
+        for stage, rate in enumerate(bounds.sync_s_per_byte):
+            nodes = [graph.nodes[i] for i, s in enumerate(stage_of) if s == stage]
+            busy_s = sum(node.busy_s for node in nodes) / cluster.devices[stage].speed
+            plain_s = max(plain_s, busy_s + rate * sum(node.param_bytes for node in nodes))
+        found = min(found, plain_s)
+    return found
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(graphs(together=True), groups(), limits(exact=False), st.booleans())
+def test_no_other_cut_with_these_workers_is_better(
+    graph: ModelGraph, workers: tuple[Cluster, tuple[float, ...]], bounds: Limits, in_order: bool
+) -> None:
+    cluster, rates = workers
+    asked = dataclasses.replace(bounds, num_stages=len(cluster.devices), in_order=True, sync_s_per_byte=rates)
+    try:
+        found_s = (prefix_sum if in_order else antichain)(graph, cluster, asked).bottleneck_s
+    except PlanError:
+        found_s = math.inf
+    assert found_s == pytest.approx(best_s(graph, cluster, asked, in_order=in_order), rel=NEAR)
+
+
+@given(st.integers(-50, 5_000), st.integers(0, 5_000), st.integers(0, 300), st.integers(0, 300), st.booleans())
+def test_the_least_is_found(lowest: int, more: int, leap: int, slack: int, told: bool) -> None:
+    """With hints of any quality: ``leap`` short of the truth on one side, ``slack`` over it on the other."""
+    highest = lowest + more
+    threshold = lowest + (more * 2) // 3
+    asked: list[int] = []
+
+    def probe(number: int) -> int | None:
+        asked.append(number)
+        return number if number >= threshold else None
+
+    hints = {
+        "following": lambda number: max(number + 1, threshold - leap),
+        "enough": lambda number: min(number, threshold + slack),
+    }
+    assert least_feasible(probe, lowest, highest, **(hints if told else {})) == (threshold, threshold)
+    assert all(lowest <= number <= highest for number in asked)
+    assert least_feasible(lambda number: None, lowest, highest, **(hints if told else {})) is None
+
+
+@pytest.mark.slow
+@given(graphs(chain=True), clusters(), limits())
+def test_hints_change_no_answer(graph, cluster, bounds: Limits) -> None:
+    """A period that the hint skips has no cut, and one that it promises has one."""
+    try:
+        problem = _problem(graph, cluster, bounds)
+        found = prefix_sum(graph, cluster, bounds)
+    except PlanError:  # refusals are tested elsewhere
+        return
+    lowest, highest = _bounds(problem)
+    plain = least_feasible(lambda period_ps: _probe(problem, period_ps), lowest, highest)
+    assert plain is not None
+    period_ps, cuts = plain
+    told = least_feasible(
+        lambda ps: _probe(problem, ps),
+        lowest,
+        highest,
+        following=lambda ps: _following(problem, ps),
+        enough=lambda answer: _kept_ps(problem, answer),
+    )
+    assert told == plain
+    assert _probe(problem, _kept_ps(problem, cuts)) is not None
+    for ps in (lowest, (lowest + period_ps) // 2, period_ps - 1):
+        if ps < period_ps:
+            following = _following(problem, ps)
+            assert ps < following <= period_ps
+    assert found.num_stages == len(cuts)

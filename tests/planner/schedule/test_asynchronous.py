@@ -1,92 +1,186 @@
-"""Asynchronous schedules, weight versions and their segments: laws, and a picture."""
+"""Asynchronous schedules, with replicas and without: rows, phases and weight versions against their laws."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
+from collections import Counter
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import raypipe.planner.schedule.asynchronous as module
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.ir.schedule import Op, Schedule
+from raypipe.ir.schedule import COMPUTE, Op, Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.segment import Phase
 from raypipe.ir.weights import VersionRule, versions_needed
-from raypipe.planner.schedule.asynchronous import continuous, finite, minibatches_to_drain, part
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.replicas import warmups_of
+from raypipe.planner.dependency_tables import build
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
+from raypipe.planner.schedule.lower import lower, lowered_and_checked, validate
+from raypipe.planner.schedule.replicas import ahead_of, warmups_of
 from raypipe.planner.schedule.text import draw
-from raypipe.planner.schedule.validate import lowered_and_checked, validate
-from raypipe.planner.segments import Flow, Position, flowing_segments
-from raypipe.planner.simulate.serial import Costs, makespan_s
-from raypipe.planner.tune import Request, build_schedule, weight_policy, weight_reason
+from raypipe.planner.search import Request, build_schedule, plan_of, weight_policy, weight_reason
+from raypipe.planner.search.choose import decide
+from raypipe.planner.simulator import Costs, simulate
+from tests.planner.schedule.test_replicas import PIPEDREAM
+from tests.planner.search.test_choose import MIB, chain
 from tests.weight_rules import version_of
 
-SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 3)).flatmap(
-    lambda shape: st.tuples(
-        st.just(shape[0]), st.just(shape[1]), st.sampled_from([u for u in range(1, 9) if shape[1] % u == 0]),
-        st.one_of(st.just(shape[2]), st.tuples(*[st.integers(1, 3)] * (shape[0] - 1))), st.integers(0, shape[0] - 1),
-    )
-)  # fmt: skip
-"""Stages, micro-batches, interval, slack (one, or by hop), first trainable stage."""
+REQUEST = Request(2, None, (), 24, 12, 99, "pipedream", replicas=(2, 1), partitioner="prefix_sum")
+FOUR = Request(4, None, (), 24, 12, 99, "pipedream")
 
 
-def made(shape: tuple[int, int, int, int | tuple[int, ...], int]) -> Schedule:
-    stages, count, interval, slack, first = shape
-    return continuous("x", stages, count, interval, slack=slack, first_trainable=first)
+class Case(NamedTuple):
+    """A schedule, the replicas of its stages, and the forwards that each stage runs ahead."""
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    ahead: tuple[int, ...]
 
 
-def test_the_picture_of_the_module() -> None:
-    assert draw(continuous("2bw", 3, 2, 2), repeats=2) == (
-        "0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5\n"
-        "1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  .\n"
-        "2:  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .\n"
-    )
+@st.composite
+def cases(draw: st.DrawFn, most: int = 4) -> Case:
+    counts = tuple(draw(st.lists(st.integers(1, most), min_size=1, max_size=5)))
+    lanes = math.lcm(*counts) * draw(st.integers(1, 2))
+    interval = lanes * draw(st.integers(1, 3))
+    slack = tuple(draw(st.integers(1, 3)) for _ in counts[1:])
+    spec = ScheduleSpec(
+        "pipedream", interval * draw(st.integers(1, 3)), slack=slack, overlap=True, update_interval=interval,
+        first_trainable=draw(st.integers(0, len(counts) - 1)), replicas=counts, lanes=lanes,
+        per_replica=draw(st.booleans()),
+    )  # fmt: skip
+    return Case(schedule_of(spec, len(counts)), counts, ahead_of(counts, slack))
+
+
+def holders_of(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(stage, number) for stage, count in enumerate(counts) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages"),
+    [
+        (ScheduleSpec("2bw", 2, slack=(1, 1), overlap=True), 3),
+        (ScheduleSpec("pipedream", 2, slack=(1,), overlap=True, update_interval=2, replicas=(2, 1), lanes=2), 2),
+    ],
+)
+def test_the_pictures_of_the_module(spec: ScheduleSpec, stages: int) -> None:
+    drawn = draw(schedule_of(spec, stages), repeats=2)
+    assert drawn in "".join(line.removeprefix("    ") for line in inspect.getdoc(module).splitlines(keepends=True))
+
+
+@pytest.mark.parametrize(("replicas", "ahead", "noam"), PIPEDREAM)
+def test_micro_batches_in_flight_are_pipedreams(replicas: tuple[int, ...], ahead: tuple[int, ...], noam: int) -> None:
+    """NOAM on each replica of stage 0: 2 for 15-1, where the 15 together have 30."""
+    lanes = math.lcm(*replicas)
+    spec = ScheduleSpec("pipedream", 2 * lanes, slack=(1,) * (len(replicas) - 1), replicas=replicas, lanes=lanes)
+    lowered = lower(schedule_of(spec, len(replicas)))
+    validate(lowered, repeats=2)
+    peaks = build(lowered, 2).peak_in_flight()
+    assert peaks == tuple(w + 1 for w in ahead)
+    assert peaks[0] == noam == math.ceil(sum(replicas) / replicas[0])
+    assert lowered.wiring.update_interval == lanes
 
 
 @pytest.mark.slow
-@given(SHAPES, st.integers(1, 3))
-def test_every_micro_batch_once_and_nothing_waits_forever(shape: tuple[int, ...], repeats: int) -> None:
-    schedule = made(shape)  # type: ignore[arg-type]
+@given(cases(), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_each_micro_batch_once_in_turn_and_nothing_waits_forever(case: Case, repeats: int) -> None:
+    schedule, counts, ahead = case
     lowered = lower(schedule)
-    validate(lowered, repeats=repeats)
-    drained = minibatches_to_drain(shape[1], warmups_of((1,) * shape[0], shape[3])[0])
-    total = shape[1] * (repeats + drained)
+    validate(lowered, repeats)
+    assert all(before >= after for before, after in pairwise(ahead)), "no stage is ahead of the one before"
+    total = schedule.stride * (repeats + minibatches_to_drain(schedule.stride, ahead[0]))
     assert schedule.num_microbatches(repeats) == total
-    for stage, row in enumerate(lowered.rows(repeats)):
-        assert [a.microbatch for a in row if a.op is Op.F] == list(range(total))
-        steps = [a.microbatch for a in row if a.op is Op.STEP]
-        assert steps == list(range(shape[2] - 1, total, shape[2])), f"stage {stage}"
+    rows = lowered.rows(repeats)
+    assert set(Counter(a for row in rows for a in row if a.op in COMPUTE).values()) == {1}
+    for (stage, number), row in zip(holders_of(counts), rows, strict=True):
+        assert [a.microbatch for a in row if a.op is Op.F] == list(range(number, total, counts[stage]))
+        interval = schedule.wiring.interval_of(stage)
+        assert [a.microbatch for a in row if a.op is Op.STEP] == list(range(interval - 1, total, interval))
 
 
 @pytest.mark.slow
-@given(SHAPES, st.integers(1, 4))
-def test_finite_is_prologue_bodies_and_epilogue(shape: tuple[int, ...], more: int) -> None:
-    schedule = made(shape)  # type: ignore[arg-type]
-    drained = minibatches_to_drain(shape[1], warmups_of((1,) * shape[0], shape[3])[0])
-    assert lower(finite(schedule, drained + more)).rows() == lower(schedule).rows(more)
+@given(cases(), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_the_parts_make_up_the_whole(case: Case, more: int) -> None:
+    schedule, counts, ahead = case
+    lowered, drained = lower(schedule), minibatches_to_drain(schedule.stride, ahead[0])
+    assert lower(finite(schedule, drained + more)).rows() == lowered.rows(more)
     for fewer in range(1, drained + 1):
         validate(lower(finite(schedule, fewer)))
-        assert finite(schedule, fewer).num_microbatches() == fewer * shape[1]
-
-
-@pytest.mark.slow
-@given(SHAPES)
-def test_the_phases_make_up_the_whole(shape: tuple[int, ...]) -> None:
-    lowered = lower(made(shape))  # type: ignore[arg-type]
-    rows = [part(lowered, phase) for phase in (Phase.FILL, Phase.STEADY, Phase.DRAIN)]
-    for worker in range(shape[0]):
-        shifted = [a.shifted(i * shape[1]) for i, found in enumerate(rows) for a in found.row(worker)]
+        assert finite(schedule, fewer).num_microbatches() == fewer * schedule.stride
+    phases = [part(lowered, phase) for phase in (Phase.FILL, Phase.STEADY, Phase.DRAIN)]
+    for worker in range(sum(counts)):
+        shifted = [a.shifted(i * schedule.stride) for i, rows in enumerate(phases) for a in rows.row(worker)]
         assert tuple(shifted) == lowered.row(worker, 2)
 
 
 @pytest.mark.slow
-@given(st.integers(2, 6), st.integers(1, 8), st.floats(0.1, 2.0))
-def test_no_bubble_between_mini_batches(stages: int, count: int, backward_s: float) -> None:
-    lowered = lower(continuous("x", stages, count, 1))
-    costs = Costs(forward_s=(1.0,) * stages, backward_s=(backward_s,) * stages)
-    period_s = (makespan_s(lowered, costs, repeats=9) - makespan_s(lowered, costs, repeats=5)) / 4
-    assert period_s == pytest.approx(count * (1.0 + backward_s))
+@given(cases())
+@settings(max_examples=80, deadline=None)
+def test_the_newest_version_is_what_the_row_has_made_on_all_replicas_and_no_more_are_alive_than_needed(
+    case: Case,
+) -> None:
+    schedule, counts, ahead = case
+    for (stage, _), row in zip(holders_of(counts), lower(schedule).rows(3), strict=True):
+        if stage < schedule.wiring.first_trainable:
+            continue
+        newest, used = 0, dict[int, int]()
+        interval = schedule.wiring.interval_of(stage)
+        for action in row:
+            if action.op is Op.F:
+                used[action.microbatch] = newest
+                assert newest == version_of(VersionRule.NEWEST, action.microbatch, interval, ahead, stage)
+                if not schedule.wiring.intervals:
+                    assert version_of(VersionRule.STAMPED, action.microbatch, interval, ahead, stage) <= newest
+            elif action.op is Op.B:
+                del used[action.microbatch]
+            elif action.op is Op.STEP:
+                newest += 1
+                alive = len({*used.values(), newest})
+                assert alive <= versions_needed(VersionRule.NEWEST, interval, ahead, stage)
+
+
+@pytest.mark.slow
+@given(cases(most=1), st.sampled_from([VersionRule.STAMPED, VersionRule.DELAYED]))
+def test_no_more_versions_are_alive_than_the_other_rules_need(case: Case, rule: VersionRule) -> None:
+    """A version lives from the update that makes it to the last backward of a micro-batch that uses it."""
+    schedule, _, ahead = case
+    stages, interval = schedule.num_stages, schedule.wiring.update_interval
+    slack = tuple(a - b for a, b in pairwise(ahead))
+    spec = ScheduleSpec("pipedream", schedule.stride, slack=slack, overlap=True, update_interval=interval)
+    if rule is VersionRule.DELAYED:
+        interval = max(schedule.stride, ahead[0])
+        spec = ScheduleSpec("2bw", interval, slack=slack, overlap=True)
+    for stage, row in enumerate(lower(schedule_of(spec, stages)).rows(4)):
+        last_use = {}
+        for at, action in enumerate(row):
+            if action.op is Op.B:
+                last_use[version_of(rule, action.microbatch, interval, ahead, stage)] = at
+        newest, most = 0, 1
+        for at, action in enumerate(row):
+            if action.op is Op.F:
+                assert version_of(rule, action.microbatch, interval, ahead, stage) <= newest, "not made yet"
+            if action.op is Op.STEP:
+                newest += 1
+                most = max(most, 1 + sum(end > at for version, end in last_use.items() if version < newest))
+        assert most <= versions_needed(rule, interval, ahead, stage)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (3, 1)])
+@pytest.mark.parametrize(("count", "backward_s"), [(12, 2.0), (3, 0.4)])
+def test_no_bubble_between_mini_batches(replicas: tuple[int, int], count: int, backward_s: float) -> None:
+    """A stage takes as many times as long as it has replicas."""
+    spec = ScheduleSpec("pipedream", count, slack=(1,), overlap=True, replicas=replicas, lanes=replicas[0])
+    costs = Costs(tuple(map(float, replicas)), tuple(backward_s * n for n in replicas))
+    fewer, more = (simulate(lower(schedule_of(spec, 2)), costs, repeats=n).makespan_s for n in (5, 9))
+    assert (more - fewer) / 4 == pytest.approx(count * (1.0 + backward_s))
 
 
 @pytest.mark.parametrize("frozen", range(4))
@@ -94,150 +188,134 @@ def test_no_bubble_between_mini_batches(stages: int, count: int, backward_s: flo
 def test_stages_without_a_backward_do_not_wait_for_the_norm_of_those_that_wait_for_them(
     frozen: int, slack: int
 ) -> None:
-    """Those behind run ahead, and so need forwards of the next update before the norm of this one."""
-    schedule = continuous("2bw", 4, 6, 6, slack=slack, first_trainable=frozen, norm_per_stage=False)
-    lowered = lowered_and_checked(schedule)
+    """Later stages run ahead, and so need forwards of the next update before the norm of this one."""
+    spec = ScheduleSpec("2bw", 6, slack=(slack,) * 3, first_trainable=frozen)
+    lowered = lowered_and_checked(schedule_of(spec, 4))
     assert [lowered.wiring.alone(worker) for worker in range(4)] == [worker < frozen for worker in range(4)]
     assert [len(lowered.wiring.normed_with(stage)) for stage in range(4)] == [1] * frozen + [4 - frozen] * (4 - frozen)
 
 
 @pytest.mark.parametrize(
-    ("count", "interval", "slack"), [(4, 3, 1), (4, 0, 1), (4, 2, 0), (4, 2, (1, 0)), (4, 2, (1,))]
+    ("numbers", "words"),
+    [
+        ({"slack": (1, 1), "update_interval": 3}, "An update every 3 micro-batches does not go into"),
+        ({"slack": (1,), "update_interval": 2}, "3 stages have 2 hops"),
+        ({"slack": (1, 1), "replicas": (2, 1, 1), "lanes": 2, "update_interval": 1}, "unequal shares"),
+        ({"slack": (1, 1), "replicas": (3, 1, 1), "lanes": 4, "update_interval": 4}, "unequal shares"),
+        ({"slack": (1, 1), "replicas": (2, 1, 1), "lanes": 4, "update_interval": 2}, "unequal shares"),
+    ],
 )
-def test_numbers_that_make_no_schedule(count: int, interval: int, slack: int | tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError):
-        continuous("x", 3, count, interval, slack=slack)
-
-
-# Versions.
-
-
-def updates_before(row: tuple, forward: int) -> int:
-    """STEPs that stand before a forward."""
-    at = next(i for i, a in enumerate(row) if a.op is Op.F and a.microbatch == forward)
-    return sum(a.op is Op.STEP for a in row[:at])
-
-
-@pytest.mark.slow
-@given(SHAPES)
-def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None:
-    stages, _count, interval, slack, _ = shape
-    rows = lower(made((*shape[:4], 0))).rows(3)  # type: ignore[arg-type]
-    warmups = warmups_of((1,) * stages, slack)
-    for stage, row in enumerate(rows):
-        for action in row:
-            if action.op is Op.F:
-                found = version_of(VersionRule.NEWEST, action.microbatch, interval, warmups, stage)
-                assert found == updates_before(row, action.microbatch)
-
-
-@pytest.mark.slow
-@given(SHAPES, st.sampled_from(VersionRule))
-def test_no_more_versions_are_alive_than_needed(shape: tuple[int, ...], rule: VersionRule) -> None:
-    """A version lives from the update that makes it to the last backward of a micro-batch that uses it."""
-    stages, count, interval, slack, _ = shape
-    warmups = warmups_of((1,) * stages, slack)
-    if rule is VersionRule.DELAYED:
-        interval = count = max(count, warmups[0])
-    rows = lower(continuous("x", stages, count, interval, slack=slack)).rows(4)
-    for stage, row in enumerate(rows):
-        last_use = {}
-        for at, action in enumerate(row):
-            if action.op is Op.B:
-                last_use[version_of(rule, action.microbatch, interval, warmups, stage)] = at
-        newest, most = 0, 1
-        for at, action in enumerate(row):
-            if action.op is Op.F:
-                assert version_of(rule, action.microbatch, interval, warmups, stage) <= newest, "not made yet"
-            if action.op is Op.STEP:
-                newest += 1
-                most = max(most, 1 + sum(end > at for version, end in last_use.items() if version < newest))
-        assert most <= versions_needed(rule, interval, warmups, stage)
-
-
-def request(**changes: object) -> Request:
-    fields = {"num_stages": 4, "num_workers": None, "split_points": (), "minibatch_size": 24, "num_microbatches": 12}
-    return Request(**{**fields, "num_samples": 99, **changes})  # type: ignore[arg-type]
+def test_numbers_that_make_no_schedule(numbers: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        schedule_of(ScheduleSpec("pipedream", 4, **numbers), 3)
+    assert warmups_of((15, 1)) == (1, 0)
 
 
 @pytest.mark.parametrize(
     ("changes", "interval", "capacities"),
     [
         ({"schedule": "1f1b"}, None, ()),
-        ({"schedule": "pipedream"}, 1, (4, 3, 2, 1)),
-        ({"schedule": "pipedream", "vertical_sync": True}, 1, (4, 4, 4, 4)),
-        ({"schedule": "pipedream", "weight_versions": 2}, 3, (2, 2, 2, 1)),
-        ({"schedule": "pipedream", "weight_versions": 3}, 2, (3, 2, 2, 1)),
-        ({"schedule": "pipedream", "update_interval": 4}, 4, (2, 2, 2, 1)),
-        ({"schedule": "pipedream", "update_interval": 1, "weight_versions": 2}, 1, (2, 2, 2, 1)),
+        ({}, 1, (4, 3, 2, 1)),
+        ({"vertical_sync": True}, 1, (4, 4, 4, 4)),
+        ({"weight_versions": 2}, 3, (2, 2, 2, 1)),
+        ({"weight_versions": 3}, 2, (3, 2, 2, 1)),
+        ({"update_interval": 4}, 4, (2, 2, 2, 1)),
+        ({"update_interval": 1, "weight_versions": 2}, 1, (2, 2, 2, 1)),
         ({"schedule": "2bw"}, 12, (2, 2, 2, 2)),
         ({"schedule": "2bw", "slack": 4}, 12, (2, 2, 2, 2)),
-        ({"schedule": "pipedream", "slack": 2}, 1, (7, 5, 3, 1)),
-        ({"schedule": "pipedream", "slack": (1, 1, 3)}, 1, (6, 5, 4, 1)),
-        ({"schedule": "pipedream", "slack": 2, "weight_versions": 3}, 3, (3, 3, 2, 1)),
+        ({"slack": 2}, 1, (7, 5, 3, 1)),
+        ({"slack": (1, 1, 3)}, 1, (6, 5, 4, 1)),
+        ({"slack": 2, "weight_versions": 3}, 3, (3, 3, 2, 1)),
     ],
 )
-def test_policies(changes: dict[str, object], interval: int | None, capacities: tuple[int, ...]) -> None:
-    policy = weight_policy(request(**changes), 4, 12)
+def test_policies(changes: dict[str, Any], interval: int | None, capacities: tuple[int, ...]) -> None:
+    request = dataclasses.replace(FOUR, **changes)
+    policy = weight_policy(request, 4, 12)
     assert (policy.interval, policy.capacities) == (interval, capacities)
     if interval:
-        build_schedule(request(**changes), 4, 12, 0)
-        assert "update" in weight_reason(request(**changes), 4, 12)
+        build_schedule(request, 4, 12, 0)
+        assert "update" in weight_reason(request, 4, 12)
 
 
 @pytest.mark.parametrize(
-    ("changes", "count", "words"),
+    ("changes", "count", "interval", "ahead", "capacities"),
     [
-        ({"schedule": "2bw"}, 3, ["num_microbatches", "4", "3"]),
-        ({"schedule": "2bw", "slack": 5}, 12, ["slack=5", "15 forwards", "12"]),
-        ({"schedule": "pipedream", "update_interval": 5}, 12, ["update_interval=5", "12"]),
-        ({"schedule": "pipedream", "weight_versions": 1}, 12, ["weight_versions=1", "1f1b"]),
-        ({"schedule": "pipedream", "weight_versions": 2}, 2, ["weight_versions=2", "at least 3"]),
-        ({"schedule": "pipedream", "weight_versions": 2, "update_interval": 1, "vertical_sync": True}, 12,
-         ["weight_versions=2", "takes 4"]),
+        ({}, 12, 2, 2, (2, 1)),
+        ({"replicas": (1, 2)}, 12, 2, 2, (2, 1)),
+        ({"replicas": (3, 1)}, 12, 3, 3, (2, 1)),
+        ({"replicas": (2, 2)}, 12, 2, 2, (2, 1)),
+        ({"replicas": (15, 1)}, 30, 15, 15, (2, 1)),
+        ({"replicas": (1, 2), "vertical_sync": True}, 12, 2, 2, (2, 2)),
+        ({"update_interval": 4}, 12, 4, 2, (2, 1)),
+        ({"lanes": 4}, 12, 4, 2, (2, 1)),
+        ({"replicas": (1, 1), "lanes": 2}, 12, 2, 1, (2, 1)),
+        ({"slack": 2}, 12, 2, 2, (2, 1)),
+        ({"slack": 3}, 12, 2, 4, (3, 1)),
+        ({"slack": 3, "weight_versions": 2}, 12, 4, 4, (2, 1)),
+        ({"schedule": "2bw"}, 12, 12, 2, (2, 2)),
     ],
-)  # fmt: skip
-def test_policies_that_cannot_be(changes: dict[str, object], count: int, words: list[str]) -> None:
-    with pytest.raises(PlanError) as caught:
-        weight_policy(request(**changes), 4, count)
-    for word in words:
-        assert word in str(caught.value)
-
-
-# Segments.
-
-
-@given(
-    num_samples=st.integers(1, 60), minibatch=st.integers(1, 9), microbatch=st.integers(1, 9),
-    steps=st.integers(1, 40), drained=st.integers(1, 4), every=st.integers(1, 12), hurry=st.sets(st.integers(0, 60)),
-)  # fmt: skip
-def test_segments_take_every_sample_once_and_are_empty_where_they_must_be(
-    num_samples: int, minibatch: int, microbatch: int, steps: int, drained: int, every: int, hurry: set[int]
+)
+def test_policies_of_replicas(
+    changes: dict[str, Any], count: int, interval: int, ahead: int, capacities: tuple[int, ...]
 ) -> None:
-    minibatch = min(minibatch, num_samples)
-    microbatch = min(microbatch, minibatch)
-    asked = iter(range(1000))
-    found = list(
-        flowing_segments(
-            Flow(1, drained), num_samples, minibatch, microbatch, steps, Position(),
-            empty_after=lambda step: step % every == 0, empty_soon=lambda: next(asked) in hurry,
-        )
-    )  # fmt: skip
-    at, flowing = Position(), False
-    for segment, after in found:
-        assert (segment.first_step, segment.first_microbatch, segment.epoch, segment.offset) == (
-            at.step, at.microbatch, at.epoch, at.offset,
-        )  # fmt: skip
-        assert segment.phase.begins_empty != flowing
-        begun = segment.num_minibatches + (0 if segment.phase.ends_empty else drained)
-        assert segment.offset + begun * segment.minibatch_samples <= num_samples, "begins what the epoch does not have"
-        assert at.step + begun <= steps
-        for step in range(at.step + 1, after.step):
-            assert step % every or segment.phase is Phase.DRAIN, "passes a step after which it must be empty"
-        flowing = not segment.phase.ends_empty
-        if after.step % every == 0 or after.offset == 0:
-            assert not flowing
-        at = after
-    assert at.step == steps
-    assert not flowing
-    assert found[-1][1].epoch == steps // math.ceil(num_samples / minibatch)
+    policy = weight_policy(dataclasses.replace(REQUEST, **changes), 2, count)
+    assert (policy.interval, policy.ahead, policy.capacities) == (interval, ahead, capacities)
+
+
+@pytest.mark.parametrize(
+    ("request_", "changes", "count", "words"),
+    [
+        (FOUR, {"schedule": "2bw"}, 3, r"num_microbatches of at least the number of stages, 4, .* it is 3"),
+        (FOUR, {"schedule": "2bw", "slack": 5}, 12, r"slack=5 runs 15 forwards ahead .* 12 only"),
+        (FOUR, {"update_interval": 5}, 12, r"update_interval=5 does not divide num_microbatches=12"),
+        (FOUR, {"weight_versions": 1}, 12, r"weight_versions=1 .* '1f1b'"),
+        (FOUR, {"weight_versions": 2}, 2, r"weight_versions=2 .* at least 3"),
+        (
+            FOUR,
+            {"weight_versions": 2, "update_interval": 1, "vertical_sync": True},
+            12,
+            r"versions=2 .* takes 4",
+        ),
+        (REQUEST, {"replicas": (3, 1)}, 8, r"8 micro-batches are no multiple of the 3 lanes .* Set num_microbatches=9"),
+        (REQUEST, {"schedule": "2bw", "lanes": 4}, 6, r"6 micro-batches .* schedule='2bw' .* Set num_microbatches=8"),
+        (REQUEST, {"update_interval": 3}, 12, r"update_interval=3 is no multiple of the 2 lanes .* Set it to 4"),
+        (REQUEST, {"replicas": (3, 1), "lanes": 4}, 12, r"num_lanes=4 gives replicas of 3-1 unequal .* multiple of 3"),
+        (REQUEST, {"schedule": "2bw", "slack": 13}, 12, r"slack=13 runs 14 forwards ahead"),
+    ],
+)
+def test_policies_that_cannot_be(request_: Request, changes: dict[str, Any], count: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        weight_policy(dataclasses.replace(request_, **changes), request_.num_stages or 0, count)
+
+
+def test_a_plan_counts_versions_and_micro_batches_by_replica() -> None:
+    """Three replicas of stage 0 hold two micro-batches each and two versions; the exchange is part of every update."""
+    request = dataclasses.replace(REQUEST, replicas=(3, 1))
+    plan = plan_of(decide(request, chain(4)))
+    assert (plan.weights.interval, plan.weights.ahead, plan.weights.capacities) == (3, 3, (2, 1))
+    assert plan.prediction is not None
+    first, last = plan.prediction.stages
+    assert (first.in_flight, last.in_flight) == (2, 1)
+    nodes = [stage.stop - stage.start for stage in plan.partition.stages]
+    assert dict(first.memory)["weights x 2"] == 2 * nodes[0] * MIB
+    assert dict(last.memory)["weights x 1"] == nodes[1] * MIB
+    # Three replicas share 12 micro-batches, and make four updates.
+    assert plan.prediction.step_s == pytest.approx(4 * (first.busy_s + first.exchange_s), rel=0.02)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_updates_per_replica_are_a_policy_of_their_own() -> None:
+    """u_s = R_s, w_s + 1 versions and R_s / R_0 times the learning rate; where all stages are alike, nothing new."""
+    request = dataclasses.replace(REQUEST, replicas=(2, 1, 1), num_stages=3, per_replica=True)
+    policy = weight_policy(request, 3, 12)
+    assert (policy.interval, policy.intervals, policy.capacities) == (2, (2, 1, 1), (2, 2, 1))
+    assert (policy.norm_per_stage, [policy.rate(stage) for stage in range(3)]) == (True, [1.0, 0.5, 0.5])
+    words = weight_reason(request, 3, 12)
+    assert "every 2, 1, 1 micro-batches, one for each replica, at 1, 0.5, 0.5 times the learning rate" in words
+    assert "1, 1, 0 updates late" in words
+    alike = dataclasses.replace(REQUEST, replicas=(2, 2), per_replica=True)
+    assert weight_policy(alike, 2, 12) == weight_policy(dataclasses.replace(alike, per_replica=False), 2, 12)
+    plan = plan_of(decide(request, chain(6)))
+    assert plan.schedule.wiring.intervals == (2, 1, 1)
+    assert str(plan.spec).endswith("per_replica, replicas=2-1-1, lanes=2")
+    assert type(plan).from_json(plan.to_json()) == plan

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op
-from raypipe.planner.schedule.forward import forward_only
-from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
+from raypipe.planner.segments import forward_only
+from raypipe.planner.simulator import Costs, makespan_s, simulate
 
 
 def seconds(placement, microbatches, latency_s=0.0):

@@ -7,14 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.interleaved import interleaved
-from raypipe.planner.schedule.lower import expected_sends, lower
-from raypipe.planner.schedule.sync import one_f_one_b
-from raypipe.planner.schedule.validate import validate
-from raypipe.planner.simulate.serial import Costs, simulate
+from raypipe.planner.schedule.lower import expected_sends, lower, validate
+from raypipe.planner.schedule.sync import interleaved, one_f_one_b
 
 
 def row(text):
@@ -23,24 +20,6 @@ def row(text):
 
 def text(actions):
     return " ".join(map(str, actions))
-
-
-def pipedream(stages, interval=1):
-    """Asynchronous 1F1B by hand: fill, then one forward and one backward per body, then drain."""
-    warmups = [stages - 1 - s for s in range(stages)]
-    pairs = [[(s, warmups[s] + j, j) for j in range(interval)] for s in range(stages)]
-    return Schedule(
-        "async",
-        Wiring(single_homes(range(stages)), update_interval=interval),
-        body=tuple(row(" ".join(f"{s}F{f} {s}B{b}" for s, f, b in pair)) for pair in pairs),
-        stride=interval,
-        prologue=tuple(row(" ".join(f"{s}F{m}" for m in range(w))) for s, w in enumerate(warmups)),
-        epilogue=tuple(
-            row(" ".join([*(f"{s}F{m}" for m in range(w, total)), *(f"{s}B{m}" for m in range(total))]))
-            for s, w in enumerate(warmups)
-            for total in [-(-max(warmups) // interval) * interval]
-        ),
-    )
 
 
 def test_two_stages():
@@ -87,19 +66,6 @@ def test_several_updates_in_one_body():
     assert text(a for a in lower(schedule).body[0] if a.op is Op.STEP or a.op is Op.B) == (
         "0B0 0B1 0STEP1 0B3 0B2 0STEP3"
     )
-
-
-@pytest.mark.parametrize("repeats", [1, 2, 5])
-@pytest.mark.parametrize(("stages", "interval"), [(2, 1), (3, 1), (3, 2), (4, 3)])
-def test_asynchronous_schedule_lowers_validates_and_simulates(stages, interval, repeats):
-    lowered = lower(pipedream(stages, interval))
-    validate(lowered, repeats)
-    timeline = simulate(lowered, Costs.uniform(stages, step_s=0.5), repeats)
-    microbatches = lowered.num_microbatches(repeats)
-    steps = [s for s in timeline.spans if s.action.op is Op.STEP]
-    assert len(steps) == stages * microbatches // interval
-    assert timeline.busy_s(0) == 3.0 * microbatches
-    assert max(timeline.peak_in_flight) <= max(stages, interval + stages - 1)
 
 
 def test_update_that_spans_prologue_and_body():

@@ -10,12 +10,11 @@ import pytest
 import raypipe.planner.schedule as manual
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.schedule.sync import gpipe, interleaved, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.text import draw
-from raypipe.planner.schedule.zero_bubble_v import zb_v
-from raypipe.planner.simulate.serial import Costs, simulate
+from raypipe.planner.schedule.zero_bubble import zb_v
+from raypipe.planner.simulator import Costs, simulate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

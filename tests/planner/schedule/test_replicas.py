@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -16,15 +15,14 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.plan import peak_in_flight
 from raypipe.ir.schedule import COMPUTE, Op, Wiring
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
+from raypipe.planner.dependency_tables import build
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.forward import forward_only
-from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.schedule.replicas import Replicas, warmups_of
 from raypipe.planner.schedule.sync import one_f_one_b
 from raypipe.planner.schedule.text import draw
-from raypipe.planner.schedule.validate import validate
-from raypipe.planner.simulate.serial import Costs, simulate
-from raypipe.planner.tables import build
+from raypipe.planner.segments import forward_only
+from raypipe.planner.simulator import Costs, simulate
 
 # R by stage, forwards ahead by stage, NOAM: worked out by hand from PipeDream's runtime.
 PIPEDREAM = [
@@ -88,17 +86,16 @@ def test_rows_of_any_replicas_are_valid_and_each_micro_batch_is_worked_on_once(f
     assert ScheduleSpec.parse(str(spec)) == spec == ScheduleSpec.from_dict(spec.to_dict())
 
 
-def test_the_picture_of_two_replicas_is_the_one_in_the_module():
-    drawn = draw(one_f_one_b(2, 4, replicas=Replicas((2, 1), 2)))
-    assert drawn in "".join(line.removeprefix("    ") for line in inspect.getdoc(module).splitlines(keepends=True))
-
-
-def test_the_picture_of_pipelines_side_by_side_is_the_one_in_the_module():
-    side_by_side = import_module("raypipe.planner.schedule.side_by_side")
-    drawn = draw(schedule_of(ScheduleSpec("zb-v", 4, replicas=(2,) * 4, lanes=2), 4))
-    assert drawn in "".join(
-        line.removeprefix("    ") for line in (side_by_side.__doc__ or "").splitlines(keepends=True)
-    )
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        one_f_one_b(2, 4, replicas=Replicas((2, 1), 2)),
+        schedule_of(ScheduleSpec("zb-v", 4, replicas=(2,) * 4, lanes=2), 4),
+    ],
+)
+def test_the_pictures_are_those_of_the_module(schedule):
+    text = "".join(line.removeprefix("    ") for line in inspect.getdoc(module).splitlines(keepends=True))
+    assert draw(schedule) in text
 
 
 @pytest.mark.parametrize(("kind", "more"), [("zb-v", {}), ("interleaved", {"chunks": 2})])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule_spec import KINDS
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.asynchronous import continuous
-from raypipe.planner.schedule.interleaved import interleaved
-from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
-from raypipe.planner.schedule.zero_bubble import zb_h1
-from raypipe.planner.schedule.zero_bubble_v import zb_v
+from raypipe.planner.schedule.sync import gpipe, interleaved, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.schedule.zero_bubble import zb_h1, zb_v
 from tests.planner.specs import spec_for
 
 NUMBERS = {"group_size": 2, "slack": (1, 2, 1), "chunks": 2, "first_trainable": 1}
@@ -23,8 +21,8 @@ MADE = {
     "interleaved": interleaved(2, 8, 2, 1),
     "zb-h1": zb_h1(4, 8, (1, 2, 1), 1),
     "zb-v": zb_v(4, 8, 1),
-    "pipedream": continuous("", 4, 8, 1, slack=(1, 2, 1), first_trainable=1, norm_per_stage=False),
-    "2bw": continuous("", 4, 8, 8, slack=(1, 2, 1), first_trainable=1, norm_per_stage=False),
+    "pipedream": continuous(ScheduleSpec("pipedream", 8, slack=(1, 2, 1), first_trainable=1), 4),
+    "2bw": continuous(ScheduleSpec("2bw", 8, slack=(1, 2, 1), first_trainable=1), 4),
 }
 
 

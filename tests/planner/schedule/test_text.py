@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, parse_action
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
@@ -74,7 +73,3 @@ def test_refusals(text, part):
 def test_actions_are_read_as_they_are_written(stage, op, microbatch):
     action = Action(stage, op, microbatch)
     assert parse_action(str(action)) == action
-
-
-def test_interleaved_names_two_stages_per_line():
-    assert to_csv(interleaved(1, 1, 2)) == "0F0,1F0,1B0,0B0\n"

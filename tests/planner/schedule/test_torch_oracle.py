@@ -20,13 +20,11 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.interleaved import interleaved
-from raypipe.planner.schedule.lower import expected_sends, lower
-from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
+from raypipe.planner.schedule.lower import expected_sends, lower, validate
+from raypipe.planner.schedule.sync import interleaved, k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
-from raypipe.planner.schedule.validate import validate
-from raypipe.planner.schedule.zero_bubble_v import zb_v
-from raypipe.planner.simulate.serial import Costs, makespan_s
+from raypipe.planner.schedule.zero_bubble import zb_v
+from raypipe.planner.simulator import Costs, makespan_s
 
 pytestmark = pytest.mark.engine
 

@@ -13,9 +13,8 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, parse_action
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
-from raypipe.planner.schedule.validate import validate
 
 GOOD = lower(one_f_one_b(2, 2))
 TWO_UPDATES = replace(GOOD, body=GOOD.rows(2), stride=4)
@@ -48,84 +47,59 @@ def test_good_schedules_pass():
     validate(TWO_UPDATES)
 
 
+FROZEN = lower(one_f_one_b(2, 1, first_trainable=1))
+CHUNKED = lower(schedule_of(ScheduleSpec("interleaved", 1, chunks=2), 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "worker", "old", "new", "parts"),
+    [
+        (GOOD, 1, "1B1", "2B1", ["2B1 (worker 1, position 6 of its row)", "stages 0 to 1"]),
+        (GOOD, 0, "0F1", "0F1 0F1", ["0F1 (worker 0, position 3 of its row) is there twice", "position 2", "drop one"]),
+        (GOOD, 0, "0F1 ", "", ["0SEND_F1 (worker 0, position 2 of its row) waits for 0F1, which no row contains"]),
+        (GOOD, 0, "0B0 ", "", ["0REDUCE_GRAD1 (worker 0, position 7 of its row) waits for 0B0", "add 0B0"]),
+        (GOOD, 0, "0SEND_F1 ", "", ["1RECV_F1 (worker 1, position 4 of its row) waits for 0SEND_F1, which no"]),
+        (GOOD, 1, "1RECV_F1 ", "", ["1F1 (worker 1, position 4 of its row) waits for 1RECV_F1, which no row"]),
+        (GOOD, 0, "0B1", "0B1 0SEND_B1", ["0SEND_B1 (worker 0, position 8 of its row) leads to no", "Remove it"]),
+        (FROZEN, 0, "0REDUCE_GRAD0", "0B0 0REDUCE_GRAD0", ["0B0 (worker 0, position 2 of its row) waits for"]),
+        (GOOD, 1, " 1STEP1", "", ["1STEP1 is missing (worker 1)"]),
+        (GOOD, 1, "1STEP1", "1STEP0 1STEP1", ["1STEP0 (worker 1, position 10 of its row) waits for 1REDUCE_NORM0"]),
+        (
+            GOOD, 1, "1RECV_F0 1F0 1B0", "1RECV_F0 1B0 1F0",
+            ["1B0 (worker 1, position 1 of its row) waits for 1F0 (worker 1, position 2 of its row), later in its"],
+        ),
+        (
+            TWO_UPDATES, 0,
+            "0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1 0F2", "0F2 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1",
+            ["0F2 (worker 0, position 8 of its row) comes before 0STEP1", "old weights", "behind the step"],
+        ),
+        # Each waits for what the other would do next: stage 0 wants a gradient before it sends what it is made of.
+        (
+            GOOD, 0,
+            "0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "0RECV_B1 0F1 0SEND_F1 0RECV_B0 0B0 0B1",
+            [
+                "Deadlock, 2 workers",
+                "0RECV_B1 (worker 0, position 2 of its row) waits for 1SEND_B1 (worker 1, position 7 of its row)",
+                "1RECV_F1 (worker 1, position 4 of its row) waits for 0SEND_F1 (worker 0, position 4 of its row)",
+                "Move the awaited actions ahead",
+            ],
+        ),
+        (
+            CHUNKED, 0,
+            "1REDUCE_GRAD0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 1REDUCE_NORM0",
+            "1REDUCE_GRAD0 1REDUCE_NORM0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0",
+            ["1REDUCE_NORM0 (worker 0, position 4 of its row) waits for 0REDUCE_GRAD0", "later in its own row"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_changed_row_is_refused(schedule, worker, old, new, parts):
+    refused(edited(schedule, worker, old, new), *parts)
+
+
 def test_wrong_worker():
     moved = edited(edited(GOOD, 0, "0F1 ", ""), 1, "1RECV_F0", "0F1 1RECV_F0")
     refused(
         moved, "0F1 (worker 1, position 0 of its row) is on the wrong worker", "placed on worker 0", "move it to row 0"
-    )
-
-
-def test_unknown_stage():
-    refused(edited(GOOD, 1, "1B1", "2B1"), "2B1 (worker 1, position 6 of its row)", "stages 0 to 1")
-
-
-def test_placement_without_row():
-    wiring = replace(GOOD.wiring, homes=((0,), (2,)))
-    refused(replace(GOOD, wiring=wiring), "names worker 2", "there are 2 rows")
-
-
-def test_duplicate():
-    doubled = edited(GOOD, 0, "0F1", "0F1 0F1")
-    refused(doubled, "0F1 (worker 0, position 3 of its row) is there twice", "position 2", "drop one")
-
-
-def test_plain_text_is_no_operation():
-    body = ((Action(0, "F", 0),), ())
-    refused(replace(GOOD, body=body), "no member of Op", "parse_action")
-
-
-def test_missing_forward():
-    refused(
-        edited(GOOD, 0, "0F1 ", ""), "0SEND_F1 (worker 0, position 2 of its row) waits for 0F1, which no row contains"
-    )
-
-
-def test_missing_backward():
-    refused(edited(GOOD, 0, "0B0 ", ""), "0REDUCE_GRAD1 (worker 0, position 7 of its row) waits for 0B0", "add 0B0")
-
-
-def test_missing_send():
-    refused(edited(GOOD, 0, "0SEND_F1 ", ""), "1RECV_F1 (worker 1, position 4 of its row) waits for 0SEND_F1, which no")
-
-
-def test_missing_receive():
-    refused(edited(GOOD, 1, "1RECV_F1 ", ""), "1F1 (worker 1, position 4 of its row) waits for 1RECV_F1, which no row")
-
-
-def test_send_that_nobody_receives():
-    extra = edited(GOOD, 0, "0B1", "0B1 0SEND_B1")
-    refused(extra, "0SEND_B1 (worker 0, position 8 of its row) leads to no optimizer step", "Remove it")
-
-
-def test_whole_backward_in_a_split_schedule():
-    wiring = Wiring(((0,),), update_interval=1, split_backward=True)
-    body = (row("0F0 0B0 0I0 0W0 0REDUCE_GRAD0 0REDUCE_NORM0 0STEP0"),)
-    refused(
-        Schedule("mixed", wiring, body, stride=1), "0B0 (worker 0, position 1 of its row) leads to no optimizer step"
-    )
-
-
-def test_backward_of_a_frozen_stage():
-    frozen = lower(one_f_one_b(2, 1, first_trainable=1))
-    refused(edited(frozen, 0, "0REDUCE_GRAD0", "0B0 0REDUCE_GRAD0"), "0B0 (worker 0, position 2 of its row) waits for")
-
-
-def test_missing_step():
-    refused(edited(GOOD, 1, " 1STEP1", ""), "1STEP1 is missing (worker 1)")
-
-
-def test_step_without_its_norm():
-    refused(
-        edited(GOOD, 1, "1STEP1", "1STEP0 1STEP1"), "1STEP0 (worker 1, position 10 of its row) waits for 1REDUCE_NORM0"
-    )
-
-
-def test_step_off_the_grid_of_updates():
-    body = (row("0F0 0F1 0B0 0B1 0F2 0B2 0REDUCE_GRAD2 0REDUCE_NORM2 0STEP2"),)
-    refused(
-        Schedule("off", Wiring(((0,),), update_interval=2), body, stride=3),
-        "0STEP2 (worker 0, position 8 of its row) ends no update",
-        "the last ones are 1, 3",
     )
 
 
@@ -135,50 +109,41 @@ def test_microbatch_that_no_update_consumes():
     refused(extra, "1B2 (worker 1, position 13 of its row) leads to no optimizer step")
 
 
-def test_not_lowered():
-    refused(one_f_one_b(1, 2), "No row contains a STEP", "lower()")
+ALONE = Wiring(((0,),), update_interval=1)
 
 
-def test_backward_before_its_forward():
-    swapped = edited(GOOD, 1, "1RECV_F0 1F0 1B0", "1RECV_F0 1B0 1F0")
-    refused(
-        swapped, "1B0 (worker 1, position 1 of its row) waits for 1F0 (worker 1, position 2 of its row), later in its"
-    )
-
-
-def test_updates_out_of_order():
-    wiring = Wiring(((0,),), update_interval=1)
-    cells = "0F0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 0F1 0B1 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1 0STEP0"
-    schedule = Schedule("late", wiring, (row(cells),), stride=2)
-    refused(schedule, "0STEP1 (worker 0, position 8 of its row) comes before 0STEP0 (worker 0, position 9")
-
-
-def test_forward_of_the_next_update_before_the_step():
-    early = edited(TWO_UPDATES, 0, "0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1 0F2", "0F2 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1")
-    refused(early, "0F2 (worker 0, position 8 of its row) comes before 0STEP1", "old weights", "behind the step")
-
-
-def test_deadlock_names_every_stuck_worker():
-    """Each waits for what the other would do next: stage 0 wants a gradient before it sends what it is made of."""
-    stuck = edited(GOOD, 0, "0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "0RECV_B1 0F1 0SEND_F1 0RECV_B0 0B0 0B1")
-    refused(
-        stuck,
-        "Deadlock, 2 workers",
-        "0RECV_B1 (worker 0, position 2 of its row) waits for 1SEND_B1 (worker 1, position 7 of its row)",
-        "1RECV_F1 (worker 1, position 4 of its row) waits for 0SEND_F1 (worker 0, position 4 of its row)",
-        "Move the awaited actions ahead",
-    )
-
-
-def test_norm_before_the_other_stages_of_the_worker_is_refused():
-    schedule = lower(schedule_of(ScheduleSpec("interleaved", 1, chunks=2), 2))
-    early = edited(
-        schedule,
-        0,
-        "1REDUCE_GRAD0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 1REDUCE_NORM0",
-        "1REDUCE_GRAD0 1REDUCE_NORM0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0",
-    )
-    refused(early, "1REDUCE_NORM0 (worker 0, position 4 of its row) waits for 0REDUCE_GRAD0", "later in its own row")
+@pytest.mark.parametrize(
+    ("schedule", "parts"),
+    [
+        (replace(GOOD, wiring=replace(GOOD.wiring, homes=((0,), (2,)))), ["names worker 2", "there are 2 rows"]),
+        (replace(GOOD, body=((Action(0, "F", 0),), ())), ["no member of Op", "parse_action"]),
+        (
+            Schedule(
+                "mixed", replace(ALONE, split_backward=True),
+                (row("0F0 0B0 0I0 0W0 0REDUCE_GRAD0 0REDUCE_NORM0 0STEP0"),), stride=1,
+            ),
+            ["0B0 (worker 0, position 1 of its row) leads to no optimizer step"],
+        ),
+        (
+            Schedule(
+                "off", replace(ALONE, update_interval=2),
+                (row("0F0 0F1 0B0 0B1 0F2 0B2 0REDUCE_GRAD2 0REDUCE_NORM2 0STEP2"),), stride=3,
+            ),
+            ["0STEP2 (worker 0, position 8 of its row) ends no update", "the last ones are 1, 3"],
+        ),
+        (
+            Schedule(
+                "late", ALONE,
+                (row("0F0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 0F1 0B1 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1 0STEP0"),),
+                stride=2,
+            ),
+            ["0STEP1 (worker 0, position 8 of its row) comes before 0STEP0 (worker 0, position 9"],
+        ),
+        (one_f_one_b(1, 2), ["No row contains a STEP", "lower()"]),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_run_is_refused(schedule, parts):
+    refused(schedule, *parts)
 
 
 def test_receives_in_another_order_than_the_sends_are_fine():

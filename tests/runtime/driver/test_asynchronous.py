@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.fleet.fleet import Fleet
 from tests.prepare.test_resume import outcome
 from tests.runs.test_asynchronous_life import same, trainer
 from tests.runtime.on_fleet import start_on

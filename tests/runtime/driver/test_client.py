@@ -14,13 +14,14 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raypipe.api.handle import RunHandle
-from raypipe.engine.storage import Place
+from raypipe.engine.io.storage import Place
 from raypipe.errors import StageError
+from raypipe.run.journal import News
+from raypipe.run.lease import read_lease
+from raypipe.run.plans.blueprint import Charter
+from raypipe.run.status import RunStatus
 from raypipe.runtime.driver import client
-from raypipe.runtime.driver.starting import start_run
-from raypipe.runtime.run.journal import News
-from raypipe.runtime.run.lease import read_lease
-from raypipe.runtime.run.status import RunStatus
+from raypipe.runtime.driver.client import start_run
 from tests.prepare.test_resume import trainer
 from tests.runtime.left_over import ours
 from tests.waiting import wait_until
@@ -77,7 +78,7 @@ def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp
     job = made._prepared()
     blueprint = made._blueprint(job, 10, local=False)
     with pytest.raises(KeyboardInterrupt):
-        start_run(blueprint, job.initial, made._resources(), patience_ends, detached=False)
+        start_run(Charter(blueprint, job.planned), job.initial, patience_ends, detached=False)
     wait_until(lambda: f"raypipe/{blueprint.spec.name}" not in ours().drivers, 60.0)
 
 
@@ -97,36 +98,27 @@ class _Forgets:
         return self._heard, os.getpid()
 
 
-def test_a_wish_to_stop_outlives_the_driver_that_heard_it(local_ray: None) -> None:
-    driver = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Forgets).remote()
-    connection = client.RayConnection(driver, "run", owner=False)
-    connection.stop("enough")
-    _, process = ray.get(driver.heard.remote(), timeout=60)
-    os.kill(process, signal.SIGKILL)
-    wait_until(lambda: ray.get(driver.heard.remote(), timeout=60)[1] != process)
-
-    def told() -> bool:
-        connection.news(0, 0.0)
-        return ray.get(driver.heard.remote(), timeout=60)[0] == "enough"
-
-    wait_until(told)
-    ray.kill(driver, no_restart=True)
-
-
-def test_a_wish_to_stop_that_reaches_no_driver_is_told_to_the_next(local_ray: None) -> None:
-    driver = ray.remote(num_cpus=0, max_restarts=-1)(_Forgets).remote()
+@pytest.mark.parametrize("received", [True, False])
+def test_a_stop_outlives_the_driver_that_was_killed(local_ray: None, *, received: bool) -> None:
+    """The driver received the request before it was killed, or no driver did."""
+    driver = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1 if received else 0)(_Forgets).remote()
     connection = client.RayConnection(driver, "run", owner=False)
     _, process = ray.get(driver.heard.remote(), timeout=60)
+    if received:
+        connection.stop("enough")
     os.kill(process, signal.SIGKILL)
-    connection.stop("enough")
+    if received:
+        wait_until(lambda: ray.get(driver.heard.remote(), timeout=60)[1] != process)
+    else:
+        connection.stop("enough")
 
-    def told() -> bool:
+    def stopped() -> bool:
         with contextlib.suppress(ActorUnavailableError):
             connection.news(0, 0.0)
             return ray.get(driver.heard.remote(), timeout=60)[0] == "enough"
         return False
 
-    wait_until(told)
+    wait_until(stopped)
     ray.kill(driver, no_restart=True)
 
 

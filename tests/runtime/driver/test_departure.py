@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from raypipe.runtime.driver import departure
-from raypipe.runtime.driver.departure import Departure
-from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.workers import drain_watch
-from raypipe.runtime.workers.drain_watch import DrainWatch
+from raypipe.run.requests import Requests
+from raypipe.runtime.driver import driver_failover
+from raypipe.runtime.driver.driver_failover import Departure
+from raypipe.runtime.nodes import preemption
+from raypipe.runtime.nodes.preemption import DrainWatch
 from tests import processes
 from tests.runtime.raylets import TOKEN, private_cluster
 from tests.waiting import wait_until
@@ -55,30 +55,28 @@ def test_it_moves_when_the_loop_is_behind_a_step() -> None:
     assert not told.requests.wants_checkpoint
 
 
-def test_who_stays_saves_checkpoints_now_and_before_the_node_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departure, "BEFORE_S", 0.1)
-    told = Told("FailureConfig(max_failures=0) has Ray start no driver again")
-    told.made.goes(time.time() + 0.4, "")
+@pytest.mark.parametrize(
+    ("of_run", "of_node"),
+    [("FailureConfig(max_failures=0) has Ray start no driver again", ""), ("", "Ray has started it here already")],
+)
+def test_a_driver_that_stays_saves_checkpoints_now_and_before_the_node_goes(
+    monkeypatch: pytest.MonkeyPatch, of_run: str, of_node: str
+) -> None:
+    monkeypatch.setattr(driver_failover, "BEFORE_S", 0.1)
+    told = Told(of_run)
+    told.made.goes(time.time() + 0.4, of_node)
     assert told.requests.take_checkpoint()
     wait_until(told.requests.take_checkpoint, WAIT_S)
     assert told.requests.take_hand_over() is None
     assert told.events == ["driver stays"]
-    assert "FailureConfig(max_failures=0)" in told.alerts[0]
+    assert (of_run or of_node) in told.alerts[0]
     told.made.close()
-
-
-def test_who_was_started_on_such_a_node_does_not_move_again() -> None:
-    told = Told("")
-    told.made.goes(None, "Ray has started it on a node that was to go already")
-    assert told.requests.take_hand_over() is None
-    assert told.requests.take_checkpoint()
-    assert "already" in told.alerts[0]
 
 
 def test_the_node_of_the_driver_is_watched_though_no_stage_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     draining: dict[str, float | None] = {}
-    monkeypatch.setattr(drain_watch, "EVERY_S", 0.01)
-    monkeypatch.setattr(drain_watch, "draining_nodes", lambda: dict(draining))
+    monkeypatch.setattr(preemption, "DRAINS_EVERY_S", 0.01)
+    monkeypatch.setattr(preemption, "draining_nodes", lambda: dict(draining))
     left: list[Any] = []
     told, goes = list[tuple[str, str]](), list[tuple[float | None, str]]()
     watch = DrainWatch(
@@ -106,8 +104,8 @@ import raypipe
 from ray._private import state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.runtime.driver.driver import driver_name
-from raypipe.runtime.workers.drains import drain_node
-from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
+from raypipe.runtime.nodes.preemption import drain_node
+from tests.runtime.fleet.test_recovery import as_undisturbed, events, reached, surviving
 
 folder, steps = Path(sys.argv[1]), 10**6
 ray.init(address="auto", namespace="raypipe", log_to_driver=False, logging_level="ERROR")
@@ -157,7 +155,7 @@ print(json.dumps({
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_driver_leaves_a_node_that_ray_drains(tmp_path: Path) -> None:
-    """Its stages are elsewhere; they go on in the same processes under the next driver, and no step is done again."""
+    """Its stages are elsewhere; they go on in the same processes under the next driver."""
     with private_cluster() as home:
         home.start(cpus=2, **TOKEN)
         home.start(cpus=0, options=["--resources", '{"aside": 1}'], **TOKEN)

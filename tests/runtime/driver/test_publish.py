@@ -18,13 +18,13 @@ import pytest
 import ray
 import torch
 
+from raypipe.engine.io.storage import Place
+from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import RunSetup
-from raypipe.engine.state import Settings
-from raypipe.engine.storage import Place
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, exported_name
 from raypipe.runtime.driver.publish import DETAILS_EVERY_S, Publisher
-from raypipe.runtime.workers.worker import StageActor
+from raypipe.runtime.worker.worker import StageActor
 from tests.runtime.raylets import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -239,15 +239,15 @@ def test_a_stage_tells_that_it_does_not_hear_its_driver(published: tuple[Any, fl
     """Whose own series are gone by then. Heard again, it says so; else it ends."""
     stage = StageActor.options(num_cpus=0).remote(60.0)  # type: ignore[attr-defined]
     run = RunSetup(torch.optim.SGD, None, {}, Settings(0, "mean", None, 60.0), place=Place.of("/runs/silent"))
-    ray.get([stage.join.remote(1, run), stage.pulse.remote(1, 8.0)], timeout=240)
+    ray.get([stage.join.remote(1, run), stage.heartbeat.remote(1, 8.0)], timeout=240)
 
     def share() -> float | None:
         return scrape("silent").get(("ray_raypipe_driver_silence_fraction", frozenset({("run", "silent")})))
 
     assert 0.25 <= until(share) < 1.0
-    ray.get(stage.pulse.remote(1, 60.0), timeout=60)
+    ray.get(stage.heartbeat.remote(1, 60.0), timeout=60)
     until(lambda: share() in (0.0, None))
-    assert ray.get(stage.pulse.remote(1, 2.0), timeout=60) is not None
+    assert ray.get(stage.heartbeat.remote(1, 2.0), timeout=60) is not None
     until(lambda: _is_gone(stage))
 
 

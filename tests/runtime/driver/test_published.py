@@ -11,13 +11,13 @@ import pytest
 
 from raypipe.engine.local import LocalFleet
 from raypipe.ir.report import StepReport, merge_reports
+from raypipe.run.journal import Journal
+from raypipe.run.loop import LoopSetup, run_loop
+from raypipe.run.plans.blueprint import assemble
+from raypipe.run.requests import Requests
+from raypipe.run.spending import Meter
 from raypipe.runtime.driver import publish
 from raypipe.runtime.driver.publish import Published, Publisher
-from raypipe.runtime.run.blueprint import assemble
-from raypipe.runtime.run.journal import Journal
-from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.meter import Meter
-from raypipe.runtime.run.requests import Requests
 from tests.prepare.test_resume import trainer
 from tests.runs.test_replicas import trainer as replicated
 from tests.waiting import wait_until
@@ -62,11 +62,15 @@ def test_replicas_of_a_stage_are_shown_as_one(tmp_path: Path) -> None:
     assert told.gauge("codec_ratio", link="0->1") == 2.0
     made = replicated(tmp_path, "two", num_replicas=[2, 1])
     job = made._prepared()
-    plan = assemble(made._blueprint(job, 3, local=True), job.planned).plan
-    published = Published(Journal("two", str(tmp_path)), told, plan, 0, lambda: {0: 1000, 1: 3000, 2: 2000})
+    plan = assemble(made._blueprint(job, 3, local=True), job.planned)
+    published = Published(Journal("two", str(tmp_path)), told, plan, 0, lambda: held)
+    held = {0: ("a", 1000), 1: ("b", 3000), 2: ("c", 2000)}
     published.close()
     published._memory()
     assert [told.gauge("peak_memory_bytes", stage=stage) for stage in "01"] == [3000.0, 2000.0]
+    held |= {1: ("d", 500), 2: ("c", 1500)}  # another process has the place of worker 1, and a peak of its own
+    published._memory()
+    assert [told.gauge("peak_memory_bytes", stage=stage) for stage in "01"] == [1000.0, 2000.0]
 
 
 def test_a_run_from_before_its_first_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,20 +79,20 @@ def test_a_run_from_before_its_first_step_until_it_is_over(tmp_path: Path, monke
     job = made._prepared()
     blueprint = made._blueprint(job, 3, local=True)
     spec, assembled = blueprint.spec, assemble(blueprint, job.planned)
-    homes = assembled.plan.plan.schedule.wiring.homes
+    homes = assembled.plan.schedule.wiring.homes
     journal, told = Journal(spec.name, str(spec.place)), Told("published", homes)
     hours = iter(range(1000, 10**9, 3600))
     meter = Meter(spec.place, 1.5, lambda: 2, clock=lambda: float(next(hours)))
-    published = Published(journal, told, assembled.plan, 3, lambda: {0: 1000, 1: 2000}, meter)
+    published = Published(journal, told, assembled, 3, lambda: {0: ("a", 1000), 1: ("b", 2000)}, meter)
     begun_s = told.gauge("last_step_timestamp_seconds")
     assert begun_s == pytest.approx(time.time(), abs=60)
     assert (told.gauge("running"), told.gauge("failures_allowed")) == (1.0, 3.0)
     assert (told.gauge("num_stages"), told.gauge("num_workers")) == (2.0, 2.0)
-    assert told.gauge("num_microbatches") == assembled.plan.plan.num_microbatches
+    assert told.gauge("num_microbatches") == assembled.plan.num_microbatches
 
-    fleet = LocalFleet(assembled.run, assembled.setup, job.tensors)
+    fleet = LocalFleet(blueprint.setup, assembled.setup, job.tensors)
     try:
-        run_loop(fleet, spec, assembled.plan, published, Requests())
+        run_loop(LoopSetup(fleet, spec, assembled, published, Requests()))
     finally:
         fleet.stop()
     wait_until(lambda: told.repeats >= 2 and told.gauge("cost") is not None)

@@ -12,10 +12,11 @@ import ray
 import torch
 from ray.train import ScalingConfig
 
-from raypipe.engine.data.stream_source import StreamSource
+from raypipe.data.stream_source import StreamSource
 from raypipe.errors import ConfigError
-from raypipe.runtime.driver.reading import refuse_without_cpus
-from tests.runs.test_streams import fit, trainer
+from raypipe.runtime.driver.ray_cluster import refuse_without_cpus
+from tests.runs.test_given_data import fit_of_streams as fit
+from tests.runs.test_given_data import trainer_of_streams as trainer
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

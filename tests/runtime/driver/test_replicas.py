@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.fleet.fleet import Fleet
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
 from tests.runtime.on_fleet import start_on

@@ -1,4 +1,4 @@
-"""A driver that is killed while its stages train: the next one goes on with them, or they end themselves."""
+"""A driver that is killed while its stages train: the next one adopts them, or they end themselves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.api.handle import RunHandle
 from raypipe.api.result import Result
 from raypipe.errors import ConfigError, StageError
-from raypipe.runtime.run.lease import LOCK
-from raypipe.runtime.workers.places import NAMESPACE, actor_name, ask, first_unused, is_driver
-from raypipe.runtime.workers.worker import StageActor
+from raypipe.run.lease import LOCK
+from raypipe.runtime.worker.places import NAMESPACE, actor_name, first_unused, is_driver, request_places
+from raypipe.runtime.worker.worker import StageActor
 from tests import processes
 from tests.models import Gated
+from tests.run.plans.test_planning import trainer
+from tests.runtime.fleet.test_recovery import SAMPLE_S, as_undisturbed, events, reached, surviving
 from tests.runtime.left_over import NOTHING, Held, ours
-from tests.runtime.run.test_planning import trainer
-from tests.runtime.workers.test_recovery import SAMPLE_S, as_undisturbed, events, reached, surviving
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
@@ -60,8 +60,8 @@ def whole(folder: Path, run: str, result: Result, name: str, **pipeline: Any) ->
     assert [record.step for record in result.records] == list(range(STEPS))
 
 
-def goes_on_where_it_stood(handle: RunHandle, folder: Path, *, locked_out: bool = False) -> None:
-    """Kill the driver; the next one takes over the same processes, once it may write into the run's folder."""
+def goes_on_with_them(handle: RunHandle, folder: Path, *, locked_out: bool = False) -> None:
+    """Kill the driver; the next one adopts the same processes, once it may write into the run's folder."""
     stages, step = stages_of(handle), handle.status().step
     kill_driver(folder)
     if locked_out:
@@ -71,7 +71,7 @@ def goes_on_where_it_stood(handle: RunHandle, folder: Path, *, locked_out: bool 
         (folder / LOCK).rmdir()
     reached(handle, step + 20)
     assert stages_of(handle) == stages
-    assert [line["reason"] for line in events(folder, "take over")][1:] == ["the stages go on where they stand"]
+    assert [line["reason"] for line in events(folder, "take over")][1:] == ["the driver of this run was lost"]
 
 
 @pytest.mark.parametrize(("detached", "saves"), [(True, False), (False, True)])
@@ -82,7 +82,7 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     checkpoints = {"checkpoint_interval_steps": 5} if saves else {}
     handle = surviving(tmp_path, "both", "noisy", **checkpoints).start(STEPS, detached=detached)
     reached(handle, 10)
-    goes_on_where_it_stood(handle, tmp_path / "both")
+    goes_on_with_them(handle, tmp_path / "both")
     wait_until(lambda: handle.status().checkpoint != "")
     stages = stages_of(handle)
     os.kill(stages[0], signal.SIGKILL)
@@ -91,8 +91,7 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
         lambda: [one != old for one, old in zip(stages_of(handle), stages, strict=False)] == [True, False], WAIT_S
     )
     whole(tmp_path, "both", handle.wait(timeout_s=WAIT_S), "noisy")
-    found = events(tmp_path / "both", "recovery")
-    assert found != []
+    assert {found["reason"].partition(":")[0] for found in events(tmp_path / "both", "recovery")} != set()
     assert events(tmp_path / "both", "resume") == []
 
 
@@ -107,7 +106,7 @@ def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Hel
     wait_until(lambda: handle.status().checkpoint != "")
     (owner,) = filter(is_driver, ours().drivers - before.drivers)
     number, stages = first_unused(owner), stages_of(handle)
-    (place,) = ask(owner, [number], {"CPU": 0.01}).values()
+    (place,) = request_places(owner, [number], {"CPU": 0.01}).values()
     assert place.wait(WAIT_S)
     there = PlacementGroupSchedulingStrategy(placement_group=place)
     named = {"name": actor_name(owner, number), "namespace": NAMESPACE, "lifetime": "detached"}
@@ -128,7 +127,7 @@ def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held,
     os.kill(stages_of(handle)[1], signal.SIGKILL)
     wait_until(lambda: events(tmp_path / "counted", "recovery") != [], WAIT_S)
     reached(handle, handle.status().step + 5)
-    goes_on_where_it_stood(handle, tmp_path / "counted", locked_out=True)
+    goes_on_with_them(handle, tmp_path / "counted", locked_out=True)
     os.kill(stages_of(handle)[0], signal.SIGKILL)
     with pytest.raises(StageError, match="it is failure 2 of this run"):
         handle.wait(timeout_s=WAIT_S)
@@ -146,17 +145,18 @@ def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandl
 
 
 def test_the_same_script_submitted_again_goes_on(before: Held, tmp_path: Path) -> None:
-    _, stages = killed(tmp_path, "submitted", "noisy")
-    handle = trainer(tmp_path, "submitted", "noisy", SAMPLE_S).start(STEPS)
-    reached(handle, 30)
-    assert stages_of(handle) == stages
+    """From its newest checkpoint, for a run that survives no failure keeps no copies in memory."""
+    _, stages = killed(tmp_path, "submitted", "noisy", checkpoint_interval_steps=5)
+    handle = trainer(tmp_path, "submitted", "noisy", SAMPLE_S, checkpoint_interval_steps=5).start(STEPS)
     whole(tmp_path, "submitted", handle.wait(timeout_s=WAIT_S), "noisy")
-    assert events(tmp_path / "submitted", "resume") == []
+    assert not any(map(processes.alive, stages))
+    (resumed,) = events(tmp_path / "submitted", "resume")
+    assert resumed["step"] >= 5
 
 
 def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, tmp_path: Path) -> None:
     """Another seed is another run, which leaves them alone; another number of stages is the same run."""
-    priced = {"worker_price_per_hour": 3600.0}
+    priced = {"worker_price_per_hour": 3600.0, "checkpoint_interval_steps": 5}
     _, stages = killed(tmp_path, "other", "noisy", **priced)
     with pytest.raises(ConfigError, match="seed"):
         trainer(tmp_path, "other", "noisy", SAMPLE_S, seed=5).start(STEPS).wait(timeout_s=WAIT_S)
@@ -165,9 +165,7 @@ def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, 
     whole(tmp_path, "other", handle.wait(timeout_s=WAIT_S), "noisy")
     assert not any(map(processes.alive, stages))
     (resumed,) = events(tmp_path / "other", "resume")
-    assert resumed["step"] >= 10
-    saved, trained = (line["cost"] for line in events(tmp_path / "other", "cost"))
-    assert 0 < saved < trained, "stages that only save a checkpoint are paid too"
+    assert resumed["step"] >= 5
 
 
 def test_what_a_killed_run_left_is_removed_when_another_one_starts(before: Held, tmp_path: Path) -> None:

@@ -134,11 +134,9 @@ ROWS = (
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
     own("CLIP", clip, captions, "captions", Refused(
-        'WithLoss can only take {number} samples at a time, because of {line}: "return '
-        'nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))". '
-        "Micro-batches have other numbers of samples than "
-        "the example; take the number from the data, as in x.view(x.shape[0], -1) or torch.zeros(x.shape[0], ...), and "
-        "loop over no samples.",
-        "its loss asks for the size of the batch with len(), and compares the rows of a batch")),
+        "WithLoss takes one number of samples only, the example's, and micro-batches have others. Take it from the "
+        "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU and "
+        "RNN.",
+        "its loss reads the size of the batch with len(), and compares the rows of a batch")),
 )  # fmt: skip
 """Pictures, sounds, and torch's own layers."""

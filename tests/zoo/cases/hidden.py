@@ -148,7 +148,7 @@ _REMEMBERS = (
 )
 _TENSOR = "a tensor of shape (8,) that begins with {number}, {number}, {number}"
 _DRAWS = (
-    "Net.forward draws from {} generator or seeds it at {{line}}. A traced model would repeat one draw for ever, and "
+    "Net.forward draws from {} generator or seeds it. A traced model would repeat one draw for ever, and "
     "stages would not agree on it. {}."
 )
 _DRAW_WITH_TORCH = "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.zoo.cases.losses import REFUSED
 from tests.zoo.row import EQUAL, Refused, Rounding, Row, Verdict
 from tests.zoo.samples import WORDS, sentences, translations
 
@@ -52,6 +53,20 @@ _GPT2 = {
 }  # fmt: skip
 _STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OLD = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+BALANCED = Refused(
+    REFUSED.replace("{by}", "labels other than -100"),
+    "the load balancing of experts multiplies averages over the batch",
+)
+
+
+def experts(name: str, factor: float, **more: Any) -> Callable[[], nn.Module]:
+    """Two layers of four experts, and a loss of balance with this factor."""
+    return made(
+        name, **_TWICE, **more, num_key_value_heads=1, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=factor,
+    )  # fmt: skip
+
 
 padded = partial(sentences, padded=True)
 masked = partial(sentences, padded=True, mask=True)
@@ -105,6 +120,12 @@ def own(
 
 
 ROWS = (
+    own("Mixtral, router_aux_loss_coef=0.001", experts("MixtralForCausalLM", 0.001, num_local_experts=4), padded,
+        "sentences, labels padded by -100", BALANCED, microbatches=(4,)),
+    own("Qwen2-MoE, router_aux_loss_coef=0.1", experts("Qwen2MoeForCausalLM", 0.1, num_experts=4), padded,
+        "sentences, labels padded by -100", BALANCED, microbatches=(4,)),
+    own("Mixtral, loss_reduction='per_microbatch'", experts("MixtralForCausalLM", 0.1, num_local_experts=4), padded,
+        "sentences, labels padded by -100", note="the balance of experts is per micro-batch", by_word=True),
     own("GPT-2, tied", made("GPT2LMHeadModel", **_GPT2), padded, "sentences, labels padded by -100", TIED, stages=3),
     own("GPT-2, untied", made("GPT2LMHeadModel", **_GPT2, tie_word_embeddings=False), padded,
         "sentences, labels padded by -100", stages=3),

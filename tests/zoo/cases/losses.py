@@ -16,7 +16,7 @@ from tests.zoo.cases.dense import perceptron
 from tests.zoo.row import Refused, Rounding, Row
 from tests.zoo.samples import WORDS, classes, counted_pairs, numbers, sentences, signals, spoken, vectors
 
-__all__ = ["ROWS", "Tagger"]
+__all__ = ["REFUSED", "ROWS", "Tagger"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 CLASS_WEIGHTS = torch.linspace(0.2, 1.8, 5)
@@ -166,17 +166,17 @@ def positive(count: int) -> TensorDataset:
 
 row = partial(Row, "losses")
 _TAGS = "tokens, {} where nothing counts"
-_REFUSED = (
+REFUSED = (
     "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 rows it is {number}; "
-    "over micro-batches of 2 and 2 rows it is {number} and {number}, weighed by samples {number}. Such a loss compares "
-    "the rows of a batch with each other, or averages in a way that cannot be counted from the data; or the model "
-    "does, as a BatchNorm with track_running_stats=False in evaluations too. Set num_microbatches=1 to keep it exact, "
-    "or say what micro-batches shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a "
-    "function that counts the items of a target."
+    "over micro-batches of 2 and 2 rows it is {number} and {number}, weighed by {by} {number}. {gradients}Such a loss "
+    "compares the rows of a batch with each other, as the load balancing of experts and a BatchNorm with "
+    "track_running_stats=False do, or averages in a way that cannot be counted from the data. Set num_microbatches=1 "
+    "to keep it exact, loss_reduction='per_microbatch' to give each micro-batch a loss of its own, or a function that "
+    "counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
-UNCOUNTED = Refused(_REFUSED, "torch.export cannot count in a loss that makes one mask twice")
-OVER_THE_BATCH = Refused(_REFUSED, "it compares the rows of a batch with each other")
+UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
+OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
 
 
 def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:

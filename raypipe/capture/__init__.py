@@ -1,0 +1,392 @@
+"""Capture of a user's nn.Module as a recipe, from which the functions of pipeline stages are built for any cuts.
+
+    nn.Module --trace--> flat graph --analyse--> operations, parameter uses --lines--+
+    nn.Sequential -----> children as they are ---------------------------------------+--> ModelRecipe --> StagePrograms
+
+The model itself is only read. One capture covers training and evaluation: training is cut by position, and evaluation
+is divided so that each parameter is read in the stage that holds it in training.
+
+Not supported in a traced forward: data-dependent control flow other than torch.cond (the error quotes the line), state
+that forward keeps between calls outside of buffers, and regions that switch autocast on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from raypipe.capture.analyse import Analysis, Traced, analyse
+from raypipe.capture.dependencies import model_graph
+from raypipe.capture.explain import Inputs, untraceable
+from raypipe.capture.loss_terms import LossTerms, loss_terms, return_parts
+from raypipe.capture.recipe import ModelRecipe, TracedRecipe
+from raypipe.capture.sequential import (
+    SequentialModel,
+    is_plain_sequential,
+    sequential_children,
+    sequential_graph,
+)
+from raypipe.capture.source_lines import lines_of
+from raypipe.capture.trace import trace
+from raypipe.engine.initial.meta_init import stand_ins
+from raypipe.engine.stage.eval_metrics import MetricReads
+from raypipe.engine.stage.generated_source import with_structure
+from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
+from raypipe.engine.stage.randomness import evaluating
+from raypipe.engine.stage.stage import Loss, StageProgram
+from raypipe.errors import CaptureError
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.precision import FP32, Precision
+
+__all__ = ["Capture", "SequentialModel", "TracedModel", "capture", "giving"]
+
+NO_METRIC_READS = MetricReads()
+LossFn = Callable[[Any, Any], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _Returned(NamedTuple):
+    """Output structure of a model.
+
+    Attributes:
+        spec: pytree spec of the output; None for a single tensor.
+        fixed: (position, value) of every leaf that is not a tensor.
+    """
+
+    spec: pytree.TreeSpec | None
+    fixed: tuple[tuple[int, Any], ...] = ()
+
+    @classmethod
+    def of(cls, mode: Analysis) -> _Returned:
+        """Read the output structure of a model that was traced in one mode."""
+        return cls(mode.traced.out_spec, mode.fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _UserLoss:
+    """Loss of a pipeline that calls the user's loss_fn on the model's output in its own structure.
+
+    Attributes:
+        returned: structure of the model's output in training mode.
+        evaluated: structure in evaluation mode; None if it equals ``returned``.
+    """
+
+    loss_fn: LossFn
+    returned: _Returned
+    precision: Precision
+    evaluated: _Returned | None = None
+
+    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        with computing(self.precision, outputs):
+            return self.loss_fn(self.as_returned(outputs), *targets)
+
+    def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Rebuild the structure that the model returns from the last stage's output tensors."""
+        leaves: list[Any] = list(outputs)
+        for position, value in self.returned.fixed:
+            leaves.insert(position, value)
+        return leaves[0] if self.returned.spec is None else with_structure(leaves, self.returned.spec)
+
+    def in_evaluation(self) -> _UserLoss:
+        """Return this loss for outputs of the model in evaluation mode."""
+        return replace(self, returned=self.evaluated or self.returned)
+
+
+def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
+    """Return the loss that the model computed; a tuple of its terms if each has a weight of its own."""
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A model as torch.export traced it, in training mode and, if evaluated, in evaluation mode; see analyse.py."""
+
+    train: Analysis
+    eval: Analysis | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured model: the recipe of its stages, which can be sent to other processes, and the user's own tensors.
+
+    Attributes:
+        recipe: builds the programs of the stages.
+        parameters, buffers: the user's own tensors by canonical name, in the order of the model.
+        persistent: names of the buffers that belong to the state_dict.
+        model: graphs or children that the recipe was made from; profiling runs them operation by operation.
+        columns: shape and dtype of every data column of the example, by name.
+        terms: averages in the loss that a traced model returns; None with a loss_fn, or for an untraced nn.Sequential.
+    """
+
+    recipe: ModelRecipe
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    persistent: frozenset[str]
+    model: TracedModel | SequentialModel
+    columns: dict[Any, tuple[tuple[int, ...], torch.dtype]]
+    terms: LossTerms | None = None
+
+    @property
+    def graph(self) -> ModelGraph:
+        """Graph of the model, the planner's input."""
+        return self.recipe.graph
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Names of the trainable parameters, and of the buffers that a training forward was found to change."""
+        return self.trainable | _changed_by(self.model)
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """Names of the buffers that training changes but no checkpoint holds, because they are not persistent."""
+        return tuple(sorted(_changed_by(self.model) - self.persistent))
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """The user's loss function; None if the model returns its own loss."""
+        loss = self.recipe.loss
+        return loss.loss_fn if isinstance(loss, _UserLoss) else None
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return self.recipe.trainable
+
+    def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
+        """Build the program of every stage; see ``ModelRecipe.programs``."""
+        return self.recipe.programs(cuts, order)
+
+
+def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
+            loss_fn: LossFn | None, *, evaluates: bool = True, metric_reads: MetricReads = NO_METRIC_READS,
+            precision: Precision = FP32, parts: bool = True) -> Capture:  # fmt: skip
+    """Turn a model into a graph that can be cut into stages. The model is not changed.
+
+    Args:
+        model: a module on the CPU or the meta device, in training or evaluation mode.
+        example: one micro-batch of at least two samples: (input, ..., target), or columns by name.
+        columns: names of the data columns in the order of the example.
+        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
+        evaluates: False if nothing will be evaluated: evaluation mode is then not traced, which halves the time.
+        metric_reads: outputs that metrics read, if the model returns its own loss; kept in evaluation mode.
+        precision: number format that stages compute in; the model is captured in it.
+        parts: True to return the terms of the model's own loss one by one if they average over different things; False
+            to return their sum.
+
+    Raises:
+        CaptureError: the model cannot be traced or trained; names the place and the fix.
+    """
+    _refuse_loss_fn(loss_fn, example)
+    refuse_other_types(model, precision)
+    taken = _Example.of(example, columns, loss_fn, precision)
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
+    frozen = frozenset(n for n, p in named.items() if not p.requires_grad)
+    about = _About(held, frozen, loss_fn, precision, evaluates, metric_reads.outputs, parts)
+    with model_in(model, precision):
+        one_input = len(taken.inputs.args) == 1 and not taken.inputs.kwargs
+        if isinstance(model, nn.Sequential) and is_plain_sequential(model) and one_input:
+            result = _children_captured(model, taken, about)
+        else:
+            result = _traced(model, taken, about)
+    _refuse_rounded(model, result, precision)
+    numels = {name: parameter.numel() for name, parameter in named.items()}
+    trainable = frozenset(named) - frozen
+    recipe = ModelRecipe(
+        result.graph,
+        result.stages,
+        numels,
+        trainable,
+        tuple(buffers),
+        result.loss,
+        taken.targets,
+        metric_reads,
+        precision,
+    )
+    persistent = frozenset(model.state_dict().keys()) & buffers.keys()
+    return Capture(recipe, named, buffers, persistent, result.model, taken.shapes, result.terms)
+
+
+class _About(NamedTuple):
+    """Arguments shared by both ways to capture a model.
+
+    Attributes:
+        held: bytes of every parameter and buffer, by name.
+        frozen: names of the parameters that are not trained.
+        loss_fn, precision, evaluates, parts: see ``capture``.
+        metric_outputs: keys of the outputs that metrics read; ``kept`` of ``trace``.
+    """
+
+    held: Mapping[str, int]
+    frozen: frozenset[str]
+    loss_fn: LossFn | None
+    precision: Precision
+    evaluates: bool
+    metric_outputs: Sequence[Any]
+    parts: bool
+
+
+def _refuse_rounded(model: nn.Module, result: _Found, precision: Precision) -> None:
+    """Refuse a 16-bit precision if forward updates a float buffer: small changes of statistics would be rounded away.
+
+    Raises:
+        CaptureError: names the buffer.
+    """
+    if not precision.leaves:
+        return
+    changing = _changed_by(result.model)
+    wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
+    if wrong:
+        raise CaptureError(
+            f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "
+            f"{precision.leaves}, too coarse for that. Take precision='bf16-autocast', or a norm without statistics "
+            "(GroupNorm, LayerNorm)."
+        )
+
+
+def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
+    """Return the names of the buffers that a training forward changes, according to the graph or a run of the model."""
+    if isinstance(source, TracedModel):
+        return frozenset(source.train.traced.buffers[node] for node in source.train.changing_buffers)
+    return frozenset(name for child in source.train for name in child.changes)
+
+
+class _Example(NamedTuple):
+    """One micro-batch, divided into the arguments of the model and of the loss.
+
+    Attributes:
+        inputs: arguments of the model.
+        targets: names of the data columns that the loss_fn takes.
+        shapes: shape and dtype of every data column, by name.
+    """
+
+    inputs: Inputs
+    targets: tuple[Any, ...]
+    shapes: dict[Any, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(
+        cls,
+        example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+        columns: Sequence[str],
+        loss_fn: Any,
+        precision: Precision,
+    ) -> _Example:
+        """Split an example into inputs and targets: the last column is the target if there is a loss_fn."""
+        tensors = tuple(example.values() if isinstance(example, Mapping) else example)
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip(columns, tensors, strict=True)}
+        if isinstance(example, Mapping):
+            read = dict(zip(example, converted(tensors, precision), strict=True))
+            return cls(Inputs((), read, tuple(columns)), (), shapes)
+        if loss_fn is None:
+            return cls(Inputs(tuple(converted(tensors, precision)), {}, tuple(columns)), (), shapes)
+        inputs = Inputs(tuple(converted(tensors[:-1], precision)), {}, tuple(columns[:-1]))
+        return cls(inputs, tuple(columns[-1:]), shapes)
+
+    @property
+    def samples(self) -> int:
+        return min((len(t) for t in self.inputs.tensors if t.dim()), default=1)
+
+
+class _Found(NamedTuple):
+    """Results shared by both ways to capture a model: fields of Capture and ModelRecipe."""
+
+    graph: ModelGraph
+    stages: TracedRecipe | SequentialModel
+    model: TracedModel | SequentialModel
+    loss: Loss
+    terms: LossTerms | None = None
+
+
+def _children_captured(model: nn.Sequential, taken: _Example, about: _About) -> _Found:
+    """Capture the children of an nn.Sequential, which run as they are."""
+    try:
+        train, evaluation = sequential_children(model, taken.inputs.args[0])
+    except CaptureError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise untraceable(model, taken.inputs, error) from None
+    children = SequentialModel(tuple(train), tuple(evaluation) if about.evaluates else None, taken.inputs.columns[0])
+    loss: Loss = _own_loss if about.loss_fn is None else _UserLoss(about.loss_fn, _Returned(None), about.precision)
+    return _Found(sequential_graph(train, about.held, about.frozen), children, children, loss)
+
+
+def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
+    """Trace the model with torch.export in training mode, and in evaluation mode if anything is evaluated."""
+    if taken.samples < 2:
+        raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
+    loss_fn = about.loss_fn
+    run = partial(trace, model, taken.inputs, returns_loss=loss_fn is None)
+    # A caller that passes meta tensors wants the whole capture on the meta device.
+    with nullcontext() if any(tensor.is_meta for tensor in taken.inputs.tensors) else stand_ins(model):
+        training = run(training=True)
+        evaluated = None
+        if about.evaluates:
+            with evaluating():  # a forward may check torch.is_grad_enabled()
+                evaluated = run(training=False, one_length=training.one_length, kept=about.metric_outputs)
+        terms = _weighable_terms(model, training, evaluated, parts=about.parts) if loss_fn is None else None
+    source = TracedModel(analyse(training), None if evaluated is None else analyse(evaluated))
+    loss: Loss = _own_loss
+    if loss_fn is not None:
+        in_evaluation = None if source.eval is None else _Returned.of(source.eval)
+        loss = _UserLoss(loss_fn, _Returned.of(source.train), about.precision, in_evaluation)
+    graph = model_graph(source.train, taken.samples, about.held, about.frozen)
+    stages = _recipe_of(source, taken.samples, about.held, type(model).__name__)
+    return _Found(graph, stages, source, loss, terms)
+
+
+def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
+    if loss_fn is not None and not isinstance(example, Sequence):
+        raise CaptureError(
+            "A batch of named columns becomes keyword arguments of a model that returns its own loss; with a loss_fn, "
+            "give tuples (input, ..., target) instead."
+        )
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
+
+
+def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
+    """Turn the graphs of both modes into lines of source.
+
+    Args:
+        samples: batch size of the example.
+        held: bytes of every parameter and buffer, by name.
+        title: name of the model's class.
+    """
+    train = lines_of(traced.train)
+    if traced.eval is None:
+        return TracedRecipe(train, None, (), (), title)
+    seen = model_graph(traced.eval, samples, held)
+    return TracedRecipe(train, lines_of(traced.eval), seen.together, tuple(n.cut_bytes for n in seen.nodes), title)
+
+
+def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StageProgram:
+    """Copy the last stage's program with ``take``, a function of the model's output alone, in place of its loss_fn."""
+    assert isinstance(program.loss, _UserLoss), "a model that returns its own loss has no output"
+    return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
+
+
+def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms:
+    """Find what the terms of the model's own loss average over.
+
+    If the terms need separate weights and ``parts`` is True, changes both graphs in place to return them one by one.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    terms = loss_terms(training, set(training.columns), tensors)
+    if not terms.parts:
+        return terms
+    if not parts:
+        return terms.summed()
+    if evaluating is not None:
+        same = loss_terms(evaluating, set(evaluating.columns), tensors)
+        if [count for _, count in same.parts] != [count for _, count in terms.parts]:
+            return terms.summed()
+        return_parts(evaluating, same)
+    return_parts(training, terms)
+    return terms

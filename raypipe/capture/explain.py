@@ -1,0 +1,247 @@
+"""Explain why a model or a loss fails, by module and data column instead of by graph node.
+
+After a failure the user's model and loss run once more as plain PyTorch, with hooks that find the module that raises
+and its input. If they run without an error, the cause is something that a graph cannot hold, and the error quotes the
+user's line.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from raypipe.capture.guards import in_mode
+from raypipe.capture.own_loss import returned
+from raypipe.errors import CaptureError, DataError, RaypipeError
+from raypipe.user_lines import quoted, short
+
+_OF_DEVICES = re.compile(
+    r"with CUDA enabled|NVIDIA|CUDA driver|same device|two different devices|is not available.*CUDA"
+)
+_ON_DEVICES = (
+    "Leave .cuda(), .to(device) and device=... out of it: a stage has its part of the model and of the data where it "
+    "computes, on a GPU with ScalingConfig(use_gpu=True). What is made there goes beside an input, as in "
+    "x.new_zeros(3) or device=x.device."
+)
+_ON_TYPES = "Convert it to the type that is expected, as in x.float(), or set precision='bf16-autocast'."
+_ON_GRADIENTS = (
+    "Models are also called without gradients, as in an evaluation. Differentiate under torch.enable_grad(), in a "
+    "block of an nn.Sequential, which is not traced; register a hook only if the tensor has requires_grad."
+)
+
+
+class Inputs(NamedTuple):
+    """Arguments of a model for one micro-batch.
+
+    Attributes:
+        args, kwargs: positional and keyword arguments.
+        columns: names of the data columns in ``args``, followed by those in ``kwargs``.
+    """
+
+    args: tuple[torch.Tensor, ...]
+    kwargs: Mapping[str, torch.Tensor]
+    columns: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.args, *self.kwargs.values())
+
+
+def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeError:
+    """Build the error to raise if torch.export failed on a model with ``error``."""
+    _, misfit = misfit_of_model(model, inputs)
+    if misfit is not None:
+        return misfit
+    name, where, text = type(model).__name__, quoted(error), short(error)
+    if _OF_DEVICES.search(str(error)):
+        return CaptureError(f"{name} fails{where}: {text} {_ON_DEVICES}")
+    if (generator := _generator_in(error)) is not None:
+        return draws_from(model, generator)
+    blocks = "build the model as an nn.Sequential of blocks, which are not traced"
+    if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
+        return CaptureError(
+            f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
+            f"torch.cond, move the branch out of forward, or {blocks}."
+        )
+    if isinstance(model, nn.Sequential):
+        return CaptureError(f"{name} could not be captured{where}: {text} Change that line, or that module.")
+    return CaptureError(f"{name} could not be traced{where}: {text} Change that line, or {blocks}.")
+
+
+def draws_from(model: nn.Module, generator: torch.Generator) -> CaptureError:
+    """Build the error for a forward that draws from a generator other than torch's default one."""
+    held = (
+        f"the torch.Generator {'.'.join(part for part in ('model', path, name) if part)}"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        # What a traced program holds may be a copy.
+        if isinstance(value, torch.Generator) and torch.equal(value.get_state(), generator.get_state())
+    )
+    return CaptureError(
+        f"forward draws from {next(held, 'a torch.Generator of its own')}, whose state no stage shares and no "
+        "checkpoint holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
+        "numbers that shall not change in a buffer."
+    )
+
+
+def _generator_in(error: Exception) -> torch.Generator | None:
+    """Find the torch.Generator because of which torch.export failed; None if there is no such cause.
+
+    Since torch 2.13 torch.export does not fail: the generator is an input of its graph.
+    """
+    if not (isinstance(error, NotImplementedError) and "Generator" in str(error)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next((value for value in held if isinstance(value, torch.Generator)), None)
+
+
+def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
+    """Build the error for a captured graph that does not run although the model itself does.
+
+    Args:
+        kind: "graph" or "loss".
+        title: name of the model's class.
+    """
+    return CaptureError(
+        f"The {kind} of {title}, as it was captured, does not run although the model itself does{quoted(error)}: "
+        f"{short(error)} Build the model as an nn.Sequential of blocks, which are not traced, or leave out of forward "
+        "what this names."
+    )
+
+
+def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) -> tuple[Any, RaypipeError | None]:
+    """Run the model as plain PyTorch, without gradients.
+
+    Returns:
+        (output, None), or (None, error that names the module that failed and its input).
+    """
+    try:
+        with _left_alone(model, training):
+            return model(*inputs.args, **inputs.kwargs), None
+    except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+        first = error
+    running: list[tuple[nn.Module, tuple[Any, ...]]] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    enter = register_module_forward_pre_hook(lambda module, args: running.append((module, args)))
+    hooks = enter, register_module_forward_hook(leave)
+    try:  # only in a second run: torch.cond does not run as usual under hooks
+        with _left_alone(model, training):
+            model(*inputs.args, **inputs.kwargs)
+    except Exception as error:  # noqa: BLE001  (as above)
+        first = error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return None, _misfit(model, *(running[-1] if running else (model, ())), inputs, first)
+
+
+def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torch.Tensor, column: Any) -> RaypipeError:
+    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more.
+
+    Args:
+        column: name of the target's data column.
+    """
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss_fn(output, target)
+    except Exception as error:  # noqa: BLE001  (as above)
+        text, described = short(error), returned(output)
+        cure = "Make them fit in the data, or in a function of your own."
+        if isinstance(output, torch.Tensor):
+            described = f"an output of {_shown(output)}"
+        else:
+            part = "output['logits']" if isinstance(output, Mapping) else "output[0]"
+            cure = f"Let it take the part that it compares, as in lambda output, target: cross_entropy({part}, target)."
+        if (remedy := _remedy(error)) is not None:
+            cure = remedy
+        elif "out of bounds" in text:
+            cure = "Number the classes of the target from 0, and give the model an output for each."
+        return DataError(
+            f"loss_fn cannot take {described} and column {column!r} of the data as target, {_shown(target)}"
+            f"{quoted(error)}: {text} {cure}"
+        )
+    return CaptureError("loss_fn fails on what the stages give it, although it runs in plain PyTorch.")
+
+
+def _remedy(error: Exception) -> str | None:
+    """Return the advice for an error about devices, element types or gradients; None for other errors."""
+    text = str(error)
+    if _OF_DEVICES.search(text):
+        return _ON_DEVICES
+    if any(word in text for word in ("dtype", "scalar type", "BFloat16", "Half")):
+        return _ON_TYPES
+    return _ON_GRADIENTS if "does not require grad" in text or "doesn't require gradient" in text else None
+
+
+def _misfit(
+    model: nn.Module, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, error: Exception
+) -> RaypipeError:
+    """Build the error for a module that failed on ``args``; ``module`` may be the whole model."""
+    where, text, remedy = quoted(error), short(error), _remedy(error)
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    if module is model or not tensors:
+        batch = " and ".join(_shown(x) for x in inputs.tensors) or "the data"
+        cure = "Mend it there. A micro-batch is a part of the mini-batch: the model must take any number of samples."
+        return CaptureError(
+            f"{type(model).__name__} fails in plain PyTorch too, on a micro-batch of {batch}{where}: {text} "
+            f"{remedy or cure}"
+        )
+    path = next((name for name, other in model.named_modules() if other is module), "?")
+    kind = repr(module)
+    kind = kind if len(kind) <= 72 and "\n" not in kind else type(module).__name__
+    column = next(
+        (name for x in tensors for name, held in zip(inputs.columns, inputs.tensors, strict=True) if _part_of(x, held)),
+        None,
+    )
+    what, cure = "its input", "Make it fit what comes before it."
+    if column is not None:
+        what, cure = f"column {column!r} of the data", "Change the data, or the sizes of the module."
+    return (CaptureError if column is None else DataError)(
+        f"The module {path!r}, {kind}, cannot take {what}, {_shown(tensors[0])}{where}: {text} {remedy or cure}"
+    )
+
+
+def _part_of(x: torch.Tensor, held: torch.Tensor) -> bool:
+    """Return True if ``x`` is the data column ``held`` or a view of it, such as bbox[:, :, 0]."""
+    plain = all(one.layout is torch.strided and not one.is_nested for one in (x, held))
+    return plain and x.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
+    """Run the code inside with the model in one mode, without gradients and warnings.
+
+    The model's modes and buffers and torch's random generator are restored afterwards.
+    """
+    with (
+        in_mode(model, training=training),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _shown(value: Any) -> str:
+    """Describe a value: shape, type and range of a tensor; the type of anything else."""
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        values = ""
+        if value.numel() and not value.is_floating_point() and value.dtype is not torch.bool and not value.is_complex():
+            values = f" from {int(value.min())} to {int(value.max())}"
+        return f"shape {tuple(value.shape)} and type {kind}{values}"
+    return f"type {type(value).__name__}"

@@ -1,0 +1,276 @@
+"""Context managers around a capture, which refuse what stages would not reproduce and restore what forward changes.
+
+    dropped by torch.export  backward of a custom autograd function, gradient hooks, settings of torch that forward
+                             switches, torch.autocast("cuda") on a machine without CUDA
+    not shared by stages     numpy's and Python's random generators, Python state that changes with every call
+
+Other losses of a trace change loss, gradients or buffers, which preflight/verify.py compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from raypipe.capture.own_loss import own_forward
+from raypipe.capture.python_state import Memory, read_memory, refuse_change
+from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
+from raypipe.engine.stage.stage import same_bits
+from raypipe.engine.torch_settings import torch_settings
+from raypipe.errors import CaptureError
+from raypipe.user_lines import line_outside_torch, users_line
+
+_UNTRACED = "Build the model as an nn.Sequential of blocks, which raypipe runs without tracing, or {otherwise}."
+_SETTERS = {
+    "_set_sdp_use_flash": "backends.cuda.flash_sdp_enabled",
+    "_set_sdp_use_mem_efficient": "backends.cuda.mem_efficient_sdp_enabled",
+    "_set_sdp_use_math": "backends.cuda.math_sdp_enabled",
+    "_set_sdp_use_cudnn": "backends.cuda.cudnn_sdp_enabled",
+    "_set_sdp_priority_order": "_C._get_sdp_priority_order",
+    "_set_mkldnn_enabled": "backends.mkldnn.enabled",
+    "_set_cudnn_enabled": "backends.cudnn.enabled",
+    "_set_float32_matmul_precision": "get_float32_matmul_precision",
+}
+"""Setters in ``torch._C``, which torch's functions and context managers call -> name of the setting below ``torch``."""
+_CUDA_AUTOCAST = (
+    "forward enters torch.autocast('cuda'){where}, which torch leaves off here, for there is no CUDA on this machine, "
+    "and which may be on where workers run. Use PipelineConfig(precision='bf16-autocast') instead; if it is meant to "
+    "be off, make it in forward with enabled=False."
+)
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a class or a Python module within the context."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Set every module to training or evaluation mode; modes and contents of buffers are restored afterwards."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
+        with torch.no_grad():
+            for buffer, content in buffers:
+                if not buffer.is_meta and not same_bits(buffer, content):
+                    buffer.copy_(content)
+
+
+@contextmanager
+def nothing_lost() -> Iterator[None]:
+    """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
+
+    Raises:
+        CaptureError: a custom autograd function, a gradient hook, an autocast or a switched setting; names the call.
+    """
+    functions = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] == "torch":
+            return functions.__get__(None, cls)(*args, **kwargs)  # since torch 2.14 it is no classmethod of Python's
+        raise CaptureError(
+            f"The model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose backward tracing "
+            f"would lose. {_UNTRACED.format(otherwise='write the function with differentiable operations')}"
+        )
+
+    def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            "forward registers a gradient hook on a tensor, which tracing would lose. "
+            + _UNTRACED.format(otherwise="drop the hook")
+        )
+
+    muted = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            _patched(torch.autograd.Function, "apply", classmethod(apply)),
+            _patched(torch.Tensor, "register_hook", register_hook),
+            redirect_stderr(StringIO()),  # torch prints pages about failures that a CaptureError explains briefly
+            cuda_autocast_refused(),
+            _switches_refused(),
+        ):
+            yield
+    finally:
+        logging.disable(muted)
+
+
+@contextmanager
+def cuda_autocast_refused() -> Iterator[None]:
+    """Refuse torch.autocast("cuda") on a machine without CUDA, unless it is known to be switched off.
+
+    Without CUDA torch disables every such autocast, so a trace would lose an enabled one. If it is created inside the
+    context, its argument ``enabled`` decides. If it decorates a function (as in rotary embeddings of x-transformers),
+    the source of the decorator decides. One that was created before and kept in an attribute is refused.
+
+    Raises:
+        CaptureError: names the line.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    create, enter = torch.autocast.__init__, torch.autocast.__enter__
+    off = weakref.WeakSet[Any]()
+
+    @functools.wraps(create)  # TorchDynamo binds arguments to its signature
+    def init(
+        self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+    ) -> None:
+        if enabled and device_type == "cuda":
+            raise CaptureError(_CUDA_AUTOCAST.format(where=line_outside_torch(sys._getframe(1))))
+        create(self, device_type, dtype, enabled, *rest, **more)
+        off.add(self)
+
+    def entering(self: torch.autocast) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_name == "__enter__" and frame.f_back is not None:  # of torch.cuda.amp.autocast
+            frame = frame.f_back
+        decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_autocast" else None
+        if self.device == "cuda" and self not in off and not (decorated and _decorated_off(decorated)):
+            code = inspect.unwrap(decorated).__code__ if decorated else None
+            where = f" at {code.co_filename}:{code.co_firstlineno}" if code else line_outside_torch(frame)
+            raise CaptureError(_CUDA_AUTOCAST.format(where=where))
+        return enter(self)
+
+    with _patched(torch.autocast, "__init__", init), _patched(torch.autocast, "__enter__", entering):
+        yield
+
+
+def _decorated_off(function: Callable[..., Any]) -> bool:
+    try:
+        return bool(re.search(r"autocast\([^)]*\bFalse\b", inspect.getsource(function).split("def ")[0]))
+    except (OSError, TypeError):
+        return False
+
+
+@contextmanager
+def _switches_refused() -> Iterator[None]:
+    """Refuse user code that switches a setting of torch inside forward, as sdpa_kernel(...) does.
+
+    A trace loses the setting, and stages would select other kernels, whose results differ in the last digits.
+
+    Raises:
+        CaptureError: names the setting and the line.
+    """
+    begun = torch_settings()
+
+    def watched(setter: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            where, before = users_line(sys._getframe(1)), torch_settings()
+            done = setter(*args)
+            if where and name in begun.changed():  # torch.export switches some itself
+                before.take()
+                raise CaptureError(
+                    f"forward switches torch.{name} for a part of it{where}, which a trace forgets. Set it before the "
+                    "run, for all of the model: workers take it over. Or build the model as an nn.Sequential of "
+                    "blocks, which raypipe runs without tracing."
+                )
+            return done
+
+        return call
+
+    with ExitStack() as stack:
+        for setter, name in _SETTERS.items():
+            if hasattr(torch._C, setter):
+                stack.enter_context(_patched(torch._C, setter, watched(getattr(torch._C, setter), name)))
+        yield
+
+
+@contextmanager
+def generators_kept(whose: str) -> Iterator[None]:
+    """Refuse code inside that moves a global random generator or changes torch's default dtype; both are restored.
+
+    Torch's draws are keyed in forward and do not move its generator, but seeding it does.
+
+    Args:
+        whose: name of the code inside, for the message.
+
+    Raises:
+        CaptureError: names the generator or the dtypes.
+    """
+    dtype = torch.get_default_dtype()
+    with own_generators():
+        seed_generators(0x7A79, 0, 0)
+        before = generator_states()
+        try:
+            yield
+        finally:
+            after, left = generator_states(), torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+    moved = {
+        "torch's generator": not torch.equal(before.torch, after.torch),
+        "numpy's generator": not before._replace(torch=after.torch, python=after.python).same_as(after),
+        "Python's generator": before.python != after.python,
+    }
+    for generator in (name for name, has_moved in moved.items() if has_moved):
+        cure = "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage"
+        if generator.startswith("torch"):
+            cure = "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step"
+        raise CaptureError(
+            f"{whose} draws from {generator} or seeds it. A traced model would repeat one draw for ever, and stages "
+            f"would not agree on it. {cure}."
+        )
+    if left != dtype:
+        raise CaptureError(
+            f"{whose} changes torch's default dtype from {dtype} to {left} and leaves it so. Stages are processes of "
+            "their own and would not follow. Change it before training, or restore it before forward returns."
+        )
+
+
+@contextmanager
+def watched_forward(model: torch.nn.Module, *, twice: bool = False) -> Iterator[list[str]]:
+    """Restore Python state that forward changes, after each of its calls: a trace would leave fake tensors in it.
+
+    Args:
+        twice: True to run forward twice in every call and refuse state that the second run changes again.
+
+    Yields:
+        A list, to which every call appends the paths of the state that it changed.
+    """
+    original, changed = model.forward, list[str]()
+
+    def read() -> Memory:
+        with _disable_current_modes():
+            return read_memory(model)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = read()
+        trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            output = original(*args, **kwargs)
+            after = read()
+            changed.extend(path for path, _, _ in before.changes(after))
+            if twice:
+                output = original(*args, **kwargs)
+                refuse_change(after, read(), f"{type(model).__name__}.forward")
+            return output
+        finally:
+            with _disable_current_modes():
+                before.restore()
+            for parameter, flag in trains:
+                parameter.requires_grad_(flag)
+
+    with own_forward(model, forward):
+        yield changed

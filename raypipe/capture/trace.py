@@ -1,0 +1,294 @@
+"""Trace of a model by torch.export: one flat graph with parameters, buffers, constants and columns as placeholders.
+
+The exported program is only read. Its graph is copied into a plain fx graph in which nested regions are inlined,
+assertions are dropped, every random operation carries the number of its draw, and in-place operations on activations
+are replaced by out-of-place ones wherever that is safe (buffer updates stay in place).
+
+The batch dimension is dynamic. The length of columns of token ids, shape (b, length), is dynamic too, unless forward
+branches on it: the graph holds one branch only, so the model is traced for the example's length.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from raypipe.capture.analyse import Traced, is_tokens
+from raypipe.capture.explain import Inputs, untraceable
+from raypipe.capture.flatten import flatten, lost_body
+from raypipe.capture.guards import generators_kept, in_mode, nothing_lost, watched_forward
+from raypipe.capture.own_loss import loss_only, own_forward
+from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
+from raypipe.engine.stage.generated_source import cumulative_norms
+from raypipe.engine.stage.randomness import key_conds
+from raypipe.errors import CaptureError
+
+_UNLIMITED = 1 << 40
+"""Length that no data has; a smaller upper bound of a dynamic length comes from the model's code."""
+
+
+def trace(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    returns_loss: bool,
+    training: bool,
+    one_length: bool = False,
+    kept: Sequence[Any] = (),
+) -> Traced:
+    """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
+
+    Args:
+        inputs: one example micro-batch of at least two samples.
+        returns_loss: True if the model computes its own loss; of its outputs, the loss and ``kept`` stay.
+        training: True for training mode, False for evaluation mode.
+        one_length: True to trace for the example's length, without trying a dynamic one.
+        kept: keys of outputs that a model with its own loss returns after the loss.
+
+    Raises:
+        CaptureError: torch.export cannot trace the model; quotes the line of the user's code.
+    """
+    # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
+    key_conds()
+    tokens = any(map(is_tokens, inputs.tensors))
+    try:
+        mode, named = in_mode(model, training=training), _columns_named(model, inputs.kwargs)
+        with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
+            with watched_forward(model) as changed:
+                program = _with_free_length(model, inputs) if tokens and not one_length else None
+                if program is None:
+                    program = _export(model, inputs, free_length=False)
+            if changed:
+                with watched_forward(model, twice=True):
+                    _export(model, inputs, free_length=False)
+    except CaptureError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise _refusal(model, error) or untraceable(model, inputs, error) from None
+    return flatten(model, program, inputs.columns)
+
+
+@contextmanager
+def _columns_named(model: torch.nn.Module, kwargs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give forward a named parameter for each column that its ``**kwargs`` take; restored afterwards.
+
+    torch.export takes dynamic sizes by the name of a parameter.
+    """
+    signature, original = inspect.signature(model.forward), model.forward
+    kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if not unknown or len(kept) == len(signature.parameters):
+        yield
+        return
+
+    def forward(*args: Any, **named: Any) -> Any:
+        return original(*args, **named)
+
+    with own_forward(model, forward):
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unknown]
+        forward.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss: bool) -> Iterator[None]:
+    """Prepare a model for torch.export; restored afterwards.
+
+    Calls that a trace would drop raise a CaptureError. Activation checkpoints, cumulative batch norms and the output
+    types of LSTMs are kept. A model that returns its loss returns only the loss and the outputs in ``kept``.
+    """
+    loss = loss_only(model, kept) if returns_loss else nullcontext()
+    generators = generators_kept(f"{type(model).__name__}.forward")
+    with nothing_lost(), generators, traced_checkpoints(), cumulative_norms(), _lstm_types_kept(model), loss:
+        yield
+
+
+def _with_free_length(model: torch.nn.Module, inputs: Inputs) -> torch.export.ExportedProgram | None:
+    """Export with a dynamic length of token ids; return None if that fails or forward branches on the length."""
+    program = None
+    with suppress(Exception):  # the attempt with one length raises the better error
+        program = _export(model, inputs, free_length=True)
+    return None if program is None or _decided_by_length(program) else program
+
+
+def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
+    """Return the CaptureError to raise for an error of torch.export; None if its message does not show the cause."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, CaptureError):
+        return cause
+    name = type(model).__name__
+    if "Constraints violated" in str(error):
+        return CaptureError(
+            f"{name} takes one number of samples only, the example's, and micro-batches have others. Take it from the "
+            "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU "
+            "and RNN."
+        )
+    return lost_body(name, error)
+
+
+def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> torch.export.ExportedProgram:
+    args, kwargs = inputs.args, dict(inputs.kwargs)
+
+    def dims(value: torch.Tensor) -> dict[int, Any] | None:
+        length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
+        return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
+
+    shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
+
+    def export() -> torch.export.ExportedProgram:
+        # In a context of its own, so that no fake tensor stays in a context variable of the user's.
+        run = contextvars.copy_context().run
+        return run(torch.export.export, model, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+    try:
+        return export()
+    except Exception as error:
+        if "data-dependent" not in str(error):
+            raise
+        # Only as a second attempt: a TorchFunctionMode hides the user's line from torch's warnings.
+        with _CertainDraws(), suppress(Exception):
+            return export()
+        raise
+
+
+def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Map the parameters of forward to dynamic shapes, in the form that torch.export takes.
+
+    Args:
+        args, kwargs: the dynamic shapes of positional and keyword arguments.
+
+    Raises:
+        CaptureError: forward does not take these arguments.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    shapes: dict[str, Any] = {}
+    rest = list(args)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and rest:
+            shapes[name] = tuple(rest)
+            rest = []
+        elif rest and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            shapes[name] = rest.pop(0)
+    unknown = {}
+    for name, shape in kwargs.items():
+        if name in parameters:
+            shapes[name] = shape
+        else:
+            unknown[name] = shape
+    if rest or unknown:
+        extra = f"{len(args)} positional inputs" if rest else f"columns {sorted(unknown)}"
+        raise CaptureError(
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take the {extra} that the "
+            "data brings. Drop the columns it does not know, or name them as its arguments."
+        )
+    return shapes
+
+
+def _decided_by_length(program: torch.export.ExportedProgram) -> bool:
+    """Return True if forward branched on the length of a column of token ids.
+
+    torch.export records such branches as guards, which stages do not check. A guard that two lengths are equal does not
+    count if they are equal in the example.
+    """
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    batches = [shape[0].node for shape in shapes if shape and isinstance(shape[0], torch.SymInt)]
+    lengths = [shape[1].node for shape in shapes if len(shape) == 2 and isinstance(shape[1], torch.SymInt)]
+    lengths = [size for size in lengths if size.expr.is_Symbol]  # not one that became a number while tracing
+    if not lengths:
+        return False
+    agreed: dict[Any, Any] = {}
+    for sizes in (batches, lengths):  # those that are equal in the example count as one
+        first: dict[int, Any] = {}
+        agreed.update({size.expr: first.setdefault(size.hint, size.expr) for size in sizes})
+    symbols = {size.expr for size in lengths}
+    known = lengths[0].shape_env
+    ranges = [known.var_to_range[symbol] for symbol in symbols]
+    if any(values_range.lower > 2 or values_range.upper < _UNLIMITED for values_range in ranges):
+        return True
+    guards = (guard.expr for guard in known.guards if symbols & guard.expr.free_symbols)
+    return not all(expr.subs(agreed) == True for expr in guards)  # noqa: E712  (sympy's own truth)
+
+
+class _CertainDraws(TorchFunctionMode):
+    """Function mode that decides branches on a random number if they can only go one way: ``if torch.rand([]) < 0.0``.
+
+    Models with LayerDrop compare a random number for every layer with a probability that is 0 by default (Hugging
+    Face's OPT, BART and Whisper before 5.23). The draw stays in the graph, so that later draws keep their numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
+        self._drawn: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__bool__ and id(args[0]) in self._known:
+            return self._known[id(args[0])][1]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and isinstance(result, torch.Tensor) and result.numel() == 1:
+            self._drawn[id(result)] = result
+        elif func in _BELOW and len(args) == 2 and id(args[0]) in self._drawn:
+            bound = args[1]
+            if isinstance(bound, (int, float)) and not 0 < bound < 1:
+                self._known[id(result)] = result, (bound >= 1) is _BELOW[func]
+        return result
+
+
+_BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
+"""Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""
+
+
+@contextmanager
+def _lstm_types_kept(model: nn.Module) -> Iterator[None]:
+    """Cast the outputs of LSTMs under autocast to the dtypes of eager mode while the code inside traces the model.
+
+    While tracing, an LSTM's outputs are fp32; in eager mode they are bf16. The operation computes the same values, but
+    the trace fixes what the model derives from the dtype, such as the zero state of a GRU that follows or
+    torch.finfo(h.dtype).
+    """
+    computing = torch.is_autocast_enabled("cpu")  # of the precision that the model is captured in
+    lstms = [module for module in model.modules() if isinstance(module, nn.LSTM)] if computing else []
+    # Computed ahead: in the middle of a trace torch runs another operation than in eager mode.
+    hooks = [lstm.register_forward_hook(_AsUntraced(lstm), with_kwargs=True) for lstm in lstms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _AsUntraced:
+    """Forward hook that casts the outputs of an LSTM under autocast to their dtypes in eager mode."""
+
+    def __init__(self, lstm: nn.LSTM) -> None:
+        own = next(lstm.parameters()).dtype
+        self._types = {dtype: _types_of(lstm, dtype) for dtype in (own, torch.get_autocast_dtype("cpu"))}
+
+    def __call__(self, lstm: nn.LSTM, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        inputs = args[0] if args else kwargs["input"]
+        if not torch.is_autocast_enabled("cpu") or not isinstance(inputs, torch.Tensor):  # off here; a packed sequence
+            return output
+        types = self._types.get(inputs.dtype)
+        return output if types is None else pytree.tree_map(lambda value, dtype: value.to(dtype), output, types)
+
+
+def _types_of(lstm: nn.LSTM, dtype: torch.dtype) -> Any:
+    """Return the dtypes of an LSTM's outputs, in their structure, for inputs of ``dtype``, by running a small LSTM."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        small = nn.LSTM(
+            4, 4, bias=lstm.bias, batch_first=lstm.batch_first, bidirectional=lstm.bidirectional,
+            proj_size=min(lstm.proj_size, 2), dtype=next(lstm.parameters()).dtype,
+        )  # fmt: skip
+        return pytree.tree_map(lambda value: value.dtype, small.train(lstm.training)(torch.zeros(1, 1, 4, dtype=dtype)))

@@ -1,0 +1,247 @@
+"""``raypipe plan``, ``profile`` and ``data``: what a run would do and read, on this machine or a described cluster.
+
+raypipe profile CONFIG.yaml -o profile.json            measure once
+raypipe plan CONFIG.yaml --cluster cluster.yaml        what fits there, how long a step takes, and why
+raypipe plan CONFIG.yaml --explain                     all of it: tables, every reason, what was not chosen
+raypipe data CONFIG.yaml                               the first mini-batch
+
+raypipe plan CONFIG.yaml --cluster small.yaml --cluster large.yaml --deadline "1 h"
+cluster     stages  step    a step   million samples  an hour  run   takes
+small.yaml  2       246 ms  0.00041  12.81            6.00     0.41  5 min
+large.yaml  8       71 ms   0.00047  14.79            24.00    0.47  1 min
+The cheapest within 1 h is small.yaml.
+
+None of them starts an actor or needs a cluster.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from raypipe.cli.common import ConfigFile, Overrides, check_output, open_runfile, trainer_of, write
+from raypipe.errors import ConfigError, PlanError
+from raypipe.ir.price import cost_lines, cost_of
+
+if TYPE_CHECKING:
+    from raypipe.ir.cluster import Cluster
+    from raypipe.ir.plan import Plan
+    from raypipe.ir.price import Cost
+    from raypipe.ir.profile import Profile
+
+
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        list[Path] | None,
+        typer.Option(help="a YAML file of devices and links to plan for; several are compared by cost"),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="use this saved profile instead of measuring")] = None,
+    json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
+    svg: Annotated[Path | None, typer.Option(help="write a picture: timeline and stage bars")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="tables, every reason, what was not chosen")] = False,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help='for the whole run, as "12 h" or "90 min"')
+    ] = None,
+    tokens_per_sample: Annotated[int, typer.Option(min=0, help="for the cost of a million tokens")] = 0,
+) -> None:
+    """Show in four lines what train would do: stages, step time, memory, why. Starts nothing.
+
+    With --cluster the plan is for the devices and links described there; speed 1.0 is the machine that timed the model.
+    If they have a price_per_hour, it shows the cost of a step and of a million samples.
+    """
+    check_output(svg)
+    run = open_runfile(config, overrides)
+    budget = CostBudget(run.values.get("num_steps") or 0, deadline, tokens_per_sample)
+    if not cluster and (deadline is not None or tokens_per_sample):
+        raise ConfigError("--deadline and --tokens-per-sample are about cost: give one or more --cluster with prices.")
+    read = None if profile is None else _read(profile)
+    trainer = trainer_of(run, planning=True)
+    if cluster and (len(cluster) > 1 or deadline is not None):
+        if svg is not None or explain:
+            raise ConfigError("--svg and --explain are about one plan: give one --cluster, and no --deadline.")
+        typer.echo(compared(cluster, lambda on: trainer.plan(cluster=on, profiled=read), budget, as_json=json))
+        return
+    described = _described(cluster[0]) if cluster else None
+    planned = trainer.plan(cluster=described, profiled=read, explain=explain)
+    if svg is not None:
+        _draw(planned, svg)
+    cost = None if described is None else cost_of(planned, described, budget.num_steps, tokens_per_sample)
+    typer.echo(planned.to_json() if json else "\n".join([str(planned), *([] if cost is None else cost_lines(cost))]))
+    if svg is not None and not json:
+        typer.echo(f"wrote {svg}")
+
+
+def profile(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="save it for plan --profile")] = None,
+    json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
+) -> None:
+    """Measure the model on this machine: seconds and bytes of every operation, and seconds by micro-batch size."""
+    from raypipe.planner.search import profile_table
+
+    check_output(output)
+    measured = trainer_of(open_runfile(config, overrides), planning=True).profile()
+    typer.echo(measured.to_json() if json else profile_table(measured))
+    if output is not None:
+        write(output, measured.to_json())
+        if not json:
+            typer.echo(f"wrote {output}")
+
+
+def _described(path: Path) -> Cluster:
+    from raypipe.runfile.cluster_file import read_cluster
+
+    return read_cluster(path)
+
+
+def _read(path: Path) -> Profile:
+    from raypipe.ir.profile import Profile
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. Write it with `raypipe profile CONFIG.yaml -o FILE`."
+        ) from error
+    return Profile.from_json(text)
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    from raypipe.errors import PlanError
+    from raypipe.planner.search import timeline_of
+    from raypipe.viz.plan_svg import plan_svg
+
+    if plan.prediction is None:
+        raise PlanError(
+            "Nothing of this plan was profiled, so there are no seconds to draw: use a partitioner other than "
+            "'parameters', or leave num_microbatches to the planner."
+        )
+    write(path, plan_svg(plan, timeline_of(plan)))
+
+
+class CostBudget(NamedTuple):
+    """CostBudget of a run: its cost and time.
+
+    Attributes:
+        num_steps: of the whole run; 0 if the run file does not set it.
+        deadline: for it, in words; None for any time.
+        tokens_per_sample: 0 counts samples.
+    """
+
+    num_steps: int
+    deadline: str | None
+    tokens_per_sample: int
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds of "12 h" and the like.
+
+        Raises:
+            ConfigError: it is no time, or the run has no end that could be in time.
+        """
+        from raypipe.runfile.cluster_file import parse_quantity
+
+        if self.deadline is None:
+            return None
+        if not self.num_steps:
+            raise ConfigError("--deadline is for a run of so many steps: add num_steps, as in --set num_steps=10000.")
+        try:
+            return parse_quantity(self.deadline, "deadline")
+        except ValueError as error:
+            raise ConfigError(f"--deadline: {error}") from None
+
+
+class _Tried(NamedTuple):
+    """Result for one cluster: the plan with its cost, or the reason why it is not possible."""
+
+    file: Path
+    plan: Plan | None
+    cost: Cost | None
+    refused: str = ""
+
+
+def compared(files: Sequence[Path], plan: Callable[[Any], Plan], budget: CostBudget, *, as_json: bool) -> str:
+    """A table of all clusters and the sentence that names the cheapest, or the same for programs.
+
+    Args:
+        plan: makes one for a Cluster.
+
+    Raises:
+        ConfigError: a cluster has no prices.
+    """
+    from raypipe.ir.price import cheapest
+
+    deadline_s = budget.deadline_s
+    tried = [_try(file, plan, budget) for file in files]
+    best = cheapest([one.cost for one in tried], deadline_s)
+    return _json(tried, best) if as_json else _table(tried, best, budget)
+
+
+def _try(file: Path, plan: Callable[[Any], Plan], budget: CostBudget) -> _Tried:
+    from raypipe.ir.price import cost_of
+    from raypipe.runfile.cluster_file import read_cluster
+
+    cluster = read_cluster(file)
+    try:
+        planned = plan(cluster)
+    except PlanError as error:
+        return _Tried(file, None, None, str(error).partition(". ")[0] + ".")
+    cost = cost_of(planned, cluster, budget.num_steps, budget.tokens_per_sample)
+    if cost is None:
+        raise ConfigError(f"{file} names no prices, so it cannot be compared: add price_per_hour.")
+    return _Tried(file, planned, cost)
+
+
+def _table(tried: Sequence[_Tried], best: int | None, budget: CostBudget) -> str:
+    unit = "tokens" if budget.tokens_per_sample else "samples"
+    rows: list[Sequence[str]] = [("cluster", "stages", "step", "a step", f"million {unit}", "an hour", "run", "takes")]
+    rows += [_row(one) for one in tried]
+    widths = [max(len(row[0]) for row in rows)]
+    widths += [max(len(row[i]) for row in rows if len(row) > 2) for i in range(1, len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
+    in_time = f" within {budget.deadline}" if budget.deadline else ""
+    if best is not None:
+        lines.append(f"The cheapest{in_time} is {tried[best].file}.")
+    else:
+        lines.append(f"None of them ends{in_time}." if any(one.plan for one in tried) else "The run fits none of them.")
+    return "\n".join(lines)
+
+
+def _row(one: _Tried) -> tuple[str, ...]:
+    from raypipe.ir.units import human_hours, human_price, human_s
+
+    if one.plan is None or one.cost is None:
+        return str(one.file), one.refused
+    cost = one.cost
+    whole = (human_price(cost.run), human_hours(cost.run_s)) if cost.num_steps else ("-", "-")
+    money = (human_price(cost.step), human_price(cost.million), human_price(cost.per_hour))
+    return str(one.file), str(one.plan.partition.num_stages), human_s(cost.step_s), *money, *whole
+
+
+def _json(tried: Sequence[_Tried], best: int | None) -> str:
+    names = ("per_hour", "hosts", "step_s", "step", "million", "run_s", "run")
+    rows = []
+    for position, one in enumerate(tried):
+        row: dict[str, Any] = {"cluster": str(one.file), "cheapest": position == best, "refused": one.refused}
+        row |= {name: getattr(one.cost, name) for name in names if one.cost is not None}
+        rows.append({**row, "plan": None if one.plan is None else json_format.loads(one.plan.to_json())})
+    return json_format.dumps(rows, indent=1)
+
+
+def data(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Show the first batch of train_data and of eval_data: columns, shapes, types, ranges, first values.
+
+    The data is opened, shuffled and collated as a run does it. The model is neither built nor run.
+    """
+    from raypipe.api.from_file import first_batches
+
+    run = open_runfile(config, overrides)
+    for text in first_batches(trainer_of(run, planning=True)):
+        typer.echo(text)

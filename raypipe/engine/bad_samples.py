@@ -1,0 +1,139 @@
+"""Samples of the data that caused a failure, as far as they can be identified.
+
+    a forward fails          a row that fails alone, found by bisection: 16 -> 8 -> 4 -> 2 -> 1
+    loss or norm is NaN      NaN and infinite values of the mini-batch
+
+Descriptions use the data's own terms: "item 33 of TensorDataset", "row 12 of train.parquet".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypipe.data.open_data import Source
+from raypipe.data.stream_source import StreamSource
+from raypipe.engine.device.device import ran_out
+from raypipe.engine.stage.activation_checkpointing import ForwardInputs
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.errors import RaypipeError
+from raypipe.ir.segment import Segment
+
+Columns = Mapping[Any, torch.Tensor]
+
+
+def failing_row(
+    run: Callable[[ForwardInputs], object], arguments: ForwardInputs, samples: int, error: Exception
+) -> int | None:
+    """Find by bisection the first row that fails alone with the same error; None if no single row does.
+
+    Args:
+        run: the failing call, here on some of the rows; called once or twice for each halving.
+        arguments: all rows; inputs and columns have shape (samples, ...); a 0-d one belongs to every row.
+        error: failure on all rows.
+    """
+    tensors = [x for x in (*arguments.inputs, *arguments.columns.values()) if x is not None and x.dim()]
+    if isinstance(error, RaypipeError) or ran_out(error) or any(len(x) != samples for x in tensors):
+        return None
+
+    def fails(first: int, stop: int) -> bool:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[first:stop].detach().clone() if tensor.dim() else tensor
+
+        inputs = [None if x is None else cut(x) for x in arguments.inputs]
+        try:
+            with torch.no_grad():
+                run(arguments._replace(inputs=inputs, columns={name: cut(x) for name, x in arguments.columns.items()}))
+        except Exception as raised:  # noqa: BLE001  (whatever the user's code raises)
+            return type(raised) is type(error)
+        return False
+
+    first, stop = 0, samples
+    while stop - first > 1:
+        middle = (first + stop) // 2
+        if fails(first, middle):
+            stop = middle
+        elif fails(middle, stop):
+            first = middle
+        else:
+            return None  # they fail together only
+    if not fails(first, stop):
+        return None
+    # Where any row fails alone, one row is what does not do: a batch norm trains on two.
+    others = [row for row in range(samples) if row != first]
+    return None if all(fails(row, row + 1) for row in others[:2]) else first
+
+
+def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
+    """Describe a row that fails alone, in one sentence.
+
+    Args:
+        position: place of the row in the epoch's order.
+        columns: columns of the micro-batch.
+        row: index into the columns.
+    """
+    values = " and ".join(f"column {name!r} is {_shown(x[row] if x.dim() else x)}" for name, x in columns.items())
+    what = f", whose {values}," if values else ""
+    cure = "Mend that one, or leave it out."
+    if columns and not any(x.is_floating_point() for x in columns.values()):
+        cure = (
+            f"Numbers of classes and tokens begin at 0, and the model needs an output or an embedding for each. {cure}"
+        )
+    who = source.named(epoch, position)
+    return f"{who[:1].upper()}{who[1:]}{what} is enough to fail so. {cure}"
+
+
+def columns_read(programs: Sequence[StageProgram], mode: str) -> tuple[Any, ...]:
+    """List the columns that the model and its loss read in a mode, each once."""
+    functions = [program.modes[mode] for program in programs if mode in program.modes]
+    targets = [name for program in programs for name in program.targets]
+    return tuple(dict.fromkeys([*(name for function in functions for name in function.columns), *targets]))
+
+
+def describe_nonfinite(source: Source, segment: Segment, step: int, names: Iterable[Any]) -> str:
+    """Describe the first NaN or infinite value in a mini-batch; "" if every value is finite.
+
+    Args:
+        source: data of the segment; if a stream would take too long to read again, its range of samples is named.
+        step: step of the run within the segment.
+        names: columns that model and loss read.
+    """
+    samples, wanted = segment.minibatch_samples, tuple(names)
+    start = segment.offset + (step - segment.first_step) * samples
+    if isinstance(source, StreamSource):
+        read: Any = source.read_again(segment.epoch, start, samples, wanted)
+    else:
+        read = source.read(segment.epoch, start, samples, wanted)
+    if read is None:
+        first, last = (source.named(segment.epoch, at) for at in (start, start + samples - 1))
+        return f"Look at the data of this mini-batch, which is {first} to {last}, or lower the learning rate."
+    columns = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
+    for name, column in columns.items():
+        if not column.is_floating_point():
+            continue
+        wrong = (~column.isfinite()).reshape(len(column), -1)
+        rows = wrong.any(1).nonzero().flatten().tolist()
+        if rows:
+            at = int(wrong[rows[0]].nonzero()[0])
+            place = [int(i) for i in np.unravel_index(at, column.shape[1:])]
+            value = f"{column[rows[0]].flatten()[at].item()}{f' at {place}' if place else ''}"
+            more = (
+                f", as it has in {len(rows) - 1} more of the {samples} samples of this mini-batch" if rows[1:] else ""
+            )
+            where = source.named(segment.epoch, start + rows[0])
+            return f"Column {name!r} of the data has {value} in {where}{more}: mend the data there, or leave that out."
+    return ""
+
+
+def _shown(value: torch.Tensor) -> str:
+    """Describe a tensor: a single number, or shape and range."""
+    if value.numel() == 1:
+        return f"{value.item():g}" if value.is_floating_point() else str(value.item())
+    text = f"of shape {tuple(value.shape)}"
+    if value.numel() and value.dtype is not torch.bool and not value.is_complex():
+        least, most = (f"{x.item():g}" for x in value.aminmax())
+        text += f" from {least} to {most}"
+    return text

@@ -1,0 +1,162 @@
+"""Header of a copy, sent as JSON: the table of the tensors in the copy's block of memory, and state that is no tensor.
+
+block    | tensors/layer.weight | optimizer/exp_avg/layer.weight | ... | tensors/count |     large elements first
+header   stage, step, updates; the table of the block; options and scalars as in a checkpoint's manifest
+
+If replicas shard their optimizer's state, a copy of a stage has several pieces, each with its own block and header: a
+common piece, equal on all replicas, and one piece per replica, with the state of its slices.
+
+piece 0  | tensors/layer.weight | tensors/count |            piece 1  | optimizer/exp_avg@0/layer.weight | ...
+         options                                             piece 2  | optimizer/exp_avg@2048/layer.weight | ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from raypipe.engine.io.checkpoint.manifest import OptionGroup
+from raypipe.engine.io.checkpoint.snapshot import split_name
+from raypipe.engine.io.checkpoint.state_source import Fetch, StatePiece, StoredState
+from raypipe.engine.io.checkpoint.tensor_file import TensorInfo, parse_json, read_strictly, read_table
+from raypipe.errors import CheckpointError
+
+TENSORS, OPTIMIZER = "tensors/", "optimizer/"
+"""Prefixes of the names of parameters and buffers, and of optimizer entries ("key/parameter")."""
+COMMON = 0
+"""Number of the piece that is equal on all replicas; it is the whole copy if the optimizer's state is not sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyHeader:
+    """Header of one copy.
+
+    Attributes:
+        stage: number in the plan under which it was taken.
+        step: number of optimizer steps done.
+        updates: number of scheduler steps done.
+        size_bytes: size of the block.
+        table: tensors in the block, as in a safetensors header.
+        groups, scalars: see StageEntry.
+        mark: position in the stream that the stage reads, see raypipe.data.stream; None if it reads none.
+        piece: part of the stage's copy: COMMON, or 1 + replica for a replica's slices.
+        pieces: number of pieces with slices that make up a whole copy together with COMMON.
+    """
+
+    stage: int
+    step: int
+    updates: int
+    size_bytes: int
+    table: Mapping[str, Any]
+    groups: tuple[OptionGroup, ...]
+    scalars: Mapping[str, Mapping[str, Any]]
+    mark: Mapping[str, Any] | None = None
+    piece: int = COMMON
+    pieces: int = 0
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Return dtype, shape and position in the block of each tensor.
+
+        Raises:
+            CheckpointError: the table does not describe the block.
+        """
+        try:
+            return read_table(dict(self.table), self.size_bytes)
+        except ValueError as error:
+            raise CheckpointError(f"The copy of stage {self.stage} at step {self.step} is broken: {error}.") from None
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), allow_nan=False, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> CopyHeader:
+        """Parse a header that ``to_json`` wrote.
+
+        Raises:
+            CheckpointError: it is something else; names the field.
+        """
+        what = "The header of a copy"
+        header = read_strictly(CopyHeader, parse_json(data, what), what)
+        if min(header.stage, header.step, header.updates, header.piece, header.pieces) < 0:
+            raise CheckpointError(f"{what} has a count below 0: {header}.")
+        header.infos()
+        return header
+
+
+class CopyPiece(NamedTuple):
+    """Piece of a stage's copy: its header, and the function that reads its tensors."""
+
+    header: CopyHeader
+    fetch: Fetch
+
+
+def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
+    """Join copies of stages into one source of state. A tensor in several copies is read from the first of them.
+
+    Tensors of a copy in this process are views of its memory, which a later copy overwrites: the caller must copy them.
+
+    Args:
+        copies: all pieces of each stage.
+
+    Raises:
+        CheckpointError: a copy lacks a piece, pieces of a stage are of different steps, or copies of different numbers
+            of updates.
+    """
+    by_stage: dict[int, list[CopyPiece]] = {}
+    for copy in copies:
+        by_stage.setdefault(copy.header.stage, []).append(copy)
+    titles, pieces, updates = [], [], dict[str, int]()
+    for stage, of_stage in by_stage.items():
+        common = next((copy.header for copy in of_stage if copy.header.piece == COMMON), None)
+        if common is None:
+            raise CheckpointError(f"Of the copy of stage {stage} there are only slices.")
+        title = f"The copy of stage {stage} after step {common.step}"
+        numbers = sorted(copy.header.piece for copy in of_stage)
+        if numbers != list(range(common.pieces + 1)):
+            raise CheckpointError(
+                f"{title} is in {common.pieces} pieces, and those of replicas "
+                f"{[number - 1 for number in numbers if number != COMMON]} are here."
+            )
+        if any((copy.header.step, copy.header.updates) != (common.step, common.updates) for copy in of_stage):
+            raise CheckpointError(f"The pieces of {title[0].lower()}{title[1:]} are of different steps.")
+        if common.groups:
+            updates[title] = common.updates
+        titles.append(title)
+        pieces += [_piece(copy, title) for copy in of_stage]
+    if len(set(updates.values())) > 1:
+        counts = ", ".join(f"{title}: {count}" for title, count in updates.items())
+        raise CheckpointError(f"Copies of different numbers of updates make no state together ({counts}).")
+    most = max((copy.header.updates for of_stage in by_stage.values() for copy in of_stage), default=0)
+    return StoredState(" and ".join(titles) or "No copy", most, pieces)
+
+
+def _piece(copy: CopyPiece, title: str) -> StatePiece:
+    """Describe a copy as a piece of state; the names in its table have prefixes."""
+    header, infos = copy.header, copy.header.infos()
+    entries = {}
+    for stored in infos:
+        if stored.startswith(OPTIMIZER):
+            key, _, name = stored.removeprefix(OPTIMIZER).partition("/")
+            entries[stored] = split_name(f"{key}/{name}") if header.pieces else (key, None, name)
+    return StatePiece(
+        header.stage, title, {name.removeprefix(TENSORS): name for name in infos if name.startswith(TENSORS)}, entries,
+        lambda: infos, copy.fetch, header.groups, header.scalars,
+    )  # fmt: skip
+
+
+def view_of(block: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """View a tensor of a block; shares the block's memory.
+
+    Args:
+        block: memory as uint8, aligned to 8 bytes.
+    """
+    return block[info.begin : info.end].view(info.dtype).view(info.shape)
+
+
+def views_of(block: torch.Tensor) -> Fetch:
+    """Return the Fetch that reads tensors from a block in this process, as views of the block."""
+    return lambda infos: (view_of(block, info) for info in infos)

@@ -1,0 +1,1 @@
+"""Devices that stages run on: CPUs, GPUs, and the threads that feed them."""

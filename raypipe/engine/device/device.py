@@ -1,0 +1,186 @@
+"""Device abstraction: the CPU, which completes each call before it returns, or an asynchronous device; and its memory.
+
+    compute    ... kernels ... | mark ------------------------- wait | kernels ...
+    copy_in                        wait? | copy | mark --^               host memory -> device
+    copy_out                              wait | copy | mark             device -> host memory
+    exchange                                   wait | sum | mark         replicas, in parallel with a backward
+    host                                                  finish | reads
+
+Work of one stream runs in order, work of several streams in any order unless one waits for a mark of another; the host
+reads a result after it has finished a later mark. Every wait has a name, made of what is transferred (``TransferKind``)
+and a reason, so that a test can leave one out and show that it was needed: on a fake device, whose work runs as late as
+waits allow, without a GPU.
+
+``transfer`` has the copies between host and device; the rest of the engine does not depend on the kind of device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.engine.codec import host
+
+Mark = Any
+"""Point in the work of a stream; opaque outside of the device."""
+
+
+class StreamName(StrEnum):
+    """Streams besides the computing one, which is used if no stream is named."""
+
+    COPY_IN = "copy_in"
+    COPY_OUT = "copy_out"
+    EXCHANGE = "exchange"
+
+
+class TransferKind(StrEnum):
+    """Kind of the tensors in a transfer between host and device, as named in waits."""
+
+    PARAMETERS = "parameters"
+    CONSTANTS = "constants"
+    COLUMNS = "columns"
+    INPUTS = "inputs"
+    OUTPUT_GRADS = "output gradients"
+    OUTPUTS = "outputs"
+    INPUT_GRADS = "input gradients"
+    REDUCED = "reduced"
+    LOSS = "loss"
+    NORMS = "norms"
+    METRICS = "metrics"
+    SNAPSHOT = "snapshot"
+    RESTORED = "restored"
+
+
+class Device:
+    """Device that the stages of one worker compute on: here the CPU, with times as marks, so that waits return at once.
+
+    A subclass for an asynchronous device overrides all of it.
+
+    Attributes:
+        place: torch device of the tensors.
+        immediate: True if calls are complete when they return and tensors are in host memory, so that no waits and no
+            copies are needed.
+        title: human-readable name.
+        codes: True if ``encode`` and ``decode`` run on the device; False if links encode in host memory.
+        memory_bytes: limit of a worker's memory on the device; None if unknown.
+    """
+
+    place = torch.device("cpu")
+    immediate = True
+    title = "CPU"
+    codes = False
+    memory_bytes: int | None = None
+
+    def prepare_thread(self) -> AbstractContextManager[None]:
+        """Bind the calling thread to this device, with one intra-op thread on the host."""
+        # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
+        torch.set_num_threads(1)
+        return nullcontext()
+
+    def stream(self, name: StreamName) -> AbstractContextManager[None]:
+        """Queue the device work of the calling thread in this stream."""
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        """Record a mark after all work queued so far in the current stream."""
+        return time.monotonic()
+
+    def wait(self, mark: Mark, why: str) -> None:
+        """Make work that is queued from now on in the current stream wait for a mark; returns at once.
+
+        Args:
+            why: names the wait.
+        """
+
+    def finish(self, mark: Mark, why: str) -> None:
+        """Block the host until the mark is reached, without waiting for other streams or later work."""
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """Return when each mark was reached, in seconds of ``time.monotonic``. Waits for the last one."""
+        return list(marks)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate device memory of shape (elements,) in the current stream."""
+        return torch.empty(elements, dtype=dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor is in device memory. Some state of a stage is not, such as Adam's step counts."""
+        return tensor.device.type == "cpu"
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """Allocate host memory for asynchronous copies to and from the device; uint8, shape (nbytes,)."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Keep memory that the current stream uses, but another stream owns, from being reused too early."""
+
+    def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
+        """Fill ``wire`` from ``flat`` in the current stream; both are in device memory. See ``codec.host.encode``."""
+        host.encode(name, flat, wire, key)
+
+    def decode(self, name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
+        """Fill ``flat`` from ``wire`` in the current stream; both are in device memory. See ``codec.host.decode``."""
+        host.decode(name, wire, flat)
+
+    def peak_bytes(self) -> int:
+        """Return the peak bytes in use on the device; on the CPU the bytes that the process uses now, 0 if unknown."""
+        return process_bytes()
+
+
+CPU = Device()
+
+
+_STATM = Path("/proc/self/statm")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return True if an exception means that Python, torch or a device is out of memory.
+
+    torch's allocator for host memory raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp).
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def held_bytes(error: BaseException) -> int:
+    """Return the bytes in use on the device if the device ran out of memory, else in this process; 0 if unknown."""
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    return process_bytes()
+
+
+def process_bytes() -> int:
+    """Return the resident bytes of this process; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the memory limit of this process in bytes: the machine's memory, or the limit of its container if lower.
+
+    Args:
+        groups, own: paths of Linux control groups, and of this process's group, of version 1 or 2.
+    """
+    least_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds == "":
+                limits.append(groups / path.lstrip("/") / "memory.max")
+            elif "memory" in kinds.split(","):
+                limits.append(groups / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
+    for limit in limits:
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            least_bytes = min(least_bytes, int(limit.read_text()))
+    return least_bytes

@@ -1,0 +1,1 @@
+"""Files of a run: storage, metrics, events and checkpoints."""

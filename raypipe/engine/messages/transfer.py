@@ -1,0 +1,236 @@
+"""Transfer of tensors between host memory, which holds frames, files and data, and the memory of a device.
+
+    to_device   host tensor -> staging -> (copy_in) -> device tensor -> compute waits
+    to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits; for messages, the sender
+    in a codec  decoded in copy_in, encoded in copy_out, so that its bytes only are copied and computing goes on
+
+Shapes, strides and ``requires_grad`` stay as they are, because kernels, and so bits, depend on them. Where the
+device is immediate, tensors are handed through as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from raypipe.engine.codec import Codec
+from raypipe.engine.codec.codec import CodedTensor, applies, travels_coded, wire_bytes
+from raypipe.engine.device.device import Device, Mark, StreamName, TransferKind
+from raypipe.engine.messages.channel import Message, Payload
+from raypipe.engine.messages.frame import PendingCopy, key_of
+from raypipe.engine.messages.record import densified, distinct_elements
+from raypipe.ir.schedule import Action
+
+KEPT = 2
+"""Staging buffers of a size: one is filled while another is copied from."""
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class _Coding(NamedTuple):
+    """Codec of a transfer, and the key of its stochastic rounding."""
+
+    name: str
+    key: int | None
+
+
+class DeviceTransfer:
+    """Transfers between host memory and one device, used by one computing thread."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._staging: dict[int, deque[tuple[torch.Tensor, Mark]]] = {}
+
+    def message(self, message: Message, what: TransferKind) -> Message:
+        """Move a received message to the device."""
+        if self.device.immediate:
+            return message
+        return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
+
+    def outgoing(
+        self, action: Action, tensors: Tensors, what: TransferKind, codec: Codec, *, on_device: bool = False
+    ) -> Payload:
+        """Start copying tensors to host memory for a channel, encoded on the device if it supports the codec.
+
+        Returns before the copies are complete. Outputs that require no gradient may be memory that the next forward
+        changes, such as a buffer, so they are copied on the device first; gradients have no other user.
+
+        Args:
+            what: OUTPUTS or INPUT_GRADS.
+            on_device: the channel sends from device memory, without a copy.
+        """
+        device = self.device
+        if on_device or device.immediate or not any(tensor is not None for tensor in tensors):
+            return tuple(tensors)
+        apart = what is TransferKind.OUTPUTS
+        if not device.codes or codec.name == "none":
+            return self._to_host(tensors, what, [None] * len(tensors), apart=apart)
+        names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
+        codings = [
+            _Coding(codec.name, key_of(codec, action, place)) if coded else None for place, coded in enumerate(names)
+        ]
+        return self._to_host(tensors, what, codings, apart=apart)
+
+    def to_device(self, tensors: Payload, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
+        """Copy tensors to the device, for use in the computing stream; encoded tensors are decoded there.
+
+        The caller may change the host's tensors as soon as this returns.
+        """
+        device = self.device
+        if device.immediate or not any(tensor is not None for tensor in tensors):
+            return cast(tuple[torch.Tensor | None, ...], tuple(tensors))
+        if all(x is None or (isinstance(x, torch.Tensor) and device.holds(x)) for x in tensors):
+            there = cast(tuple[torch.Tensor | None, ...], tuple(tensors))  # a link between devices brought them
+            for x in there:
+                if x is not None:
+                    device.record_stream(x)
+            return there
+        copies: list[torch.Tensor] = []
+        shown: list[torch.Tensor | None] = []
+        with device.stream(StreamName.COPY_IN):
+            for tensor in tensors:
+                if tensor is None:
+                    shown.append(None)
+                    continue
+                if isinstance(tensor, CodedTensor):
+                    wire = self._staged(tensor.wire, what)
+                    copies.append(device.empty(tensor.elements, tensor.dtype))
+                    device.decode(tensor.codec, wire, copies[-1])
+                    shape, strides = tensor.shape, tensor.strides
+                else:
+                    flat, plain = _flat(tensor)
+                    copies.append(self._staged(flat, what))
+                    shape, strides = tuple(plain.shape), plain.stride()
+                view = copies[-1].as_strided(shape, strides).detach()
+                shown.append(view.requires_grad_(tensor.requires_grad))
+            copied = device.mark()
+        device.wait(copied, f"{what}: computed with once they are on the device")
+        for copy in copies:
+            device.record_stream(copy)
+        return tuple(shown)
+
+    def named(self, tensors: Mapping[Any, torch.Tensor], what: TransferKind) -> dict[Any, torch.Tensor]:
+        """Copy named tensors as ``to_device`` does, in any thread that has no other work on the device meanwhile."""
+        if self.device.immediate:
+            return dict(tensors)
+        with self.device.prepare_thread():
+            return _by_name(tensors, self.to_device(list(tensors.values()), what))
+
+    def fill(self, target: torch.Tensor, tensor: torch.Tensor, what: TransferKind) -> None:
+        """Copy a host tensor into ``target``, a tensor of the device, in place; threads as for ``named``."""
+        if self.device.immediate:
+            target.copy_(tensor)
+            return
+        with self.device.prepare_thread():
+            (there,) = self.to_device((tensor,), what)
+            assert there is not None
+            target.copy_(there)
+
+    def copied(self, tensors: Mapping[str, torch.Tensor], what: TransferKind) -> dict[str, torch.Tensor]:
+        """Copy named tensors to host memory. They are copied even if the device is the CPU.
+        Threads as for ``named``.
+        """
+        bare = {name: tensor.detach() for name, tensor in tensors.items()}
+        if self.device.immediate:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in bare.items()}
+        with self.device.prepare_thread():
+            return _by_name(bare, self.to_host(list(bare.values()), what))
+
+    def to_host(self, tensors: Tensors, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
+        """Copy tensors to host memory and wait; the caller may read and keep the copies."""
+        if self.device.immediate or not any(tensor is not None for tensor in tensors):
+            return tuple(tensors)
+        copies = self._to_host(tensors, what, [None] * len(tensors))
+        copies.arrive()
+        return cast(tuple[torch.Tensor | None, ...], tuple(copies))
+
+    def _to_host(
+        self, tensors: Tensors, what: TransferKind, codings: Sequence[_Coding | None], *, apart: bool = False
+    ) -> PendingCopy:
+        """Start copying tensors to host memory.
+
+        Args:
+            codings: codec of each tensor, which encodes it on the device before the copy if it supports the tensor;
+                None copies the tensor unchanged.
+            apart: True if tensors that require no gradient are cloned on the device first.
+        """
+        device = self.device
+        flattened = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
+        if apart:
+            flattened = [x if x is None or x[2] else (x[0].clone(), *x[1:]) for x in flattened]
+        computed = device.mark()
+        shown: list[torch.Tensor | CodedTensor | None] = []
+        with device.stream(StreamName.COPY_OUT):
+            device.wait(computed, f"{what}: copied once they are computed")
+            for entry, coding in zip(flattened, codings, strict=True):
+                if entry is None:
+                    shown.append(None)
+                    continue
+                flat, plain, requires_grad = entry
+                if not device.holds(flat):
+                    copy = flat.clone().as_strided(plain.shape, plain.stride())
+                    shown.append(copy.detach().requires_grad_(requires_grad))
+                    continue
+                device.record_stream(flat)
+                if coding is not None and applies(coding.name, flat.dtype, flat.numel()):
+                    wire = device.empty(wire_bytes(coding.name, flat.dtype, flat.numel()), torch.uint8)
+                    device.encode(coding.name, flat, wire, coding.key)
+                    wire_copy = device.staging(wire.numel()).copy_(wire, non_blocking=True)
+                    shape, strides = tuple(plain.shape), plain.stride()
+                    shown.append(
+                        CodedTensor(wire_copy, coding.name, flat.dtype, shape, strides, requires_grad, flat.numel())
+                    )
+                    continue
+                copy = device.staging(flat.nbytes).view(flat.dtype)
+                copy.copy_(flat, non_blocking=True)
+                shown.append(copy.as_strided(plain.shape, plain.stride()).detach().requires_grad_(requires_grad))
+            there = device.mark()
+        return PendingCopy.of(shown, partial(device.finish, there, f"{what}: read once they are in host memory"))
+
+    def read(self, scalars: Tensors, what: TransferKind) -> list[float | None]:
+        """Read the values of scalar tensors with one transfer."""
+        return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
+
+    def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
+        """Return (seconds from the first mark to the second, seconds from the second to the
+        third); None without marks.
+        """
+        if marks is None:
+            return None
+        begin_s, between_s, end_s = self.device.seconds(marks)
+        return between_s - begin_s, end_s - between_s
+
+    def _staged(self, flat: torch.Tensor, what: TransferKind) -> torch.Tensor:
+        """Copy a flat tensor to the device through staging memory, in the current stream."""
+        buffer = self._take(flat.nbytes, what)
+        staged = buffer[: flat.nbytes].view(flat.dtype)
+        staged.copy_(flat)
+        copy = self.device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True)
+        self._staging[buffer.numel()].append((buffer, self.device.mark()))
+        return copy
+
+    def _take(self, nbytes: int, what: TransferKind) -> torch.Tensor:
+        """Take staging memory of at least ``nbytes`` that no pending copy reads."""
+        size = 1 << max(nbytes - 1, 63).bit_length()
+        kept = self._staging.setdefault(size, deque())
+        if len(kept) < KEPT:
+            return self.device.staging(size)
+        buffer, copied = kept.popleft()
+        self.device.finish(copied, f"{what}: staged once the copy before has been made")
+        return buffer
+
+
+def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
+    return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+
+
+def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the distinct elements in the order of memory, the dense or expanded tensor that consists of them)."""
+    plain = densified(tensor)
+    elements = distinct_elements(tuple(plain.shape), plain.stride())
+    assert elements is not None, "it was packed"
+    return plain.as_strided((elements,), (1,)), plain

@@ -1,0 +1,302 @@
+"""All-reduce of gradients between the replicas of a stage: the sum over all lanes, with equal bits on all replicas.
+
+    replica 0   lanes 0 2      scatter: all replicas' lanes of slice r go to replica r, which sums them in lane order
+    replica 1   lanes 1 3      gather:  the totals of slice r come back from replica r
+
+Every element is summed once, lane after lane, on one replica, so that the result depends on the number of lanes and not
+on the number of replicas. An element without a value in a lane (of a use site that none of the lane's micro-batches
+reached) is left out of the sum, as on a worker that has all lanes. With as many lanes as replicas R each replica sends
+2 (R - 1) / R times the bytes of the gradients, as in a ring.
+
+Gradients are sent chunk by chunk (``slices``), so that little memory is needed besides the sums
+(``ir.communication`` counts it). A replica begins a chunk once it has the previous chunk's totals from all replicas, so
+that no two messages with the same name are in flight. Totals overwrite the sums of a lane, whose elements were copied
+for the exchange.
+
+Chunks have a fixed order, the last layers first, and each is sent as soon as its gradients are complete: in a separate
+thread, in parallel with the rest of the update's last backward.
+
+    last backward    layer 3   layer 2   layer 1   layer 0
+    chunks                     [ 3 ]     [ 2 ]     [ 1 ]     [ 0 ]        after the backward: wait for the rest
+
+On links the messages are named by actions of the stage: the scatter by its REDUCE_GRAD, the gather by its STEP.
+
+With a sharded optimizer (``slices``), each replica keeps the totals of its slice, and the gather is deferred: after the
+optimizer's step it sends parameters instead of gradients. Replicas then do not wait for all others between two chunks,
+but each is at most one chunk ahead of its peers. So messages alternate between two names: the actions of the last
+micro-batch and of the one before it, which exists because an update has at least as many micro-batches as replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from raypipe.engine.codec.host import one_core
+from raypipe.engine.device.device import CPU, Device, Mark, StreamName, TransferKind
+from raypipe.engine.optim.slices import UNSHARDED, Chunk, chunks_of, once
+from raypipe.engine.stage.gradients import GradientSink
+from raypipe.engine.stage.placement import Placement
+from raypipe.ir.schedule import Action, Op
+
+Tensors = Sequence[torch.Tensor | None]
+LONGEST_BACKWARD_S = 3600.0
+
+
+class ReplicaLink(Protocol):
+    """Messages between the replicas of a stage."""
+
+    def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
+        """Send a message, from any thread; the first ``in_host`` tensors are in host memory."""
+
+    def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
+        """Wait for the message that another replica sends under ``action``, in any thread."""
+
+    def waited(self, seconds: float) -> None:
+        """Count seconds of waiting for replicas."""
+
+
+class AllReduce:
+    """All-reduce of one stage, on one of its replicas.
+
+    Args:
+        placement: defines the replicas, and the lanes of each.
+        sink: gradient accumulators of the stage.
+        link: messages to and from the other replicas.
+        device: device of the sums. An exchange in parallel with a backward has its own stream there.
+        codec: "bf16" sends half the bytes: it rounds the sums of lanes before they are added up in their own dtype, and
+            then the totals. Local sums are rounded too, so that the result depends on the lanes only.
+        sharded: names of the parameters with sharded optimizer state, as in ``chunks_of``.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        sink: GradientSink,
+        link: ReplicaLink,
+        codec: str = "none",
+        device: Device = CPU,
+        sharded: Mapping[int, str] = UNSHARDED,
+    ) -> None:
+        self._placement, self._sink = placement, sink
+        self._link = link
+        self._peers = [worker for worker in placement.replicas if worker != placement.worker]
+        self._rounds = codec == "bf16" and placement.lanes > 1
+        self._sharded = sharded if self._peers else UNSHARDED
+        self._chunks = chunks_of(sink.trained, placement, self._sharded) if self._peers or self._rounds else []
+        self._device = device
+        self._running: _ThreadedExchange | None = None
+
+    def begin(self, microbatch: int) -> None:
+        """Start the exchange in parallel with the update's last backward, which is about to run.
+
+        Args:
+            microbatch: last micro-batch of the update.
+        """
+        assert self._running is None, "one update at a time"
+        if self._peers and self._chunks:
+            self._running = _ThreadedExchange(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
+            self._sink.observe(self._running.completed)
+            self._running.start()
+
+    def run(self, microbatch: int) -> None:
+        """Compute the totals over all lanes, or wait for those of the exchange that ``begin`` started; close the sink
+        with them.
+
+        Args:
+            microbatch: last micro-batch of the update.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        if not self._chunks:
+            self._sink.close()
+            return
+        begin_s = time.monotonic()
+        if self._running is None:
+            totals = self._exchange(microbatch, lambda _: None)
+        else:
+            running, self._running = self._running, None
+            self._sink.observe(None)
+            totals = running.finish()
+        self._sink.close_with(totals)
+        self._link.waited(time.monotonic() - begin_s)
+
+    def gather(self, microbatch: int) -> None:
+        """Send the parameters of this replica's slices after its step, and write those received from other replicas.
+
+        Args:
+            microbatch: last micro-batch of the update.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        trained, me, begin_s = self._sink.trained, self._placement.worker, time.monotonic()
+        for number, chunk in enumerate(once(self._chunks, self._sharded)):
+            action = self._named(Op.STEP, microbatch, number)
+            mine = chunk.taken(me, trained)
+            for peer in self._peers:
+                self._link.send(peer, action, (mine,), 0)
+            for peer in self._peers:
+                (theirs,) = self._link.recv(peer, action, 0)
+                assert theirs is not None
+                chunk.put(peer, theirs, trained)
+        self._link.waited(time.monotonic() - begin_s)
+
+    def _named(self, op: Op, microbatch: int, number: int) -> Action:
+        """Return the action that names the message of a chunk."""
+        return Action(self._sink.program.index, op, microbatch - number % 2 if self._sharded else microbatch)
+
+    def abandon(self) -> None:
+        """Abort the exchange of a step that will not end, without waiting for further gradients."""
+        if self._running is not None:
+            self._running.abandon()
+            self._running = None
+        self._sink.observe(None)
+
+    def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
+        """Exchange all chunks and return the totals, one per entry of the sink's ``trained``. Totals of sharded
+        parameters are defined in this replica's slices only.
+
+        Args:
+            wait: called with a chunk's number; returns once this replica has all gradients of the chunk.
+        """
+        sink, me = self._sink, self._placement.worker
+        into: list[torch.Tensor | None] = [None] * len(sink.trained)
+        known: set[int] = set()
+        for number, chunk in enumerate(self._chunks):
+            wait(number)
+            reached, total = self._summed(chunk, self._named(Op.REDUCE_GRAD, microbatch, number))
+            total = self._rounded(total)
+            for site, is_reached in zip(chunk.sites, map(any, zip(*reached.values(), strict=True)), strict=True):
+                if site not in known:
+                    known.add(site)
+                    into[site] = sink.total_of(site, reached=is_reached)
+            if chunk.sharded:
+                chunk.put(me, total, into)
+                continue
+            gather = self._named(Op.STEP, microbatch, number)
+            for peer in self._peers:
+                self._link.send(peer, gather, (total,), 0)
+            totals = {me: total} | {peer: self._link.recv(peer, gather, 0)[0] for peer in self._peers}
+            chunk.write([totals[worker] for worker in self._placement.replicas], into)
+        return into
+
+    def _summed(self, chunk: Chunk, scatter: Action) -> tuple[dict[int, list[int]], torch.Tensor]:
+        """Exchange the slices of a chunk.
+
+        Returns:
+            For each lane, a 0 or 1 per site of the chunk (1: the lane has a sum); and the sum over all lanes of this
+            replica's slice.
+        """
+        me = self._placement.worker
+        own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
+        for lane_sum in (x for sums in own.values() for x in sums if x is not None):
+            self._device.record_stream(lane_sum)
+        there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8)
+        flat = {lane: x if (x := chunk.flattened(sums)) is None else self._rounded(x) for lane, sums in own.items()}
+        for peer in self._peers:
+            self._link.send(peer, scatter, [there, *(chunk.slice_of(peer, x) for x in flat.values())], 1)
+        slices = {lane: chunk.slice_of(me, x) for lane, x in flat.items()}
+        reached: dict[int, list[int]] = dict(zip(own, there.tolist(), strict=True))
+        for peer in self._peers:
+            theirs, *pieces = self._link.recv(peer, scatter, 1)
+            assert theirs is not None
+            lanes = self._placement.lanes_of(peer)
+            reached |= zip(lanes, theirs.tolist(), strict=True)
+            slices |= zip(lanes, pieces, strict=True)
+        return reached, chunk.summed(me, [(slices[lane], reached[lane]) for lane in sorted(reached)])
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Round a floating-point tensor to the dtype of the codec; return it unchanged if the codec is "none"."""
+        return x.to(torch.bfloat16) if self._rounds and x.dtype in (torch.float32, torch.float64) else x
+
+
+class _ThreadedExchange:
+    """Exchange in a separate thread, which sends each chunk as soon as its gradients are complete.
+
+    compute     gradients of 3 | mark | gradients of 2 | mark ...                wait | step
+    exchange              wait: sum and send 3         wait: sum and send 2 ... mark --^
+
+    Args:
+        exchange: runs the whole exchange and returns the totals; its argument is a function that waits for a chunk.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], exchange: Callable[[Callable[[int], None]], Tensors], device: Device
+    ) -> None:
+        self._missing = [set(chunk.sites) for chunk in chunks]
+        self._of_site: dict[int, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            for site in chunk.sites:
+                self._of_site.setdefault(site, []).append(number)
+        self._complete = [threading.Event() for _ in chunks]
+        self._marks: list[Mark] = [None] * len(chunks)
+        self._done: Mark = None
+        self._exchange, self._device = exchange, device
+        self._error: BaseException | None = None
+        self._totals: Tensors = ()
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name="raypipe-sum", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def completed(self, site: int) -> None:
+        """Note that the last gradient of a use site was added."""
+        for number in self._of_site.get(site, ()):
+            self._missing[number].discard(site)
+            if not self._missing[number]:
+                self._completed(number)
+
+    def _completed(self, number: int) -> None:
+        """Mark a chunk as complete: all its gradients are queued in the computing stream."""
+        self._marks[number] = self._device.mark()
+        self._complete[number].set()
+
+    def finish(self) -> Tensors:
+        """Wait for the totals after the last gradient.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        for number, event in enumerate(self._complete):
+            if not event.is_set():
+                self._completed(number)
+        self._thread.join()  # every wait in it has the deadline of a message
+        if self._error is not None:
+            raise self._error
+        self._device.wait(self._done, f"{TransferKind.REDUCED}: used once they are exchanged")
+        for total in self._totals:
+            if total is not None:
+                self._device.record_stream(total)
+        return self._totals
+
+    def abandon(self) -> None:
+        """End the thread's waits for gradients; its waits for messages end when the channel closes."""
+        self._abandoned = True
+        for event in self._complete:
+            event.set()
+
+    def _run(self) -> None:
+        try:
+            one_core()
+            with torch.no_grad(), self._device.prepare_thread(), self._device.stream(StreamName.EXCHANGE):
+                self._totals = self._exchange(self._wait)
+                self._done = self._device.mark()
+        except BaseException as error:  # noqa: BLE001  (raised in finish())
+            self._error = error
+
+    def _wait(self, number: int) -> None:
+        # finish() or abandon() sets the event even if the backward fails; the timeout is for one that never ends.
+        if not self._complete[number].wait(LONGEST_BACKWARD_S) or self._abandoned:
+            raise _AbandonedError
+        self._device.wait(self._marks[number], f"{TransferKind.REDUCED}: summed once they are complete")
+
+
+class _AbandonedError(Exception):
+    """Raised in the thread of an exchange that was aborted."""

@@ -1,0 +1,362 @@
+"""Gradient chunks of a stage, the units that its replicas exchange; and the slices that each replica steps.
+
+    use sites   a (large)   b (small)   c (larger than a chunk)        chunks   [c1] [c2] [a] [b]
+
+Large use sites come first, in the order in which a backward completes them (the last site first). A site may continue
+in the next chunk; a chunk that is at least one eighth full ends at the end of a site. The small sites follow, because
+their gradients are added together after the backward. Every dtype has its own row of chunks.
+
+With a sharded optimizer (ZeRO, stage 1: Rajbhandari et al., SC'20), each replica keeps its slice of the totals, steps
+it, and sends parameters back instead of gradients. Slices then begin at a block of their parameter (``norms.BLOCK``),
+and the slices of a parameter that is used several times are the same for each use, so that uses are summed slice by
+slice.
+
+    chunk        |a: 0 ... 1024 ... 2048 ... 3000|b: 0 ... 1024 ... 1500|        blocks of 1024
+    replica 0    [a 0:2048]                                                      steps these elements, and keeps their
+    replica 1               [a 2048:3000] [b 0:1500]                             optimizer state
+
+The optimizer is created with whole parameters, so that names and shapes select its groups as usual; then slices replace
+the parameters in each group. Slices are views, so a step changes the parameter. Parameters that other stages hold too
+are not sliced, because their gradients are summed over stages: every replica steps the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from raypipe.engine.optim.norms import BLOCK
+from raypipe.engine.stage.gradients import EARLY_BYTES
+from raypipe.engine.stage.placement import Placement
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.ir.communication import CLOSED_AT, chunk_bytes
+
+Tensors = Sequence[torch.Tensor | None]
+Piece = tuple[int, int, int]
+"""Part of a use site: (index of the site in the sink's ``trained``, first element, end), in the order of memory."""
+
+
+UNSHARDED: Mapping[int, str] = MappingProxyType({})
+"""Empty mapping: no optimizer state is sharded."""
+
+
+def chunks_of(
+    trained: Sequence[torch.Tensor], placement: Placement, sharded: Mapping[int, str] = UNSHARDED
+) -> list[Chunk]:
+    """Divide all elements of ``trained`` into chunks of at most ``chunk_bytes``.
+
+    Args:
+        sharded: names of the parameters with sharded optimizer state, by index in ``trained``.
+    """
+    most = chunk_bytes(placement.lanes, len(placement.replicas))
+    uses = Counter(sharded.values())
+    all_chunks = []
+    for dtype in sorted({x.dtype for x in trained}, key=str):
+        sites = [site for site, x in enumerate(trained) if x.dtype == dtype]
+        room = most // dtype.itemsize
+        rows = [([site for site in sites if site not in sharded], 1)]
+        rows += [([site for site in sites if uses[sharded.get(site, "")] == 1], BLOCK)]
+        rows += [([site], BLOCK) for site in sites if uses[sharded.get(site, "")] > 1]
+        for row, grain in rows:
+            early = [site for site in reversed(row) if trained[site].nbytes >= EARLY_BYTES]
+            late = [site for site in row if trained[site].nbytes < EARLY_BYTES]
+            for part in (early, late):
+                all_chunks += [
+                    Chunk(pieces, trained, placement, grain) for pieces in _parted(part, trained, room, grain)
+                ]
+    if sharded:  # rows of one dtype become complete in parallel: large sites from the last on, then small ones
+        all_chunks.sort(key=lambda chunk: (trained[chunk.sites[0]].nbytes < EARLY_BYTES, -min(chunk.sites)))
+    return all_chunks
+
+
+def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
+    """Select the sharded chunks so that each parameter is in them once: with its first use site."""
+    first = {name: place for place, name in reversed([*sharded.items()])}
+    return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
+
+
+def _parted(sites: Sequence[int], trained: Sequence[torch.Tensor], room: int, grain: int) -> list[list[Piece]]:
+    """Divide the elements of these sites into chunks of at most ``room`` elements; return each chunk's pieces.
+
+    Args:
+        grain: number that divides the length of every piece, except for the last piece of a site.
+    """
+    parts: list[list[Piece]] = [[]]
+    room = max(room, grain)
+    left = room
+    for site in sites:
+        first, size = 0, trained[site].numel()
+        while first < size:
+            stop = min(first + left, size)
+            stop -= stop % grain if stop < size else 0
+            if stop > first:
+                parts[-1].append((site, first, stop))
+            left -= stop - first
+            first = stop
+            if first < size or not left or room - left >= room * CLOSED_AT:
+                parts.append([])
+                left = room
+    return [pieces for pieces in parts if pieces]
+
+
+class Chunk:
+    """Chunk of elements of one dtype, divided into one slice per replica.
+
+    Attributes:
+        sites: use sites with elements in the chunk, as indices in the sink's ``trained``.
+        place: torch device of the elements.
+        sharded: True if each replica steps its slice.
+
+    Args:
+        trained: parameters of the sink, one per use site.
+        grain: slices begin at multiples of this number of elements of a site; more than 1 for a sharded chunk.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], trained: Sequence[torch.Tensor], placement: Placement, grain: int = 1
+    ) -> None:
+        self._pieces, self._like = pieces, trained[pieces[0][0]]
+        self.sharded = grain > 1
+        self.sites = [site for site, _, _ in pieces]
+        self.place = self._like.device
+        self._sizes = [stop - first for _, first, stop in pieces]
+        workers = placement.replicas
+        count = sum(self._sizes)
+        ends = [count * place // len(workers) for place in range(len(workers) + 1)]
+        if grain > 1:
+            starts = accumulate(self._sizes, initial=0)
+            cuts = [
+                at for start, size in zip(starts, self._sizes, strict=False) for at in range(start, start + size, grain)
+            ]
+            ends = [min((abs(cut - end), cut) for cut in (*cuts, count))[1] for end in ends]
+        self._bounds = dict(zip(workers, pairwise(ends), strict=True))
+
+    def flattened(self, sums: Tensors) -> torch.Tensor | None:
+        """Concatenate a lane's sums into one vector, with zeros for None; None if all sums are None.
+
+        Args:
+            sums: one per entry of ``sites``.
+        """
+        if all(x is None for x in sums):
+            return None
+        return torch.cat(
+            [
+                self._like.new_zeros(stop - first) if x is None else flat(x)[first:stop]
+                for (_, first, stop), x in zip(self._pieces, sums, strict=True)
+            ]
+        )
+
+    def slice_of(self, worker: int, flat: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the slice of a flattened chunk that a replica sums; None for None."""
+        first, stop = self._bounds[worker]
+        return None if flat is None else flat[first:stop]
+
+    def pieces_of(self, worker: int) -> list[Piece]:
+        """List the parts of sites in a replica's slice, without empty ones."""
+        low, high = self._bounds[worker]
+        pieces = []
+        for (site, first, stop), start in zip(self._pieces, accumulate(self._sizes, initial=0), strict=False):
+            begin, end = max(first, first + low - start), min(stop, first + high - start)
+            if begin < end:
+                pieces.append((site, begin, end))
+        return pieces
+
+    def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
+        """Concatenate the elements of a replica's slice.
+
+        Args:
+            tensors: one per entry of the sink's ``trained``, without None.
+        """
+        parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
+        return torch.cat(parts) if parts else self._like.new_empty(0)
+
+    def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
+        """Copy a replica's slice into the tensors of its sites.
+
+        Args:
+            into: one tensor to change per entry of the sink's ``trained``; None skips the site.
+        """
+        pieces = self.pieces_of(worker)
+        for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
+            if (target := into[site]) is not None:
+                flat(target)[begin:end] = part
+
+    def summed(self, worker: int, lanes: Sequence[tuple[torch.Tensor | None, Sequence[int]]]) -> torch.Tensor:
+        """Sum the slice of a replica over lanes in their order.
+
+        Args:
+            lanes: the slice of each lane, and a 0 or 1 per entry of ``sites`` (1: the lane has a sum).
+        """
+        first, stop = self._bounds[worker]
+        ends = [*accumulate(self._sizes, initial=0)]
+        total = self._like.new_zeros(stop - first)
+        # Consecutive sites with sums in the same lanes are summed together: mostly all sites of the chunk.
+        patterns = [tuple(bool(reached[at]) for _, reached in lanes) for at in range(len(self._pieces))]
+        for pattern, run in groupby(range(len(patterns)), key=patterns.__getitem__):
+            places = list(run)
+            low, high = max(ends[places[0]], first) - first, min(ends[places[-1] + 1], stop) - first
+            if low < high:
+                parts = [x[low:high] for (x, _), has in zip(lanes, pattern, strict=True) if has]  # type: ignore[index]
+                for number, part in enumerate(parts):
+                    if number:
+                        total[low:high] += part
+                    else:
+                        total[low:high] = part
+        return total
+
+    def write(self, totals: Tensors, into: Tensors) -> None:
+        """Copy the slices of all replicas into the tensors of their sites.
+
+        Args:
+            totals: one slice per replica, in the order of the replicas.
+            into: one tensor to change per entry of the sink's ``trained``; None skips the site.
+        """
+        whole = torch.cat([x for x in totals if x is not None])
+        for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
+            if (target := into[site]) is not None:
+                flat(target)[first:stop] = total
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """View all elements in the order of memory, shape (numel,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class ParameterSlice(NamedTuple):
+    """Range of elements of a parameter, in the order of memory."""
+
+    name: str
+    first: int
+    stop: int
+
+
+def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Map indices among the trained use sites to the names of the parameters with sharded optimizer state."""
+    names = [site.parameter for site in program.train.sites if site.parameter in program.trainable]
+    return {
+        place: name
+        for place, name in enumerate(names)
+        if name not in program.shared_with and parameters[name].dim() and parameters[name].is_contiguous()
+    }
+
+
+def parts_of(
+    program: StageProgram, parameters: Mapping[str, torch.Tensor], placement: Placement
+) -> dict[int, list[ParameterSlice]]:
+    """Map each replica's worker to the slices that it steps, in the order of the chunks."""
+    trained = [parameters[x.parameter].detach() for x in program.train.sites if x.parameter in program.trainable]
+    names = sharded_names(program, parameters)
+    chunks = once(chunks_of(trained, placement, names), names)
+    return {
+        worker: [ParameterSlice(names[site], *ends) for chunk in chunks for site, *ends in chunk.pieces_of(worker)]
+        for worker in placement.replicas
+    }
+
+
+class Slices:
+    """Slices of a stage's parameters that one replica steps.
+
+    Attributes:
+        parts: slices of every replica, in their order.
+        replica: index of this replica.
+        groups: for each group of the optimizer, the names of its parameters, also of those that only other replicas
+            step; empty before ``take_over``.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[ParameterSlice]], replica: int, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self.parts, self.replica = [list(of_one) for of_one in parts], replica
+        self.names = frozenset(part.name for of_one in parts for part in of_one)
+        self.groups: list[tuple[str, ...]] = []
+        self._parameters = parameters
+        self.held = {part: torch.nn.Parameter(self._view(part)) for part in self.parts[replica]}
+        """Tensors that the optimizer steps, by slice."""
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the whole parameters of an optimizer by this replica's slices."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        by_name: dict[str, list[tuple[ParameterSlice, torch.nn.Parameter]]] = {}
+        for part, parameter in self.held.items():
+            by_name.setdefault(part.name, []).append((part, parameter))
+        names_by_id = names | {id(parameter): part.name for part, parameter in self.held.items()}
+        self.groups = [tuple(names[id(x)] for x in group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            stepped = []
+            for whole in group["params"]:
+                name = names[id(whole)]
+                if name not in self.names:
+                    stepped.append(whole)
+                    continue
+                begun = optimizer.state.pop(whole, None)
+                for part, parameter in by_name.get(name, ()):
+                    stepped.append(parameter)
+                    if begun:
+                        optimizer.state[parameter] = {key: sliced(x, whole, part) for key, x in begun.items()}
+            group["params"] = stepped
+            if "param_names" in group:
+                group["param_names"] = [names_by_id[id(x)] for x in stepped]
+
+    def part_of(self) -> dict[int, ParameterSlice]:
+        """Map the id of each tensor that the optimizer steps to its slice."""
+        return {id(parameter): part for part, parameter in self.held.items()}
+
+    def take_gradients(self) -> None:
+        """Set the gradients of the slices from the whole parameters, which hold the totals of this replica's slices."""
+        for part, parameter in self.held.items():
+            whole = self._parameters[part.name].grad
+            parameter.grad = None if whole is None else flat(whole)[part.first : part.stop]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """List the gradients of the slices that have one."""
+        return [x.grad for x in self.held.values() if x.grad is not None]
+
+    def follow(self) -> None:
+        """Copy stepped slices back into their parameters if the optimizer assigned ``parameter.data``, so that a slice
+        is no view of its parameter any more; make it a view again.
+        """
+        for part, parameter in self.held.items():
+            view = self._view(part)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    def blocks(self, norms: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Assemble the block norms of every parameter that has a gradient, in the order of its blocks.
+
+        Args:
+            norms: one tensor per replica, in the order of the replicas, with the block norms of its slices that have a
+                gradient.
+        """
+        by_name: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for parts, of_replica in zip(self.parts, norms, strict=True):
+            with_gradient = [part for part in parts if self._parameters[part.name].grad is not None]
+            counts = [-(-(part.stop - part.first) // BLOCK) for part in with_gradient]
+            assert of_replica is not None, "every replica sends its norms"
+            for part, of_part in zip(with_gradient, of_replica.split(counts), strict=True):
+                like = self._parameters[part.name]
+                by_name.setdefault(part.name, []).append((part.first, of_part.to(like.device, like.dtype)))
+        order = {name: sorted(of_name, key=lambda pair: pair[0]) for name, of_name in by_name.items()}
+        return {name: torch.cat([norms for _, norms in of_name]) for name, of_name in order.items()}
+
+    def _view(self, part: ParameterSlice) -> torch.Tensor:
+        return flat(self._parameters[part.name].data)[part.first : part.stop]
+
+
+def sliced(value: Any, whole: torch.Tensor, part: ParameterSlice) -> Any:
+    """Return the part of an optimizer state's entry that belongs to a slice: a tensor of the parameter's shape is
+    sliced, any other tensor is cloned.
+
+    Args:
+        value: entry of the optimizer's state of ``whole``.
+        whole: the parameter.
+    """
+    if isinstance(value, torch.Tensor) and value.shape == whole.shape:
+        whole_value = torch.empty_like(whole, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+        return flat(whole_value)[part.first : part.stop].clone()
+    return value.clone() if isinstance(value, torch.Tensor) else value

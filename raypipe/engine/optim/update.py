@@ -1,0 +1,292 @@
+"""Update of one stage: gradient mean, norms, clipping, and the optimizer's step.
+
+Schedules may let every stage clip by its own norm, without waiting for other stages. If the ring of weight versions has
+no free slot, the update is deferred: its gradients are added to those of the next update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from raypipe.engine.device.device import TransferKind
+from raypipe.engine.messages.transfer import DeviceTransfer
+from raypipe.engine.optim.norms import block_norms, each_norm, norm_of_blocks, total_norm
+from raypipe.engine.optim.slices import flat
+from raypipe.engine.optim.state import LossScale, Settings, StageState, rate_of
+from raypipe.engine.stage.gradients import GradientSink
+from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.stage.weight_ring import WeightRing
+from raypipe.errors import StageError
+from raypipe.ir.segment import Segment
+from raypipe.ir.weights import WeightPolicy
+from raypipe.user_lines import quoted, short
+
+MOST_SKIPPED = 10
+"""Number of consecutive non-finite steps that end a run with on_nonfinite="skip": its parameters no longer change."""
+
+
+class Update:
+    """Update of one stage; ``reduction`` exchanges gradients and norms with other stages.
+
+    Args:
+        settings: max_grad_norm, on_nonfinite, loss_reduction and the seed of the optimizer's draws are used.
+        weights: weight policy, with each stage's share of the norm and the update intervals.
+        transfer: transfers to and from the device that computes.
+        nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if it is finite.
+    """
+
+    def __init__(
+        self,
+        state: StageState,
+        sink: GradientSink,
+        ring: WeightRing,
+        settings: Settings,
+        weights: WeightPolicy,
+        transfer: DeviceTransfer,
+        nonfinite_data: Callable[[int], str],
+    ) -> None:
+        program = self._program = sink.program
+        self._state, self._sink, self._ring = state, sink, ring
+        self._transfer, self._nonfinite_data = transfer, nonfinite_data
+        self._limit = settings.max_grad_norm
+        self._in_blocks = sink.lanes > 1  # norms are computed by blocks, see ``norms``
+        shares = weights.shares
+        self._share = shares[program.index] if shares else 1.0
+        self._weights, self._unscaled, self._rate, self._counts = weights, 1.0, 1.0, True
+        self._deferred = 0  # deferred updates since the last one
+        self._is_deferred = False  # True if this update is deferred
+        self._sums = settings.loss_reduction == "sum"
+        self._seed = settings.seed if settings.optimizer_draws else None
+        self._skips = settings.on_nonfinite == "skip"
+        self._skipped = 0  # skipped steps since the last one
+        self._positions: tuple[list[int], torch.Tensor] | None = None  # positions, as a list and as on the device
+        self._loss_scale = LossScale(state) if program.precision.scaled else None
+        self.lr: float | None = None
+        """Learning rate of the first group in the last step."""
+
+    def of(self, segment: Segment, microbatch: int) -> None:
+        """Prepare the update that ends with this micro-batch.
+
+        Gradients are those of the mean over ``segment.interval`` micro-batches. A stage that updates more often takes
+        the mean over its own interval, scales its learning rate, and steps its scheduler once all stages have updated.
+        """
+        intervals = self._weights.intervals if segment.update_interval is not None else ()
+        if not intervals:
+            self._unscaled, self._rate, self._counts = 1.0, 1.0, True
+            return
+        index, own = self._program.index, intervals[self._program.index]
+        at, sizes = microbatch - segment.first_microbatch, segment.microbatch_samples
+        end = at % len(sizes) + 1
+        of_all = (end - 1) // segment.interval * segment.interval
+        samples = sum(sizes[of_all : of_all + segment.interval])
+        self._unscaled = 1.0 if self._sums else samples / sum(sizes[end - own : end])
+        self._rate, self._counts = self._weights.rate(index), end % segment.interval == 0
+
+    def begin(self) -> bool:
+        """Return True if the update can be made now; if not, it is deferred."""
+        self._is_deferred = not self._ring.has_room()
+        self._deferred += self._is_deferred
+        return not self._is_deferred
+
+    def average(self) -> None:
+        """Convert every ``parameter.grad``, in place, from a scaled sum to a mean: over the stage's own update
+        interval, and over this update and the deferred ones before it. It is divided by the loss scale too.
+        """
+        if self._state.slices is not None:
+            self._state.slices.take_gradients()
+        if self._loss_scale is not None and self._state.optimizer is not None:
+            self._scale(1.0 / self._loss_scale.value)
+        if self._unscaled != 1.0:
+            self._scale(self._unscaled)
+        if self._deferred:
+            self._scale(1.0 / (1 + self._deferred))
+            self._deferred = 0
+
+    def own_norm(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return (gradient norm of this stage, ``own_norms()``); None if the update is deferred."""
+        if self._is_deferred:
+            return None
+        parts = self.own_norms()
+        return total_norm(*parts), parts
+
+    def part_norms(self) -> torch.Tensor | None:
+        """Return the block norms of this replica's slices, shape (blocks,); None without sharded optimizer state."""
+        if self._state.slices is None:
+            return None
+        of_slices = [block_norms(gradient) for gradient in self._state.slices.gradients()]
+        return torch.cat(of_slices) if of_slices else torch.empty(0, device=self._transfer.device.place)
+
+    def own_norms(self, parts: Sequence[torch.Tensor | None] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (positions in named_parameters(), gradient norms), both of shape (n,), of this stage's parameters that
+        have a gradient and that no earlier stage holds.
+
+        Args:
+            parts: ``part_norms`` of all replicas, in the order of the replicas, if the optimizer state is sharded.
+        """
+        index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
+        whole = []
+        blocks = {} if self._state.slices is None else self._state.slices.blocks(parts)
+        for name, parameter in self._state.parameters.items():
+            owner = self._program.shared_with.get(name, (index,))[0]
+            if owner == index and parameter.grad is not None:
+                positions.append(self._program.order[name])
+                if name in blocks:
+                    norms.append(norm_of_blocks(blocks[name]))
+                elif self._in_blocks:
+                    norms.append(norm_of_blocks(block_norms(flat(parameter.grad))))
+                else:
+                    whole.append(parameter.grad)
+                    norms.append(None)
+        at_once = iter(each_norm(whole))
+        in_order = [next(at_once) if norm is None else norm for norm in norms]
+        place = self._transfer.device.place
+        if self._positions is None or self._positions[0] != positions:
+            # Mostly equal in every step. Creating it on a device again would wait for all that is queued there.
+            self._positions = positions, torch.tensor(positions, dtype=torch.int64, device=place)
+        return self._positions[1], torch.stack(in_order) if in_order else torch.empty(0, device=place)
+
+    def step(
+        self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
+        gather: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
+        """Clip the gradients and step the optimizer, or skip the step. Stages that get the same ``total`` and ``loss``
+        all step, all skip or all raise.
+
+        Args:
+            total: gradient norm; None if the update is deferred.
+            loss: loss of the mini-batch so far; None if this stage does not have it.
+            alone: True if ``total`` is the norm of this stage, False if it is that of the whole model.
+            gather: called after the step of a sharded optimizer, to receive the other replicas' slices.
+
+        Returns:
+            True if the step was skipped because loss or norm was not finite; then only the buffers have changed.
+
+        Raises:
+            StageError: loss or norm is not finite, and the step may not be skipped.
+        """
+        if self._state.optimizer is not None:
+            self.lr = rate_of(self._state.optimizer.param_groups[0])
+        if total is None:
+            self._advance_scheduler()
+            return False
+        values = self._transfer.read((total, loss), TransferKind.NORMS)
+        finite = [value is None or math.isfinite(value) for value in values]
+        if self._overflowed(finite=finite[0]):
+            self._sink.reset()
+            return True
+        if not all(finite):
+            self._skipped += self._skips
+            if not 0 < self._skipped < MOST_SKIPPED:
+                advice = self._nonfinite_data(step) or _ADVICE
+                raise StageError(_not_finite(step, self._program.index, values, alone, self._skipped, advice))
+            self._sink.reset()
+            return True
+        self._skipped = 0
+        if self._limit is not None:
+            limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
+            self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
+        self._state.wait_until_read()
+        self._ring.advance()
+        if self._state.optimizer is not None:
+            with at_rate(self._state.optimizer, self._rate), self._draws():
+                self._state.optimizer.step()
+            if self._state.slices is not None:
+                self._state.slices.follow()
+                gather()
+            self._ring.follow()
+        self._advance_scheduler()
+        self._sink.reset()
+        return False
+
+    def _draws(self) -> AbstractContextManager[object]:
+        """Return the context of a step: it keys random draws if the optimizer draws, so that a resumed run draws the
+        same numbers.
+        """
+        if self._seed is None:
+            return nullcontext()
+        return KeyedRandomness(RandomKey(self._seed, self._state.updates, -1 - self._program.index))
+
+    def _overflowed(self, *, finite: bool) -> bool:
+        """Update the loss scale; return True if it was too large for this step. A scale of 1 never is."""
+        if self._loss_scale is None:
+            return False
+        to_blame = not finite and (self._state.optimizer is None or self._loss_scale.value > 1.0)
+        self._loss_scale.update(overflowed=not finite)
+        return to_blame
+
+    def _advance_scheduler(self) -> None:
+        """Step the scheduler, after deferred updates too, so that the learning rate is equal on every stage."""
+        if not self._counts:
+            return
+        self._state.updates += 1
+        scheduler = self._state.scheduler
+        try:
+            if scheduler is not None:
+                scheduler.step()
+        except Exception as error:  # (whatever the user's code raises)
+            raise StageError(
+                f"lr_scheduler: step {self._state.updates} of {type(scheduler).__name__} fails{quoted(error)}: "
+                f"{short(error)} It is called once for every update of the run, so it must have a rate for each, as "
+                "OneCycleLR with total_steps of at least the number of updates. A run of the same name resumes from "
+                "its newest checkpoint."
+            ) from error
+
+    def _scale(self, factor: torch.Tensor | float) -> None:
+        slices = self._state.slices
+        for name, parameter in self._state.parameters.items():
+            if parameter.grad is not None and (slices is None or name not in slices.names):
+                parameter.grad.mul_(factor)
+        for gradient in slices.gradients() if slices is not None else ():
+            gradient.mul_(factor)
+
+
+@contextmanager
+def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the optimizer's learning rates inside; they are restored afterwards, for schedulers and checkpoints."""
+    if factor == 1.0:
+        yield
+        return
+    if any(rate_of(group) is None for group in optimizer.param_groups):
+        raise StageError(
+            f"update_interval='per_replica' multiplies learning rates, and {type(optimizer).__name__} has groups "
+            "whose 'lr' is missing or not a number. Give update_interval a number, or name the optimizer's rate 'lr'."
+        )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+_ADVICE = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
+
+
+def _not_finite(step: int, stage: int, values: Sequence[float | None], alone: bool, skipped: int, advice: str) -> str:
+    total, loss = values
+    assert total is not None
+    if not alone:
+        assert loss is not None
+        if skipped:
+            return (
+                f"Step {step}: the loss is {loss:g} and the gradient norm {total:g}. It is the "
+                f"{skipped}th non-finite step in a row, the most that on_nonfinite='skip' leaves out: the parameters "
+                f"are those before step {step - skipped + 1}. {advice}"
+            )
+        return (
+            f"Step {step}: the loss is {loss:g} and the gradient norm {total:g}, so no stage took "
+            f"this step and the parameters are those after {step} steps. {advice} on_nonfinite='skip' leaves such "
+            "steps out."
+        )
+    of_loss = "" if loss is None else f"the loss is {loss:g} and "
+    return (
+        f"Step {step}: {of_loss}the gradient norm of stage {stage} is {total:g}, so it refused the update. Other "
+        f"stages may have stepped, because this schedule exchanges no norms; the newest checkpoint is consistent. "
+        f"{advice}"
+    )

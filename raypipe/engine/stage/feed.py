@@ -1,0 +1,242 @@
+"""Data of one stage: the columns of every micro-batch, their number of tokens, and the losses' weights on the last
+stage.
+
+``token_column`` selects the column of token ids by the first rule that applies:
+
+    columns of the data                           column of token ids
+    input_ids, attention_mask, labels             input_ids
+    tokens, targets                               tokens
+    0, 1 (of tuples)                              0, if it is int64 or int32 of shape (samples, length)
+
+Every entry of the column counts as a token, including padding, which takes as much computation as any other token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raypipe.data.open_data import Source
+from raypipe.data.stream import Mark
+from raypipe.data.stream_source import StreamReading, own_reader
+from raypipe.engine.stage.losses import LossCounts, Reduction, Weights, evaluation_shares, update_weights
+from raypipe.errors import DataError
+from raypipe.ir.segment import Segment
+from raypipe.user_lines import quoted, short
+
+
+class MicrobatchData(NamedTuple):
+    """Columns and loss weights of a micro-batch.
+
+    Attributes:
+        columns: tensors of shape (samples, ...) by column name.
+        weights: weight of each part of the micro-batch's loss in the gradient of its update; most losses have one part.
+        shares: weight of each part in the loss of the mini-batch; equal to ``weights`` with one update per mini-batch.
+    """
+
+    columns: Mapping[Any, torch.Tensor]
+    weights: Weights = ()
+    shares: Weights = ()
+
+
+class _Minibatch(NamedTuple):
+    """Columns, weights and shares of each micro-batch; in evaluation also, for each part of the loss, the number of
+    items that it averages over.
+    """
+
+    parts: list[dict[Any, torch.Tensor]]
+    weights: Sequence[Weights] = ()
+    shares: Sequence[Weights] = ()
+    items: Weights = ()
+
+
+class Feed:
+    """Reader of mini-batches, which it splits into micro-batches.
+
+    ``prepare`` reads mini-batches in advance; any other is read when ``microbatch`` needs the first of its
+    micro-batches. Two threads may call these methods at once, but only one of them reads at a time.
+
+    Args:
+        sources: data by mode: "train" and, for evaluation, "eval".
+        columns: columns that the stage reads, by mode.
+        targets: columns that the loss reads.
+        weighs: True on the last stage, which needs the losses' weights.
+        owner: (stage, worker), for which a stream is read separately.
+        token_column: column of token ids; None counts no tokens.
+        reduction: average of the loss; its items are counted in the last target, or in the column "labels" if the model
+            returns its own loss.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        columns: Mapping[str, Sequence[Any]],
+        targets: Sequence[Any],
+        *,
+        weighs: bool,
+        reduction: Reduction,
+        owner: Any = None,
+        token_column: Any = None,
+    ) -> None:
+        self._sources = {mode: own_reader(source, (owner, mode)) for mode, source in sources.items()}
+        self._end: tuple[int, int] | None = None  # epoch and offset after the newest mini-batch of training
+        self._counted = _counted_columns(reduction, targets) if weighs else ()
+        self._columns = {
+            mode: tuple(dict.fromkeys((*names, *targets, *self._counted))) for mode, names in columns.items()
+        }
+        self._token_column = token_column
+        self._tokens: dict[int, int] = {}  # by micro-batch
+        self._weighs = weighs
+        self._reduction = reduction
+        self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
+        self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
+        self._reading = threading.Lock()
+        self.reading = False
+        """True while ``microbatch`` waits for data."""
+
+    def prepare(self, segment: Segment, *, training: bool) -> None:
+        """Read the mini-batches that begin in this segment. If a read fails, ``microbatch`` raises its exception."""
+        mode = "train" if training else "eval"
+        if not self._columns[mode] and not self._weighs:
+            return
+        first = 0 if segment.phase.begins_empty else 1  # the segment before has read what it began
+        stop = segment.num_minibatches if segment.phase.ends_empty else segment.num_minibatches + 1
+        for minibatch in range(first, stop):
+            key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
+            try:
+                self._ahead[key] = self._read(key, segment)
+            except BaseException as error:  # noqa: BLE001  (raised where the data is used; no Ctrl-C reaches this thread)
+                failed = DataError(f"A sample cannot be read{quoted(error)}: {short(error)}")
+                self._ahead[key] = error if isinstance(error, Exception) else failed
+
+    def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
+        """Return the data of a micro-batch, which is numbered within the run; read its mini-batch if necessary."""
+        mode = "train" if training else "eval"
+        columns = self._columns[mode]
+        if not columns and not self._weighs:
+            return MicrobatchData({})
+        minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
+        key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
+        if self._current is None or self._current[0] != key:
+            loaded = self._ahead.pop(key, None)
+            if isinstance(loaded, Exception):
+                raise loaded
+            if loaded is None:
+                self.reading = True
+                try:
+                    loaded = self._read(key, segment)
+                finally:
+                    self.reading = False
+            self._current = (key, loaded)
+        if training:
+            self._end = segment.epoch, key[2] + segment.minibatch_samples
+        parts, weights, shares, _ = self._current[1]
+        if training and self._token_column in parts[index]:
+            self._tokens[microbatch] = parts[index][self._token_column].numel()
+        return (
+            MicrobatchData(parts[index], weights[index], shares[index])
+            if self._weighs
+            else MicrobatchData(parts[index])
+        )
+
+    def take_tokens(self, segment: Segment, step: int) -> int:
+        """Return the number of tokens in the mini-batch of a finished step, and forget it; 0 if
+        the stage reads none.
+        """
+        count = len(segment.microbatch_samples)
+        first = segment.first_microbatch + (step - segment.first_step) * count
+        return sum(self._tokens.pop(microbatch, 0) for microbatch in range(first, first + count))
+
+    def source(self, *, training: bool) -> Source:
+        """Return the data source."""
+        return self._sources["train" if training else "eval"]
+
+    def mark(self) -> Mark | None:
+        """Return the mark of a stream of train_data after the newest mini-batch, from which a run can resume.
+
+        None if train_data is no stream, or if this stage reads none of it.
+        """
+        reader = self._sources.get("train")
+        return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
+
+    def learn(self, mark: Mark | None) -> None:
+        """Give the stream of train_data the mark of the checkpoint from which the run resumes."""
+        reader = self._sources.get("train")
+        if mark is not None and isinstance(reader, StreamReading):
+            reader.learn(mark)
+
+    def close(self) -> None:
+        """Close the readers of streams."""
+        for source in self._sources.values():
+            if isinstance(source, StreamReading):
+                source.close()
+
+    @property
+    def items(self) -> Weights:
+        """Number of items that each part of the current mini-batch's loss averages over; only on the last stage, in
+        evaluation.
+        """
+        assert self._current is not None
+        return self._current[1].items
+
+    def _read(self, key: tuple[str, int, int], segment: Segment) -> _Minibatch:
+        mode, epoch, begin = key
+        wanted, sizes = self._columns[mode], segment.microbatch_samples
+        whole: dict[Any, torch.Tensor] = {}
+        if wanted:
+            read: Any
+            try:
+                with self._reading:
+                    read = self._sources[mode].read(epoch, begin, segment.minibatch_samples, wanted)
+            except DataError as error:
+                step = segment.first_step + (begin - segment.offset) // segment.minibatch_samples
+                when = f"Step {step}" if mode == "train" else "Evaluation"
+                raise DataError(f"{when}: {error}") from None
+            whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
+        parts: list[dict[Any, torch.Tensor]] = [{} for _ in sizes]
+        for name, tensor in whole.items():
+            for part, piece in zip(parts, tensor.split(sizes), strict=True):
+                part[name] = piece
+        if not self._weighs:
+            return _Minibatch(parts)
+        counted: Any = None
+        if isinstance(self._reduction, LossCounts):
+            counted = parts
+        elif self._counted:
+            counted = whole[self._counted[-1]]
+        if mode == "train":
+            weights, shares = update_weights(self._reduction, sizes, counted, segment.interval)
+            return _Minibatch(parts, weights=weights, shares=shares)
+        shares, items = evaluation_shares(self._reduction, sizes, counted)
+        return _Minibatch(parts, weights=shares, shares=shares, items=items)
+
+
+def _counted_columns(reduction: Reduction, targets: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the data columns from which the weights of the losses are computed."""
+    if isinstance(reduction, LossCounts):
+        return reduction.columns
+    if reduction in ("mean", "sum"):
+        return ()
+    return tuple(targets[-1:]) or ("labels",)
+
+
+NAMES = ("input_ids", "tokens")
+_IDS = (torch.int64, torch.int32)
+
+
+def token_column(names: Sequence[Any], example: Mapping[Any, torch.Tensor]) -> Any:
+    """Return the key of the column of token ids; None if no rule applies.
+
+    Args:
+        names: column names of the data, in order.
+        example: some samples of each column; its keys, names or indices, are those that stages use.
+    """
+    for name in NAMES:
+        if name in names:
+            return name if name in example else list(names).index(name)
+    first = example.get(0)
+    ids = first is not None and first.dtype in _IDS and first.dim() == 2 and first.shape[1] > 1
+    return 0 if ids else None

@@ -1,0 +1,265 @@
+"""Gradient accumulation: one accumulator per use site, summed once before the optimizer's step.
+
+    backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
+        |-- a large one, as soon as it is known --^
+
+A backward returns its gradients all at once, which would hold another copy of the weights besides the accumulators. So
+a large parameter's gradient is added by a hook on its leaf and freed before the next one is computed; for small ones,
+one call that adds them all is faster.
+
+With several lanes every lane has its own accumulators. The lane of a micro-batch does not depend on the worker, and
+lanes are summed in their order: the same bits for any number of replicas (``all_reduce`` has the exchange). With one
+lane the order is that of the micro-batches, as in plain PyTorch.
+
+    micro-batches 0 2 4 --> lane 0 --+
+    micro-batches 1 3 5 --> lane 1 --+--> sum over sites --> parameter.grad
+
+If every lane has one micro-batch of an update, and this worker has all lanes, the sum in the order of lanes is the sum
+in the order of micro-batches. One set of accumulators is then enough, as for the last stage of a 15-1 pipeline (15
+replicas of stage 0, and one worker for stage 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from raypipe.engine.stage.stage import Site, StageProgram
+from raypipe.ir.schedule import in_lane_order, lane_of
+
+Accumulators = dict[Site, torch.Tensor | None]
+"""Sums over one update, by use site."""
+
+LARGE_BYTES = 1 << 20
+"""Smallest gradient that a hook adds; the 5 us of a hook are short compared with this addition."""
+EARLY_BYTES = 1 << 16
+"""Smaller threshold for stages with replicas: early gradients are exchanged in parallel with the backward."""
+
+
+class GradientSink:
+    """Gradient sums of one stage: one accumulator per trained use site and lane, and their totals for the optimizer.
+
+    Attributes:
+        program: program of the stage.
+        lanes: number of gradient-accumulation lanes.
+
+    Args:
+        exchanged: True if replicas wait for gradients, so that hooks add smaller gradients too (EARLY_BYTES).
+        apart: True if lanes must not share accumulators, because their sums are rounded or an update may be deferred.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        parameters: Mapping[str, torch.nn.Parameter],
+        lanes: int = 1,
+        *,
+        exchanged: bool = False,
+        apart: bool = False,
+    ) -> None:
+        self.program, self.lanes = program, lanes
+        self._parameters = parameters
+        self._sites = program.train.sites
+        self._trained_at = [
+            position for position, site in enumerate(self._sites) if site.parameter in program.trainable
+        ]
+        self._sums_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in self._sites]  # memory that any lane may reuse
+        self.use_lane(0)
+        self._at_once = not (exchanged or apart)
+        self._large_bytes = EARLY_BYTES if exchanged else LARGE_BYTES
+        self._observer: Callable[[int], None] | None = None
+        self._number = {position: number for number, position in enumerate(self._trained_at)}
+        self._early: set[int] = set()
+        self._positions: dict[str, list[int]] = {}
+        for position, site in enumerate(self._sites):
+            self._positions.setdefault(site.parameter, []).append(position)
+        # Most parameters are used once and held by one stage: the sum of the one site is the gradient.
+        self._alone = [
+            (parameters[name], self._positions[name][0])
+            for name in program.trainable
+            if len(self._positions.get(name, ())) == 1 and name not in program.shared_with
+        ]
+        self._shared = program.trainable - {self._sites[position].parameter for _, position in self._alone}
+
+    def use_lane(self, lane: int) -> None:
+        """Add the following gradients to this lane; 0 at first, and after ``close``."""
+        self._sums = self._sums_of_lanes[lane]
+
+    def enter(self, microbatch: int, interval: int) -> None:
+        """Select the lane of a micro-batch, to which the following gradients are added.
+
+        Args:
+            microbatch: counted as in ``lane_of``; must increase from call to call.
+            interval: micro-batches per update.
+        """
+        at_once = self._at_once and in_lane_order(microbatch, interval, self.lanes)
+        self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
+
+    def watch(self, position: int, leaf: torch.Tensor) -> None:
+        """Register a hook on a leaf with large gradients that adds each of them as soon as it is computed.
+
+        Args:
+            position: index of the leaf's use site.
+        """
+        # Size of the sum: leaves may be of 16 bits.
+        if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
+            # Replacement for a gradient that the hook has added: its shape, without its memory.
+            nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            leaf.register_hook(partial(self._take, position, nothing))
+
+    def observe(self, observer: Callable[[int], None] | None) -> None:
+        """Set the observer that is called with the index in ``trained`` of each gradient that a hook has added; None
+        removes it.
+        """
+        self._observer = observer
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add one micro-batch's gradients; sums have the order of the calls.
+
+        The first gradient of a site is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
+        be a view or shared with another leaf, and the norm's bits depend on the layout.
+
+        Args:
+            gradients: one per leaf of ``WeightRing.trained``.
+        """
+        totals = [self._sums[position] for position in self._trained_at]
+        if totals and not self._early and all(x is not None for x in (*totals, *gradients)):
+            torch._foreach_add_(totals, gradients)  # type: ignore[arg-type]
+            return  # all accumulators exist, and no hook has added a gradient
+        copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for position, gradient in zip(self._trained_at, gradients, strict=True):
+            if gradient is None or position in self._early:
+                continue
+            total, is_new = self._total(position)
+            into, what = copies if is_new else sums
+            into.append(total)
+            what.append(gradient)
+        self._early.clear()
+        if copies[0]:
+            torch._foreach_copy_(*copies)
+        if sums[0]:
+            torch._foreach_add_(*sums)
+
+    def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Add a large leaf's gradient, as the leaf's hook; return ``nothing`` in its place, so that torch frees it."""
+        total, is_new = self._total(position)
+        if is_new:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+        self._early.add(position)
+        if self._observer is not None:
+            self._observer(self._number[position])
+        return nothing
+
+    def _total(self, position: int) -> tuple[torch.Tensor, bool]:
+        """Return the accumulator of a site, and True if it is new, with uninitialized memory."""
+        total = self._sums[position]
+        if total is not None:
+            return total, False
+        total = self._sums[position] = self._free(position)
+        return total, True
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Parameters of the trained use sites, one per site."""
+        return [self._parameters[self._sites[position].parameter].detach() for position in self._trained_at]
+
+    def close(self) -> None:
+        """Sum the lanes in their order, after the last gradient of this update."""
+        self.use_lane(0)
+        for position in self._trained_at if self.lanes > 1 else ():
+            parts = [sums[position] for sums in self._sums_of_lanes]
+            used = [part for part in parts if part is not None]
+            for part in used[1:]:
+                used[0].add_(part)
+            total = used[0] if used else None
+            self._keep_lanes(position, total)
+            self._sums[position] = total
+
+    def sums_of(self, lane: int, sites: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return the accumulators of a lane for these indices in ``trained``; None for a site without a gradient."""
+        return [self._sums_of_lanes[lane][self._trained_at[site]] for site in sites]
+
+    def total_of(self, site: int, *, reached: bool) -> torch.Tensor | None:
+        """Return the tensor for the sum of a site over the lanes of all replicas, which the caller writes and passes to
+        ``close_with``; None if no lane has a sum.
+
+        The tensor is the accumulator of the first local lane with a sum of the site, if there is one.
+
+        Args:
+            site: index in ``trained``.
+            reached: True if any lane of any replica has a sum of the site.
+        """
+        position = self._trained_at[site]
+        total = next((x for sums in self._sums_of_lanes if (x := sums[position]) is not None), None)
+        return self._free(position) if reached and total is None else total
+
+    def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
+        """Set the sums over all lanes, after the last gradient of this update.
+
+        Args:
+            totals: the filled tensors of ``total_of``, one per entry of ``trained``.
+        """
+        self.use_lane(0)
+        for position, total in zip(self._trained_at, totals, strict=True):
+            self._keep_lanes(position, total)
+            self._sums[position] = total
+
+    def _keep_lanes(self, position: int, total: torch.Tensor | None) -> None:
+        """Clear the lanes' sums of a site; their memory is kept for reuse, except for that of ``total``."""
+        for sums in self._sums_of_lanes:
+            if (x := sums[position]) is not None and x is not total:
+                self._kept[position].append(x)
+            sums[position] = None
+
+    def _free(self, position: int) -> torch.Tensor:
+        """Return memory for the sum of a site, from that kept for reuse if possible; its values are undefined."""
+        if kept := self._kept[position]:
+            return kept.pop()
+        return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
+
+    def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
+        """List the sums of parameters shared with these stages, in the order of ``StageProgram.shared_sites``.
+
+        They are complete after ``close``.
+        """
+        return [self._sums[p] for name in self.program.shared_names(stages) for p in self._positions.get(name, ())]
+
+    def finish(self, imported: Iterable[Accumulators]) -> None:
+        """Set every ``parameter.grad`` to the sum over its use sites, which is equal on all stages that hold it.
+
+        Args:
+            imported: results of ``exported`` of other stages.
+        """
+        foreign: Accumulators = {}
+        for sites in imported:
+            foreign |= sites
+        for parameter, position in self._alone:
+            parameter.grad = self._sums[position]
+        for name in self._shared:
+            own = {self._sites[p].index: self._sums[p] for p in self._positions.get(name, ())}
+            own |= {site.index: tensor for site, tensor in foreign.items() if site.parameter == name}
+            parts = [own[index] for index in sorted(own)]
+            used = [part for part in parts if part is not None]
+            if len(parts) <= 1:
+                total = used[0] if used else None
+            else:
+                total = used[0].clone() if used else None
+                for part in used[1:]:
+                    total.add_(part)  # type: ignore[union-attr]
+            self._parameters[name].grad = total
+
+    def reset(self) -> None:
+        """Clear the sums after the optimizer's step. Their memory is kept for reuse, except for shared parameters,
+        whose sums a link may still be sending.
+        """
+        for position, site in enumerate(self._sites):
+            total = self._sums[position]
+            if total is not None and site.parameter not in self.program.shared_with:
+                self._kept[position].append(total)
+            self._sums[position] = None

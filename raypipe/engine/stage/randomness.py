@@ -1,0 +1,327 @@
+"""Random draws keyed by (seed, step, micro-batch, number of the draw).
+
+Each draw uses a generator that is seeded by its key, so neither the partition nor the schedule nor the thread that runs
+a stage can change a single bit. The number counts the draws of one forward of the whole model in execution order.
+Capture writes it into the stages, and eager code gets the same numbers from `KeyedRandomness`.
+
+torch's default CPU generator is not used: it is global, so that two stage threads corrupt each other's draws, and
+seeding it costs 86 us against 1 us for a generator of one's own. Fused operations of a GPU (its dropout, its attention
+with dropout) take no generator: for them the GPU's default one is seeded, and restored.
+
+torch.cond in eager code compiles its bodies. Under a dispatch mode torch does not compile them, and its gradients fail,
+so it runs outside of `KeyedRandomness`. Draws inside it would use torch's own generator; capture refuses them. torch's
+compiler does not support several threads at once. Private parts of torch are looked up by name, not by torch's version:
+builds are patched, and later releases are unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._higher_order_ops import utils
+from torch._higher_order_ops.cond import CondAutogradOp
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from raypipe.errors import CaptureError, StageError
+from raypipe.splitmix import mixed
+
+_installed = False
+_backward = CondAutogradOp.backward
+_OURS = Path(__file__).parents[2]
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(_OURS / "engine"), str(_OURS / "capture"), contextlib.__file__)
+_one_at_a_time = threading.RLock()
+_without_gradients = ContextVar("_without_gradients", default=False)
+
+
+def key_conds() -> None:
+    """Run torch.cond outside of `KeyedRandomness`; without that mode torch.cond is unchanged."""
+    global _installed
+    if not _installed:
+        _installed = True
+        _enter_around_operators(_outside)
+        CondAutogradOp.backward = staticmethod(_locked_backward)  # type: ignore[method-assign]
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Disable gradients as an evaluation does. Inside, capture may drop a torch.no_grad of the model's forward."""
+    token = _without_gradients.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _without_gradients.reset(token)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    if torch.compiler.is_exporting() and not (torch.is_grad_enabled() or _without_gradients.get()):
+        raise CaptureError(
+            f"forward calls torch.cond under torch.no_grad{_users_line()}; torch.export would lose the no_grad. Pass "
+            "detached operands to torch.cond outside of the region instead."
+        )
+    keyed = any(isinstance(mode, KeyedRandomness) for mode in _get_current_dispatch_mode_stack())
+    with _one_at_a_time, _disable_current_modes() if keyed else nullcontext():
+        yield
+
+
+def _locked_backward(ctx: Any, *gradients: Any) -> Any:
+    with _one_at_a_time:
+        return _backward(ctx, *gradients)
+
+
+def _users_line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _enter_around_operators(around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run torch.cond, while_loop and the like inside a context when eager code calls them.
+
+    torch 2.11 has no _hop_compile_and_call; there setup_compilation_env is entered instead.
+
+    Args:
+        around: creates the context, once per call.
+    """
+    if hasattr(utils, "_hop_compile_and_call"):
+        run = utils._hop_compile_and_call
+
+        def inside(function: Any, args: Any, kwargs: Any = None) -> Any:
+            with around():
+                return run(function, args, kwargs)
+
+        utils._hop_compile_and_call = inside
+        return
+    environment: Any = utils.setup_compilation_env
+
+    @contextmanager
+    def both() -> Iterator[Any]:
+        with around(), environment() as backend:
+            yield backend
+
+    def environment_inside() -> AbstractContextManager[Any]:
+        # flex_attention enters it by a name bound at import, perhaps the original: so it gets the original in any case.
+        caller = sys._getframe(1).f_globals.get("__name__")
+        return environment() if caller == "torch.nn.attention.flex_attention" else both()
+
+    utils.setup_compilation_env = environment_inside  # type: ignore[assignment]
+
+
+aten = torch.ops.aten
+
+_local = threading.local()
+_ONE_DEFAULT = threading.Lock()
+_ONE_CUDNN = threading.Lock()
+
+
+class RandomKey(NamedTuple):
+    """Key of the random draws of one forward; ``microbatch`` is numbered within the run."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
+    """Return this thread's generator for the device, seeded for one draw; meta tensors use the CPU's."""
+    device = torch.device("cpu") if device.type == "meta" else device
+    pool = _local.__dict__.setdefault("generators", {})
+    generator = pool.get(device)
+    if generator is None:
+        generator = pool[device] = torch.Generator(device)
+    generator.manual_seed(_seed(key, index))
+    return generator
+
+
+def _seed(key: RandomKey, index: int) -> int:
+    """Compute the seed of one draw. The CPU generator uses only its low 32 bits, which depend on
+    all parts of the key.
+    """
+    return mixed(*key, index) & 0x7FFFFFFFFFFFFFFF
+
+
+@contextmanager
+def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
+    """Seed the default generator of a GPU inside, for operations that take no generator, and restore it afterwards.
+
+    These operations read seed and offset when they are queued. Other threads that enter wait.
+    """
+    number = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[number]
+    with _ONE_DEFAULT:
+        before = generator.get_state()
+        generator.manual_seed(_seed(key, index))
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
+    """Compute ``aten::dropout`` of training, 0 < p < 1, from a keyed draw: to the bits of torch's dropout under
+    `KeyedRandomness`, because the operations are the same.
+    """
+    if x.is_cuda and x.numel():
+        with _default_seeded(x.device, key, index):
+            return torch.native_dropout(x, p, True)[0]
+    noise = torch.empty_like(x).bernoulli_(1 - p, generator=_generator(key, index, x.device)).div_(1 - p)
+    return x * noise
+
+
+def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if this call of an aten operation draws random numbers (dropout with p = 0 does not)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    bound = bind_arguments(op, args, kwargs)
+    if "dropout_p" in bound:  # attention
+        return bool(bound["dropout_p"] > 0.0)
+    for probability in ("p", "dropout"):  # the dropout family, and recurrent networks of cuDNN
+        if "train" in bound and probability in bound:
+            return bool(bound["train"]) and 0.0 < bound[probability] < 1.0
+    return True
+
+
+def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count the draws of this call of an aten operation: a recurrent network draws after every layer but the last."""
+    if not draws_randomness(op, args, kwargs):
+        return 0
+    bound = bind_arguments(op, args, kwargs)
+    if "num_layers" not in bound:
+        return 1
+    return bound["num_layers"] - 1 if bound["train"] and 0.0 < bound["dropout"] < 1.0 else 0
+
+
+def bind_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, with defaults filled in."""
+    bound = {}
+    for position, argument in enumerate(op._schema.arguments):
+        if position < len(args):
+            bound[argument.name] = args[position]
+        else:
+            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def _like(fill: str) -> Any:
+    def draw(args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator) -> torch.Tensor:
+        return getattr(torch.empty_like(args[0], **kwargs), fill)(*args[1:], generator=generator)
+
+    return draw
+
+
+# Replacements for overloads that have no variant with a generator argument.
+_WITHOUT_GENERATOR = {
+    aten.rand_like.default: _like("uniform_"),
+    aten.randn_like.default: _like("normal_"),
+    aten.randint_like.default: lambda a, k, g: torch.empty_like(a[0], **k).random_(0, a[1], generator=g),
+    aten.randint_like.low_dtype: lambda a, k, g: torch.empty_like(a[0], **k).random_(a[1], a[2], generator=g),
+}
+
+
+_FUSED = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "native_dropout",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+)
+"""Operations of a GPU that draw from its default generator, once, as they are queued. Their backward draws nothing."""
+
+_OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)
+_RECURRENT = frozenset((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu))
+
+
+class KeyedRandomness(TorchDispatchMode):
+    """Dispatch mode that keys every random draw of this thread; the first draw has number ``first_index``.
+
+    Attributes:
+        index: number of the next draw.
+    """
+
+    def __init__(self, key: RandomKey, first_index: int = 0) -> None:
+        super().__init__()
+        key_conds()
+        self.key = key
+        self.index = first_index
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws_randomness(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        index, self.index = self.index, self.index + 1
+        if func in _FUSED and device.type == "cuda":
+            with _default_seeded(device, self.key, index):
+                return func(*args, **kwargs)
+        generator = _generator(self.key, index, device)
+        if func in _WITHOUT_GENERATOR:
+            return _WITHOUT_GENERATOR[func](args, kwargs, generator)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **{**kwargs, "generator": generator})
+        # rand.default has the twin rand.generator, randint.low has randint.low_generator.
+        twin = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+        overload = getattr(func.overloadpacket, twin, None)
+        if overload is None:
+            if func in _OF_CUDNN:
+                raise CaptureError(
+                    "cuDNN draws the dropout between layers of a recurrent network from a state of its own, which "
+                    "raypipe cannot make the same in every partition. A pipeline computes such a network without "
+                    "cuDNN; for the same bits elsewhere set torch.backends.cudnn.enabled = False."
+                )
+            raise CaptureError(
+                f"The random operation {func} takes no generator, so raypipe cannot make its draws the same in every "
+                "partition. Replace it by torch.rand, torch.randn, bernoulli or dropout."
+            )
+        return overload(*args, **{**kwargs, "generator": generator})
+
+
+def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
+    """Call a random operation with keyed draws; for dropout, ``dropout`` is faster.
+
+    Args:
+        index: number of its first draw.
+        draws: number of draws that the operation makes.
+
+    Raises:
+        StageError: the operation made another number of draws, so that the numbers of later draws would shift.
+    """
+    with _without_cudnn(op, args), KeyedRandomness(key, index) as mode:
+        result = op(*args, **kwargs)
+    if mode.index != index + draws:
+        raise StageError(
+            f"{op} drew {mode.index - index} times where {draws} were planned; use torch's dropout instead."
+        )
+    return result
+
+
+@contextmanager
+def _without_cudnn(op: Any, args: Sequence[Any]) -> Iterator[None]:
+    """Disable cuDNN inside, if the operation is a recurrent network on a GPU: cuDNN's random state cannot be keyed.
+
+    The switch is global to the process. A worker computes in one thread; with stages in threads of one process, other
+    stages may run without cuDNN meanwhile.
+    """
+    if getattr(op, "overloadpacket", op) not in _RECURRENT or not any(
+        isinstance(x, torch.Tensor) and x.is_cuda for x in args
+    ):
+        yield
+        return
+    with _ONE_CUDNN:
+        before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.enabled = before

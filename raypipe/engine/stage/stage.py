@@ -1,0 +1,320 @@
+"""Stage of a model: a pure function of parameters, buffers, inputs and a random key; and the buffers that it updates.
+
+    outputs = stage(parameters, buffers, inputs, columns, key)
+
+The executor holds the tensors, the stage holds the code. A program sent to an actor therefore has no parameters, and
+weight versions, activation recomputation and re-partitioning need no other kind of stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from raypipe.engine.stage.eval_metrics import MetricReads, fields_of
+from raypipe.engine.stage.generated_source import compiled
+from raypipe.engine.stage.mixed_precision import computing, converted
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.errors import StageError
+from raypipe.ir.precision import FP32, Precision
+
+Loss = Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor | tuple[torch.Tensor, ...]]
+"""Loss function: (outputs of the last stage, targets) -> a scalar, or a tuple of scalars that add up to the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Use site of a parameter; gradients are accumulated per site and summed once before the optimizer's step.
+
+    Sums over the sites of a shared parameter do not commute with sums over micro-batches, so one
+    accumulator per site is what makes every partition give the same bits.
+
+    Attributes:
+        parameter: canonical name, the first of named_parameters().
+        index: position among the uses of this parameter in execution order.
+    """
+
+    parameter: str
+    index: int
+
+
+class StageFunction(Protocol):
+    """One mode (training or evaluation) of a stage.
+
+    Attributes:
+        sites: use sites of the argument ``parameters``, in order.
+        buffers: names of the argument ``buffers``, which are updated in place.
+        columns: names of the data columns that the stage reads itself.
+        num_inputs, num_outputs: number of boundary tensors received and sent.
+        precision: precision of the computation; arguments are converted to it.
+    """
+
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int
+    precision: Precision
+
+    @property
+    def changing_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that a forward may update."""
+
+    @property
+    def tried_constant(self) -> tuple[str, ...]:
+        """Names of the ``changing_buffers`` that no forward of the trial changed; a later forward may change them."""
+
+    def __call__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """Code and names that an actor needs to run a stage, without its tensors.
+
+    Attributes:
+        index, num_stages: position of the stage.
+        train: function for training.
+        eval: function for evaluation, from the same capture, with the same names and partition; None without
+            evaluation.
+        parameters: canonical names of the trainable and frozen parameters held here.
+        buffers: names of the buffers held here.
+        trainable: names among parameters with requires_grad.
+        shared_with: for each parameter that other stages hold too, the stages that hold it, including this one.
+        num_sites: uses of each parameter in the whole model.
+        order: position of each parameter in the user's named_parameters(), the order in which norms are combined.
+        loss: loss of training; None before the last stage. ``loss_by_mode`` has the loss of evaluation too.
+        targets: columns that the loss reads; empty before the last stage and if the model returns its loss.
+        first_trainable: lowest stage with a trainable parameter.
+        metric_reads: outputs and columns that metrics read if the model returns its own loss; on the last stage.
+        precision: precision of the functions and the loss.
+    """
+
+    index: int
+    num_stages: int
+    train: StageFunction
+    eval: StageFunction | None
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    trainable: frozenset[str]
+    shared_with: dict[str, tuple[int, ...]]
+    num_sites: dict[str, int]
+    order: dict[str, int]
+    loss: Loss | None
+    targets: tuple[str, ...]
+    first_trainable: int
+    metric_reads: MetricReads = MetricReads()  # noqa: RUF009  (immutable)
+    precision: Precision = FP32
+
+    @property
+    def modes(self) -> dict[str, StageFunction]:
+        """Functions by mode: "train", and "eval" if the program has one."""
+        return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
+
+    def loss_outputs(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of the last stage in evaluation, without those that only metrics read."""
+        return outputs[: len(outputs) - len(self.metric_reads.outputs)]
+
+    def metric_arguments(
+        self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor]
+    ) -> tuple[Any, list[Any]]:
+        """Return (output, targets) for metrics, from the outputs of the last stage in evaluation."""
+        as_returned = getattr(self.loss_by_mode["eval"], "as_returned", None)
+        if as_returned is not None:
+            return as_returned(outputs), [columns[name] for name in self.targets]
+        kept = outputs[len(outputs) - len(self.metric_reads.outputs) :]
+        batch = fields_of({name: columns[name] for name in self.metric_reads.columns}, self.metric_reads.column_names)
+        return fields_of(dict(zip(self.metric_reads.outputs, kept, strict=True)), self.metric_reads.output_names), [
+            batch
+        ]
+
+    @property
+    def loss_by_mode(self) -> dict[str, Loss | None]:
+        """Loss by mode, "train" and "eval": they differ if the model returns another structure in evaluation."""
+        in_evaluation = getattr(self.loss, "in_evaluation", None)
+        return {"train": self.loss, "eval": self.loss if in_evaluation is None else in_evaluation()}
+
+    def whole_loss(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute the loss of the last stage's outputs, with its parts added up."""
+        assert self.loss is not None
+        loss = self.loss(outputs, targets)
+        return loss if isinstance(loss, torch.Tensor) else sum(loss[1:], start=loss[0])
+
+    def shared_names(self, stages: Collection[int]) -> list[str]:
+        """List this stage's trainable parameters that one of ``stages``, other than this one, holds too."""
+        return [
+            name
+            for name in self.parameters
+            if name in self.trainable and any(s in stages for s in self.shared_with.get(name, ()) if s != self.index)
+        ]
+
+    def shared_sites(
+        self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
+    ) -> dict[Site, torch.Tensor | None]:
+        """Map this stage's use sites of parameters shared with ``stages`` to their gradient sums.
+
+        Args:
+            tensors: the sums in the order of ``GradientSink.exported(stages)``, which this stage has sent.
+        """
+        wanted = self.shared_names(stages)
+        sites = [site for name in wanted for site in self.train.sites if site.parameter == name]
+        return dict(zip(sites, tensors, strict=True))
+
+
+def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:
+    """Create the error for a column that has not the traced shape.
+
+    Sizes of the traced shape are constants of the generated code, which may fail or compute wrong values for others.
+    """
+    sizes = ", ".join("samples" if size is None else str(size) for size in shape)
+    return StageError(
+        f"Column {name!r} came with shape {tuple(column.shape)}, but the model was traced for ({sizes}) and its stages "
+        "compute for that shape only. Pad or crop the data to one shape, or build the model as an nn.Sequential of "
+        "blocks, which is not traced."
+    )
+
+
+@dataclass(slots=True)
+class GraphFunction:
+    """Stage as generated Python source over aten operations, from a slice of an exported graph.
+
+    Attributes:
+        source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
+        names: globals of the source.
+        constants: tensors that the model closed over, never trained and never changed.
+        column_shapes: required shape of each column, None for any size; empty if any shape is accepted.
+        place: device of ``constants`` and of tensors that the source creates; None for host memory, as captured.
+    """
+
+    source: str
+    names: dict[str, Any]
+    constants: tuple[torch.Tensor, ...]
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int
+    title: str = "stage"
+    column_shapes: tuple[tuple[int | None, ...], ...] = ()
+    changing_buffers: tuple[str, ...] = ()
+    precision: Precision = FP32
+    place: torch.device | None = None
+    _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def tried_constant(self) -> tuple[str, ...]:
+        """Empty: the graph shows every buffer that a forward updates."""
+        return ()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return tuple(None if name == "_function" else getattr(self, name) for name in self.__slots__)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for name, value in zip(self.__slots__, state, strict=True):
+            setattr(self, name, value)
+
+    def __call__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]:
+        if self._function is None:
+            self._function = compiled(self.source, self.names, self.title, self.place, direct=True)
+        for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
+            if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
+                raise _other_shape(name, column, shape)
+        leaves, held, read = (converted(tensors, self.precision) for tensors in (parameters, buffers, columns))
+        with computing(self.precision, (*leaves, *inputs, *read)):
+            return self._function(None, *leaves, *held, *self.constants, *inputs, *read, key)
+
+
+class StageBuffers:
+    """Buffers of one stage by mode: the buffers of training, and copies of those that an evaluation may change.
+
+    training    average --F0--> average --F1--> average ............................. --F2--> average
+                                                   |  copied at the beginning           unchanged
+    evaluation                                     +--> average --F--> average    (dropped)
+
+    Evaluation mode changes no statistics of a BatchNorm, but a module may count or average in every forward. An
+    evaluation runs as in plain PyTorch on a copy of the model: its updates are visible to its later forwards, and then
+    dropped.
+
+    Args:
+        modes: functions of "train", and of "eval" if there is evaluation.
+        held: all buffers of the stage by name; they stay the same tensors.
+    """
+
+    def __init__(self, modes: Mapping[str, StageFunction], held: Mapping[str, torch.Tensor]) -> None:
+        self._held = {mode: {name: held[name] for name in of.buffers} for mode, of in modes.items()}
+        self._changing = modes["eval"].changing_buffers if "eval" in modes else ()
+        self._names = modes["train"].changing_buffers
+        self._trained = [held[name] for name in self._names]
+        self._before: list[torch.Tensor] = []
+        self._constant = frozenset(modes["train"].tried_constant)
+        self._evaluation: dict[str, torch.Tensor] | None = None
+
+    def begin(self, *, training: bool, anew: bool) -> None:
+        """Prepare the buffers of a segment.
+
+        Args:
+            anew: an evaluation begins with this segment.
+        """
+        if training:
+            self._evaluation = None
+        elif anew or self._evaluation is None:
+            held = self._held["eval"]
+            self._evaluation = held | {name: held[name].detach().clone() for name in self._changing}
+
+    def keep(self) -> None:
+        """Copy the buffers that training may change, before a step that may be repeated."""
+        if not self._before:
+            self._before = [x.detach().clone() for x in self._trained]
+        else:
+            for kept, x in zip(self._before, self._trained, strict=True):
+                kept.copy_(x)
+
+    def bring_back(self) -> None:
+        """Restore the values of the last ``keep``, in place; without one, do nothing."""
+        for kept, x in zip(self._before, self._trained, strict=bool(self._before)):
+            x.copy_(kept)
+
+    def check(self, stage: int) -> None:
+        """Check, after a step that began with ``keep`` on a stage with replicas, that buffers assumed constant did not
+        change.
+
+        Raises:
+            StageError: a forward changed a buffer that no forward of the trial changed.
+        """
+        for name, x, kept in zip(self._names, self._trained, self._before, strict=True):
+            if name in self._constant and not same_bits(x, kept):
+                raise StageError(
+                    f"Stage {stage} changed buffer {name!r} in this step, but not when the model was tried, so its "
+                    "replicas now differ, each by its own micro-batches. Give the stage one worker (num_replicas takes "
+                    "a list, one number per stage), or set replicated_buffers=True, with which each replica keeps its "
+                    "own."
+                )
+
+    def of(self, *, training: bool) -> dict[str, torch.Tensor]:
+        """Return the buffers for a forward, which may change them."""
+        return self._held["train"] if training or self._evaluation is None else self._evaluation
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return True if two tensors of one shape and dtype are equal, with NaN equal to itself."""
+    return torch.equal(one, two) or torch.equal(_bits(one), _bits(two))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().reshape(-1).view(torch.uint8)

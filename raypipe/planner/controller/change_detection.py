@@ -1,0 +1,217 @@
+"""Detection of changes in the measured seconds of links and stages, and of stage times that have settled.
+
+        ordinary step: the mean moves a little
+  +---+
+  v   | agrees
+steady ---- differs ----> suspect ---- differs again ----> changed: the new mean is that of these two steps
+  ^                          |
+  +--------- agrees ---------+        a single outlier is noise and hardly moves the mean
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+from raypipe.ir.communication import StageSample
+
+
+class DriftState(StrEnum):
+    """Result of comparing a step with the running mean: it agrees, disagrees, or is the second that disagrees."""
+
+    STEADY = "steady"
+    SUSPECT = "suspect"
+    CHANGED = "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Detector of changes in one series of seconds, one value per step.
+
+    Attributes:
+        threshold: relative distance from the mean above which a step disagrees with it.
+        floor_s: least mean for this comparison, so that distances up to ``threshold * floor_s`` never count.
+        weight: weight of the newest step in the mean.
+        mean_s: running mean; None before the first step.
+        odd_s: seconds of the last step if it disagreed with the mean, else None.
+    """
+
+    threshold: float
+    floor_s: float
+    weight: float = 0.2
+    mean_s: float | None = None
+    odd_s: float | None = None
+
+    def after(self, seconds: float) -> tuple[Drift, DriftState]:
+        """Return the detector after one more step, and the result of comparing that step with the mean."""
+        if self.mean_s is None:
+            return replace(self, mean_s=seconds), DriftState.STEADY
+        allowed_s = self.threshold * max(self.mean_s, self.floor_s)
+        change_s = seconds - self.mean_s
+        if abs(change_s) <= allowed_s:
+            # The outlier before is clipped: it moves the mean no further than an ordinary step can.
+            odd_s = 0.0 if self.odd_s is None else max(-allowed_s, min(allowed_s, self.odd_s - self.mean_s))
+            mean_s = max(0.0, self.mean_s + self.weight * (change_s + odd_s))
+            return replace(self, mean_s=mean_s, odd_s=None), DriftState.STEADY
+        if self.odd_s is not None and (self.odd_s > self.mean_s) == (seconds > self.mean_s):
+            return replace(self, mean_s=(self.odd_s + seconds) / 2, odd_s=None), DriftState.CHANGED
+        return replace(self, odd_s=seconds), DriftState.SUSPECT
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+WINDOW_STEPS = 8
+"""Newest steps of which medians are taken."""
+SPLIT_TIMINGS = 5
+"""Newest timings of split backwards that are kept, as fractions of a whole backward."""
+FLOOR_S = 1e-3
+"""Least mean that changes of a stage's seconds are relative to."""
+
+
+class StageEstimator:
+    """Estimator of the seconds of all stages; or of all workers, numbered as stages, if stages have replicas.
+
+    Args:
+        drift_threshold: relative change of a stage's forward plus backward that counts as a change.
+    """
+
+    def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
+        self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
+        self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
+        # I and W as fractions of a whole backward, which do not depend on how slow the machine is.
+        self._split_shares: list[deque[tuple[float, float]]] = [deque(maxlen=SPLIT_TIMINGS) for _ in range(num_stages)]
+
+    def add(self, samples: Iterable[StageSample]) -> DriftState:
+        """Add one step; return CHANGED if a stage has become faster or slower for good, else STEADY.
+
+        After a change all stages forget all but the last two steps. Other stages have often slowed too, by less than
+        the threshold, and mixing seconds from before and after would make the stages seem out of balance.
+        """
+        news = DriftState.STEADY
+        for sample in samples:
+            window = self._window[sample.stage]
+            busy_s = sample.forward_s + self._whole_s(sample)
+            self._drift[sample.stage], stage_news = self._drift[sample.stage].after(busy_s)
+            window.append(sample)
+            if sample.backward_s > 0 and sample.input_s is not None and sample.weight_s is not None:
+                shares = sample.input_s / sample.backward_s, sample.weight_s / sample.backward_s
+                self._split_shares[sample.stage].append(shares)
+            if stage_news is DriftState.CHANGED:
+                news = DriftState.CHANGED
+        if news is DriftState.CHANGED:
+            for window in self._window:
+                keep = list(window)[-2:]
+                window.clear()
+                window.extend(keep)
+        return news
+
+    @property
+    def complete(self) -> bool:
+        """True if every stage has reported a step."""
+        return all(self._window)
+
+    def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Compute medians by stage: forward, whole backward, optimizer step."""
+        rows = [
+            (
+                median(s.forward_s for s in window),
+                median(self._whole_s(s) for s in window),
+                median(s.step_s for s in window),
+            )
+            for window in self._window
+        ]
+        forward_s, backward_s, step_s = zip(*rows, strict=True)
+        return forward_s, backward_s, step_s
+
+    def split_backward_s(self) -> tuple[tuple[float, float], ...]:
+        """Compute the median seconds of (I, W) by stage; empty until split backwards of all stages were timed.
+
+        A run with whole backwards splits one now and then to time its parts. In between, the parts are computed as the
+        last measured fractions of whole backwards.
+        """
+        by_stage = []
+        for stage, window in enumerate(self._window):
+            shares = self._shares(stage)
+            parts_s = [(s.input_s or 0.0, s.weight_s or 0.0) for s in window if not s.backward_s]
+            whole_s = [s.backward_s for s in window if s.backward_s]
+            if whole_s and shares is None:
+                return ()
+            if shares is not None:
+                parts_s.extend((s * shares[0], s * shares[1]) for s in whole_s)
+            by_stage.append((median(i for i, _ in parts_s), median(w for _, w in parts_s)))
+        return tuple(by_stage)
+
+    def _whole_s(self, sample: StageSample) -> float:
+        """Return the seconds of a whole backward; if only split ones ran, estimate it from those of both parts."""
+        if sample.backward_s or sample.input_s is None or sample.weight_s is None:
+            return sample.backward_s
+        shares = self._shares(sample.stage)
+        return (sample.input_s + sample.weight_s) / (sum(shares) if shares is not None else 1.0)
+
+    def _shares(self, stage: int) -> tuple[float, float] | None:
+        """Return I and W as fractions of a whole backward; None before both were timed."""
+        timed = self._split_shares[stage]
+        return (median(i for i, _ in timed), median(w for _, w in timed)) if timed else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert the state to JSON values."""
+        return {
+            "window": [[list(sample) for sample in window] for window in self._window],
+            "drift": [asdict(one) for one in self._drift],
+            "told": [[list(pair) for pair in timed] for timed in self._split_shares],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what ``to_dict`` wrote."""
+        for window, rows in zip(self._window, state["window"], strict=True):
+            window.clear()
+            window.extend(StageSample(*row) for row in rows)
+        self._drift = [Drift(**one) for one in state["drift"]]
+        for timed, pairs in zip(self._split_shares, state["told"], strict=True):
+            timed.clear()
+            timed.extend((float(i), float(w)) for i, w in pairs)
+
+
+SETTLED_STEPS = 6
+"""Steps without a change after which stage times count as settled."""
+MEASURED_STEPS = 4
+"""Fewest measured steps among SETTLED_STEPS; medians include the two steps that showed the change."""
+
+
+class SteadyStageTimes:
+    """Detector of settled stage times.
+
+    Args:
+        drift_threshold: relative change of a stage's seconds that counts as a change.
+    """
+
+    def __init__(self, num_stages: int, drift_threshold: float) -> None:
+        self._stages = StageEstimator(num_stages, drift_threshold)
+        self._since: int | None = None  # the step of the last change, or the one before the first
+        self._measured = 0  # steps since then
+
+    def add(self, samples: Sequence[StageSample]) -> tuple[float, ...] | None:
+        """Add one measured step.
+
+        Args:
+            samples: samples of this step, one per stage.
+
+        Returns:
+            seconds of forward plus backward of one micro-batch, by stage; None while they have not settled.
+        """
+        step = samples[0].step
+        if self._since is None or self._since >= step:  # the first step, or the first after a rollback
+            self._since, self._measured = step - 1, 0
+        if self._stages.add(samples) is DriftState.CHANGED:
+            self._since, self._measured = step, 0
+        else:
+            self._measured += 1
+        if step - self._since < SETTLED_STEPS or self._measured < MEASURED_STEPS or not self._stages.complete:
+            return None
+        forward_s, backward_s, _ = self._stages.seconds()
+        return tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))

@@ -1,0 +1,1 @@
+"""Costs that plans are compared by: seconds of a stage, bytes of a worker."""

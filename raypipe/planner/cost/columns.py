@@ -1,0 +1,143 @@
+"""Columns of a graph: numbers of its nodes as arrays, and their sums over ranges of nodes; cached by graph.
+
+A decision needs the same numbers of a few graphs hundreds of times. Graphs are immutable, so the columns of the most
+recently used ones are cached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.graph import Lines, ModelGraph, pruned
+
+Ints = NDArray[np.int64]
+KEPT = 8
+"""Number of graphs whose columns are cached."""
+
+
+class Sums(NamedTuple):
+    """Summed bytes of some nodes; activations per sample."""
+
+    param_bytes: int
+    trainable_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+
+
+class Columns(NamedTuple):
+    """Numbers by node, shape (nodes,) unless stated otherwise.
+
+    Attributes:
+        busy_s: seconds of one micro-batch, forward and backward.
+        forward_s: the forward's part of it.
+        param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
+        workspace: all nodes' lines: fixed bytes, bytes per sample, activations up to that node; shape (3, lines).
+        workspace_at: where each node's lines begin; shape (nodes + 1,).
+        places: positions where the graph may be cut, and its two ends; shape (places,).
+        cut_bytes: bytes of one sample that cross each place; 0 at the ends; shape (places,).
+        before: sums of the four byte columns over the nodes before each position; shape (4, nodes + 1).
+    """
+
+    busy_s: NDArray[np.float64]
+    forward_s: NDArray[np.float64]
+    param_bytes: Ints
+    trainable_bytes: Ints
+    buffer_bytes: Ints
+    activation_bytes: Ints
+    workspace: Ints
+    workspace_at: Ints
+    places: Ints
+    cut_bytes: Ints
+    before: Ints
+
+
+class _Same:
+    """Cache key of a graph, equal only for the same object: comparing all nodes would take longer than reading them."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+
+def columns_of(graph: ModelGraph) -> Columns:
+    """Return the cached columns of a graph; read-only."""
+    return _columns(_Same(graph))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _columns(same: _Same) -> Columns:
+    nodes = same.graph.nodes
+    busy_s = np.array([n.forward_s + (n.backward_input_s + n.backward_weight_s) for n in nodes], dtype=np.float64)
+    forward_s = np.array([n.forward_s for n in nodes], dtype=np.float64)
+    rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
+    parts = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    counts = np.array([len(n.workspace) for n in nodes], dtype=np.int64)
+    inside = [(i + 1, n.cut_bytes) for i, n in enumerate(nodes[:-1]) if n.cut_bytes is not None]
+    places = np.array([0, *(place for place, _ in inside), len(nodes)], dtype=np.int64)
+    cut_bytes = np.array([0, *(crossing for _, crossing in inside), 0], dtype=np.int64)
+    params, trainable, buffers, activations = parts
+    before = np.stack([prefix(part) for part in parts])
+    lines = np.array([line for n in nodes for line in n.workspace], dtype=np.int64).reshape(-1, 2).T
+    lines, lines_at = np.concatenate((lines, np.repeat(before[3][1:], counts)[None])), prefix(counts)
+    return Columns(
+        busy_s, forward_s, params, trainable, buffers, activations, lines, lines_at, places, cut_bytes, before
+    )
+
+
+def prefix(values: Ints) -> Ints:
+    """Return the sums of the first 0, 1, ... all values."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
+
+
+def sums_of(graph: ModelGraph, nodes: Sequence[int]) -> Sums:
+    """Sum the bytes of the nodes at these positions.
+
+    Args:
+        nodes: positions; a contiguous range is computed as a difference of prefix sums.
+    """
+    columns = columns_of(graph)
+    if isinstance(nodes, range) and nodes.step == 1:
+        start, stop = (nodes.start, nodes.stop) if len(nodes) else (0, 0)
+        return Sums(*(columns.before[:, stop] - columns.before[:, start]).tolist())
+    at = np.asarray(nodes, dtype=np.int64)
+    four = (columns.param_bytes, columns.trainable_bytes, columns.buffer_bytes, columns.activation_bytes)
+    return Sums(*(int(column[at].sum()) for column in four))
+
+
+def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
+    """Return the peak bytes beyond kept activations while these nodes run one micro-batch of ``samples``."""
+    fixed, slopes = _lines_of(graph, nodes)
+    return max(0, int((fixed + samples * slopes).max(initial=0)))
+
+
+def workspace_lines(graph: ModelGraph, nodes: Sequence[int]) -> Lines:
+    """Return ``workspace_bytes`` as a function of the number of samples."""
+    fixed, slopes = _lines_of(graph, nodes)
+    return pruned(zip(fixed.tolist(), slopes.tolist(), strict=True))
+
+
+def _lines_of(graph: ModelGraph, nodes: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return fixed bytes and bytes per sample of all lines, less what later nodes have released by then."""
+    columns = columns_of(graph)
+    if isinstance(nodes, range) and nodes.step == 1:
+        start, stop = (nodes.start, nodes.stop) if len(nodes) else (0, 0)
+        lines = slice(columns.workspace_at[start], columns.workspace_at[stop])
+        kept = columns.before[3]
+        return columns.workspace[0, lines], columns.workspace[1, lines] - (kept[stop] - columns.workspace[2, lines])
+    at = np.asarray(nodes, dtype=np.int64)
+    kept = columns.activation_bytes[at]
+    counts = columns.workspace_at[at + 1] - columns.workspace_at[at]
+    # The lines of the first of these nodes, then those of the second, ...
+    within = np.arange(counts.sum()) - np.repeat(prefix(counts)[:-1], counts)
+    lines = np.repeat(columns.workspace_at[at], counts) + within
+    return columns.workspace[0, lines], columns.workspace[1, lines] - np.repeat(kept.sum() - np.cumsum(kept), counts)

@@ -1,0 +1,459 @@
+"""Memory model of every plan: peak bytes of a stage.
+
+    weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
+    copies of weights, optimizer state and buffers                                if a run survives failures
+    16-bit leaves x versions                                                      if forwards compute in 16 bits
+    activations x micro-batches in flight | messages in and out | workspace       peak after the warm-up's last forward
+
+The number of micro-batches in flight follows from a stage's *depth*: the micro-batches that the workers from it to
+the end can hold, per replica of the stage; without replicas stage s of S has depth S - s.
+
+    gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
+    zb-h1  1 + the sum of r over all hops, wherever the stage is: between F and W
+
+each at most M. Under zb-h1, micro-batches beyond 1 + the sum of r over the hops after the stage wait only for W, and
+each counts twice: for the operands of its products, which are among its activations, and for the gradients of the
+results.
+With activation recomputation (``recompute``) a stage holds the activations of one micro-batch at a time, during its
+backward, and of the others only their inputs, which count as messages. Micro-batches that wait for W count as without.
+With 16-bit leaves only the leaves have versions; the weights are held once, in fp32.
+``pipedream`` is asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the trainable weights, u being
+the update interval; ``2bw`` keeps two.
+
+For several stages on a worker (interleaved, zb-v) and for replicas the rows of the schedule are counted instead
+(``Resident``), which a worker runs in this order for any costs:
+
+    row of a worker   0F0 0F1 2F0 2F1 0F2 2B0 ...
+    stage 0            1   2           3                micro-batches between F and B (or W)
+    stage 2                    1   2       1
+
+There a micro-batch between I and W counts twice even if its W is the next action of the row, which gives one more than
+the formula of zb-h1; and with recomputation a stage holds activations only from B or I on. The number of waiting
+messages depends on costs; it is computed for equal stages and free links, with backwards twice as long as forwards. A
+worker's bytes are the sum of its stages' peaks; these need not coincide, so that the sum is an upper bound.
+
+The numbers per node are additive, so a part of a stage never needs more than the stage: partition solvers rely on
+that. Messages and workspace are exceptions: messages depend on the cut, and the workspace is a maximum over nodes, not
+a sum. ``partition.fit`` computes how much room the solvers must leave for both.
+
+Replicas of a stage exchange gradients during the last backward, when the activations of all other micro-batches have
+been released, or after it in asynchronous schedules. Only what this needs (``ir.exchange``) beyond the released bytes
+adds to the peak.
+
+A received message is the input of its micro-batch and is kept until the backward; further ones wait in a queue.
+
+The model leaves out: temporaries inside a kernel, and those of the optimizer's step, which runs when the activations
+have been released (include them in ``reserve_bytes``); the gradients of small parameters before they are added; a
+codec's buffers; fragmentation; and the second copy of a parameter that two stages share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.errors import PlanError
+from raypipe.ir.communication import exchange_bytes
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.schedule import OP_CODE, OPS, Op, Schedule
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
+from raypipe.ir.timeline import Timeline
+from raypipe.ir.units import human_bytes
+from raypipe.planner.cost.columns import Sums, columns_of
+from raypipe.planner.dependency_tables import encode
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.simulator import Costs, simulate
+
+ONE_F_ONE_B = ScheduleSpec("1f1b")
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Peak contents of each stage's memory under a schedule, counted in its rows.
+
+    Attributes:
+        in_flight: most micro-batches between their F and their B, or W, by stage.
+        activation_sets: peak number of micro-batches' activations, or of as many bytes, by stage.
+        message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
+        recomputed_sets: ``activation_sets`` of a stage with recomputation.
+        versions: of the weights, by stage; empty to use the schedule's formula.
+    """
+
+    in_flight: tuple[int, ...]
+    activation_sets: tuple[int, ...]
+    message_slots: int = 1
+    recomputed_sets: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Parameters of the memory model, apart from a stage's nodes and depth.
+
+    Attributes:
+        spec: of a kind with a memory formula, or any other with ``resident``.
+        microbatch_size: b, samples.
+        weight_versions: copies of the weights; None follows the schedule.
+        version_limit: most copies that a stage has room for; None for no limit.
+        gradient_factor: bytes of gradients per byte of trainable parameters; of all stages, or by stage.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2; of all
+            stages, or by stage, if it is sharded over replicas.
+        leaf_factor: bytes of the leaves that forwards use, per byte of parameters; 0 if the weights are the leaves.
+        state_copies: of weights, optimizer and buffers: its own, and those of another stage, assumed to be as large.
+        reserve_bytes: kept free on every device, for temporaries and the runtime; with several stages on a device, the
+            share of each.
+        resident: counted in the rows, for schedules without a formula; valid for one micro-batch count and stage count.
+        recompute: activation recomputation: on all stages or none, or by stage.
+
+    Raises:
+        PlanError: a kind without a formula, or a number out of range.
+    """
+
+    spec: ScheduleSpec = ONE_F_ONE_B
+    microbatch_size: int = 1
+    weight_versions: int | None = None
+    version_limit: int | None = None
+    gradient_factor: float | tuple[float, ...] = 1.0
+    optimizer_factor: float | tuple[float, ...] = 2.0
+    leaf_factor: float = 0.0
+    state_copies: int = 0
+    reserve_bytes: int = 0
+    resident: Resident | None = None
+    recompute: bool | tuple[bool, ...] = False
+
+    def __post_init__(self) -> None:
+        if not self.spec.of_kind.memory_formula and self.resident is None:
+            known = ", ".join(name for name, kind in KINDS.items() if kind.memory_formula)
+            raise PlanError(
+                f"No memory model for the schedule {self.spec.kind!r}: choose one of {known}, or count what its rows "
+                "hold."
+            )
+        counts = [self.microbatch_size]
+        counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
+        by_stage = [x if isinstance(x, tuple) else (x,) for x in (self.gradient_factor, self.optimizer_factor)]
+        factors = (*by_stage[0], *by_stage[1], self.leaf_factor, self.state_copies, self.reserve_bytes)
+        if min(counts) < 1 or not min(factors) >= 0:
+            raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
+
+    def in_flight(self, depth: int) -> int:
+        """Return the peak number of micro-batches between their F and their B, or W, at this depth."""
+        if self.resident is not None:
+            return self.resident.in_flight[-depth]
+        spec = self.spec
+        match spec.kind:
+            case "gpipe":
+                wanted = spec.num_microbatches
+            case "kfkb":
+                wanted = spec.group_size * depth
+            case "zb-h1":
+                wanted = 1 + sum(spec.slack)
+            case "slack" | "pipedream" | "2bw":
+                wanted = 1 + self._slack_after(depth - 1)
+            case _:
+                wanted = depth
+        # Asynchronous schedules never flush: the mini-batch does not bound them.
+        return min(spec.num_microbatches, wanted) if spec.of_kind.synchronous else wanted
+
+    def activation_sets(self, depth: int) -> int:
+        """Return the peak number of micro-batches' activations, or of as many bytes, at this depth."""
+        again, in_flight, splits = self.recomputes(depth), self.in_flight(depth), self.spec.of_kind.splits_backward
+        if self.resident is not None:
+            return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
+        if not splits:
+            return 1 if again else in_flight
+        ahead = 1 + self._slack_after(depth - 1)
+        if not again:
+            return 2 * in_flight - min(in_flight, ahead)
+        # The one in I, and those before it that wait for W; the peak is in the drain phase.
+        return 2 * min(in_flight, max(1, 2 + sum(self.spec.slack) - ahead)) - 1
+
+    def recomputes(self, depth: int) -> bool:
+        """Return True if a stage of this depth recomputes activations."""
+        if isinstance(self.recompute, bool):
+            return self.recompute
+        return bool(self.recompute) and self.recompute[max(0, len(self.recompute) - depth)]
+
+    def gradients(self, depth: int) -> float:
+        """Return the bytes of gradients per byte of trainable parameters at this depth."""
+        return _of_depth(self.gradient_factor, depth)
+
+    def optimizer(self, depth: int) -> float:
+        """Return the bytes of optimizer state per byte of trainable parameters at this depth."""
+        return _of_depth(self.optimizer_factor, depth)
+
+    def _slack_after(self, hops: int) -> int:
+        """Sum r over the last ``hops`` hops; hops beyond those of the spec count like its first."""
+        slack = self.spec.slack
+        more = max(0, hops - len(slack)) * (slack[0] if slack else 1)
+        return more + sum(slack[max(0, len(slack) - hops) :])
+
+    def versions(self, depth: int) -> int:
+        """Return the number of copies of the weights on a stage of this depth."""
+        if self.weight_versions is not None:
+            return self.weight_versions
+        if self.resident is not None and self.resident.versions:
+            return self.resident.versions[-depth]
+        needed = {
+            "pipedream": math.ceil(self._slack_after(depth - 1) / (self.spec.update_interval or 1)) + 1,
+            "2bw": 2,
+        }.get(self.spec.kind, 1)
+        return min(needed, self.version_limit or needed)
+
+    @property
+    def message_slots(self) -> int:
+        """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
+        if self.resident is not None:
+            return self.resident.message_slots
+        return max(self.spec.group_size, *self.spec.slack, 1)
+
+    def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
+        """Return bytes by node, (4, nodes): per weight version, once, per micro-batch in flight, of gradients.
+
+        The last of them also determines the size of the optimizer state.
+        """
+        columns = columns_of(graph)
+        once = columns.param_bytes - columns.trainable_bytes + columns.buffer_bytes
+        once = once + self.state_copies * (columns.param_bytes + columns.buffer_bytes)
+        # Only trainable parameters have versions.
+        versioned = columns.trainable_bytes
+        if self.leaf_factor:
+            frozen_bytes = columns.param_bytes - columns.trainable_bytes
+            once = once + columns.trainable_bytes + np.ceil(frozen_bytes * self.leaf_factor).astype(np.int64)
+            versioned = np.ceil(columns.trainable_bytes * self.leaf_factor).astype(np.int64)
+        return np.stack([versioned, once, columns.activation_bytes * self.microbatch_size, columns.trainable_bytes])
+
+    def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
+        """Return the bytes on a stage of this depth, from ``node_parts`` or sums of them."""
+        gradients = np.ceil(parts[3] * self.gradients(depth)).astype(np.int64)
+        optimizer = (1 + self.state_copies) * np.ceil(parts[3] * self.optimizer(depth)).astype(np.int64)
+        many = self.versions(depth) * parts[0] + self.activation_sets(depth) * parts[2]
+        total: NDArray[np.int64] = many + parts[1] + gradients + optimizer
+        return total
+
+
+def _of_depth(value: float | tuple[float, ...], depth: int) -> float:
+    """Return the value of the stage at this depth, if values were given by stage."""
+    return value[max(0, len(value) - depth)] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Peak bytes of a stage on one device, by purpose.
+
+    Attributes:
+        action: the forward at which the most micro-batches are in flight, as ``0F3``.
+        activation_sets: number of micro-batches' activations in activation_bytes.
+        message_bytes: inputs of the micro-batches in flight, and messages that wait at the stage.
+        input_bytes: part of message_bytes that is one micro-batch's input.
+        leaf_bytes: all versions of the leaves, if they are not the weights.
+        recompute: True with activation recomputation.
+        exchange_bytes: needed by replicas to sum their gradients, beyond what has been released by then.
+    """
+
+    stage: int
+    action: str
+    in_flight: int
+    activation_sets: int
+    versions: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    message_bytes: int
+    workspace_bytes: int
+    reserve_bytes: int
+    copy_bytes: int = 0
+    input_bytes: int = 0
+    recompute: bool = False
+    leaf_bytes: int = 0
+    exchange_bytes: int = 0
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Bytes held through the whole step, regardless of micro-batches in flight."""
+        weights = self.weight_bytes + self.leaf_bytes + self.gradient_bytes
+        return weights + self.optimizer_bytes + self.buffer_bytes + self.copy_bytes + self.reserve_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        passing = self.activation_bytes + self.message_bytes + self.workspace_bytes + self.exchange_bytes
+        return self.lasting_bytes + passing
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """(purpose, bytes), for the text of plans; some purposes only if they have bytes."""
+        return (
+            (f"weights x {1 if self.leaf_bytes else self.versions}", self.weight_bytes),
+            *(((f"16-bit leaves x {self.versions}", self.leaf_bytes),) if self.leaf_bytes else ()),
+            ("gradients", self.gradient_bytes),
+            ("optimizer", self.optimizer_bytes),
+            ("buffers", self.buffer_bytes),
+            (self._activations, self.activation_bytes),
+            ("messages", self.message_bytes),
+            ("workspace", self.workspace_bytes),
+            *((("exchange", self.exchange_bytes),) if self.exchange_bytes else ()),
+            ("reserve", self.reserve_bytes),
+            *((("copies of the state", self.copy_bytes),) if self.copy_bytes else ()),
+        )
+
+    @property
+    def _activations(self) -> str:
+        sets = self.activation_sets
+        if self.recompute:
+            return f"activations of {sets} micro-batch{'es' * (sets != 1)}, computed again"
+        return f"activations of {self.in_flight} micro-batches"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {human_bytes(count)}" for name, count in self.parts if count)
+
+
+def stage_memory(
+    model: MemoryModel,
+    resident: Sums,
+    stage: int,
+    depth: int,
+    *,
+    receive_bytes: int = 0,
+    send_bytes: int = 0,
+    workspace_bytes: int = 0,
+) -> StageMemory:
+    """Compute the peak memory of one stage.
+
+    Args:
+        resident: bytes of the stage's nodes.
+        stage: number of the stage.
+        depth: depth of the stage, as in the module's docstring; ``S - stage`` without replicas.
+        receive_bytes, send_bytes: bytes of one sample that cross the cuts before and after the stage.
+        workspace_bytes: see ``columns.workspace_bytes``.
+    """
+    in_flight, sets, versions = model.in_flight(depth), model.activation_sets(depth), model.versions(depth)
+    optimizer_bytes = math.ceil(resident.trainable_bytes * model.optimizer(depth))
+    activation_bytes = sets * model.microbatch_size * resident.activation_bytes
+    message_bytes = model.microbatch_size * (
+        receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots
+    )
+    replicas = dict(enumerate(model.spec.replicas)).get(stage, 1)
+    exchanged = exchange_bytes(resident.trainable_bytes, model.spec.lanes, replicas)
+    free_bytes = activation_bytes + message_bytes + workspace_bytes
+    if model.spec.of_kind.synchronous:
+        free_bytes = model.microbatch_size * ((sets - 1) * resident.activation_bytes + (in_flight - 1) * receive_bytes)
+    return StageMemory(
+        stage=stage,
+        action=f"{stage}F{in_flight - 1}",
+        in_flight=in_flight,
+        activation_sets=sets,
+        versions=versions,
+        weight_bytes=(0 if model.leaf_factor else versions - 1) * resident.trainable_bytes + resident.param_bytes,
+        leaf_bytes=math.ceil(((versions - 1) * resident.trainable_bytes + resident.param_bytes) * model.leaf_factor),
+        gradient_bytes=math.ceil(resident.trainable_bytes * model.gradients(depth)),
+        optimizer_bytes=optimizer_bytes,
+        buffer_bytes=resident.buffer_bytes,
+        copy_bytes=model.state_copies * (resident.param_bytes + optimizer_bytes + resident.buffer_bytes),
+        activation_bytes=activation_bytes,
+        message_bytes=message_bytes,
+        input_bytes=model.microbatch_size * receive_bytes,
+        recompute=model.recomputes(depth),
+        workspace_bytes=workspace_bytes,
+        reserve_bytes=model.reserve_bytes,
+        exchange_bytes=max(0, exchanged - free_bytes),
+    )
+
+
+def check_memory(stages: Sequence[StageMemory], limits: Sequence[int | None]) -> None:
+    """Raise PlanError if a stage needs more than its limit.
+
+    Args:
+        stages: memory of every stage.
+        limits: bytes by stage, None for no limit.
+
+    Raises:
+        PlanError: names the stage furthest over its limit, the action, and the purpose of its bytes.
+    """
+    over = [(m.total_bytes - cap, m, cap) for m, cap in zip(stages, limits, strict=True) if cap is not None]
+    excess, worst, cap = max(over, key=lambda row: row[0], default=(0, None, 0))
+    if worst is None or excess <= 0:
+        return
+    raise PlanError(
+        f"Stage {worst.stage} needs {human_bytes(worst.total_bytes)} at {worst.action}, {human_bytes(excess)} more "
+        f"than its limit of {human_bytes(cap)}: {worst}. "
+        "Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight."
+    )
+
+
+FULL = 2
+"""Micro-batches per stage beyond which a step only repeats its steady state, if rounds are equal."""
+
+_FLIGHT = np.zeros(len(OPS), dtype=np.int64)
+_FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
+_SETS = np.zeros(len(OPS), dtype=np.int64)
+_SETS[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.I], OP_CODE[Op.W]]] = 1, -1, 1, -2
+"""Change of the micro-batches in flight and of the activation sets of a stage, by operation."""
+_AGAIN = np.zeros(len(OPS), dtype=np.int64)
+_AGAIN[[OP_CODE[Op.I], OP_CODE[Op.W]]] = 2, -2
+"""Change of the activation sets with recomputation, by operation, without the set of a B while it runs."""
+
+
+def resident_of(schedule: Schedule) -> Resident:
+    """Count the most that any worker of each stage holds at once.
+
+    Args:
+        schedule: compute actions only.
+    """
+    in_flight, sets, again = ([0] * schedule.num_stages for _ in range(3))
+    for row in schedule.rows():
+        stages, ops, _ = encode(row)
+        for stage in np.unique(stages).tolist():
+            own = ops[stages == stage]
+            in_flight[stage] = max(in_flight[stage], int(np.cumsum(_FLIGHT[own]).max()))
+            sets[stage] = max(sets[stage], int(np.cumsum(_SETS[own]).max()))
+            again[stage] = max(again[stage], int((np.cumsum(_AGAIN[own]) + (own == OP_CODE[Op.B])).max()))
+    timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
+    return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule), tuple(again))
+
+
+@functools.lru_cache(maxsize=1024)  # every partition and every search needs the same few numbers
+def resident_under(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
+    """Count the contents of a schedule from its spec, as if all stages were trainable.
+
+    Args:
+        workers: of the schedule, if each has several stages.
+    """
+    # Further micro-batches only repeat the steady state. The remainder is spread over the rounds: with as many rounds
+    # as workers, no round gets longer by more than one.
+    count = spec.num_microbatches
+    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
+    if spec.replicas:
+        enough = 2 * FULL * spec.lanes * max(spec.slack, default=1) * (1 + sum(spec.replicas)) + count % spec.lanes
+    if not spec.of_kind.synchronous:  # the prologue fills the pipeline, for any mini-batch
+        enough = spec.update_interval or spec.lanes
+    spec = dataclasses.replace(spec.with_microbatches(min(count, enough)), first_trainable=0)
+    return resident_of(schedule_of(spec, num_stages))
+
+
+def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
+    """Return the most messages of one hop and direction that have arrived before the action that takes them begins."""
+    backward = Op.I if schedule.wiring.split_backward else Op.B
+    times: dict[tuple[int, Op], list[tuple[float, float]]] = {}
+    for _, action, start_s, end_s in timeline.spans:
+        if action.op in (Op.F, backward):
+            times.setdefault((action.stage, action.op), []).append((start_s, end_s))
+    most = 1
+    for (stage, op), rows in times.items():
+        source = times.get((stage - 1 if op is Op.F else stage + 1, op))
+        if source is not None:
+            most = max(most, _behind(np.sort([end for _, end in source]), np.sort([start for start, _ in rows])))
+    return most
+
+
+def _behind(arrived_s: NDArray[np.float64], begun_s: NDArray[np.float64]) -> int:
+    """Return the most messages that have arrived and whose actions have not begun, just before an action begins."""
+    waiting = np.searchsorted(arrived_s, begun_s) - np.arange(len(begun_s))
+    return int(waiting.max(initial=0))

@@ -1,0 +1,179 @@
+"""Orders of unequal devices in a pipeline, as a small automaton walked from the last stage to the first.
+
+    2 fast, 1 slow, equal links          state = (fast, slow) in use, one stage per step
+
+        (0,0) --fast--> (1,0) --fast--> (2,0)
+          |               |               |          A stage's depth is the number of steps taken.
+         slow            slow            slow        Equal devices are interchangeable, so that four and four
+          v               v               v          of two kinds are 25 states and not 8! orders.
+        (0,1) --fast--> (1,1) --fast--> (2,1)
+
+Walking from the end makes the depth, and with it the micro-batches in flight, known before the number of stages.
+If links differ, the host is part of the kind, and a state includes the last device. If there are too many states,
+kinds stay in the order of the cluster, and a pipeline may only leave devices out. If stages are placed already
+(``Limits.in_order``), there is a single path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from raypipe.ir.cluster import Cluster
+from raypipe.planner.partition.costs import Limits
+
+MAX_STATES = 128
+"""Maximum number of states in free order; beyond it, kinds stay in the order of the cluster."""
+
+
+class DeviceKind(NamedTuple):
+    """Interchangeable devices.
+
+    Attributes:
+        speed: relative to the profiled device.
+        capacity_bytes: for the nodes of one stage, None for no limit.
+        devices: positions in the cluster.
+    """
+
+    speed: float
+    capacity_bytes: int | None
+    devices: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """Transition of the automaton: one more stage before those that are placed already.
+
+    Attributes:
+        before, after: states; 0 is the start.
+        kind: of the device that the stage is on.
+        bandwidth_bytes_s: to the stage behind it; infinite for the last stage.
+    """
+
+    before: int
+    after: int
+    kind: int
+    bandwidth_bytes_s: float
+
+
+class Lineup(NamedTuple):
+    """The automaton.
+
+    Attributes:
+        kinds: of devices.
+        depths: stages so far, by state.
+        used_speed, free_speed: of the devices in use and of those that may still come, at most, by state.
+        steps: in order of depth.
+    """
+
+    kinds: tuple[DeviceKind, ...]
+    depths: tuple[int, ...]
+    used_speed: tuple[float, ...]
+    free_speed: tuple[float, ...]
+    steps: tuple[Step, ...]
+
+    def goals(self, num_stages: int | None) -> list[int]:
+        """List the states in which a pipeline may be complete, fewest stages first."""
+        ends = [s for s, depth in enumerate(self.depths) if depth and num_stages in (None, depth)]
+        return sorted(ends, key=lambda s: self.depths[s])
+
+    def depths_by_kind(self) -> list[list[int]]:
+        """List the depths at which a device of each kind may be."""
+        by_kind: list[set[int]] = [set() for _ in self.kinds]
+        for step in self.steps:
+            by_kind[step.kind].add(self.depths[step.after])
+        return [sorted(depths) for depths in by_kind]
+
+    def assign(self, kinds: list[int]) -> list[int]:
+        """Choose a device for each stage, given its kind; devices of a kind are used in the order of the cluster."""
+        left = [list(kind.devices) for kind in self.kinds]
+        return [left[kind].pop(0) for kind in kinds]
+
+
+class _Place(NamedTuple):
+    """State of the automaton."""
+
+    counts: tuple[int, ...]
+    last: int
+
+
+def line_up(cluster: Cluster, limits: Limits) -> Lineup:
+    """Build the automaton of a cluster."""
+    if limits.in_order:
+        return _straight(cluster, limits)
+    alike = len({link.bandwidth_bytes_s for link in cluster.links}) == 1 or len({d.host for d in cluster.devices}) == 1
+    alike_devices: dict[tuple[float, int | None, str], list[int]] = {}
+    for i, device in enumerate(cluster.devices):
+        key = (device.speed, limits.capacity_bytes(device), "" if alike else device.host)
+        alike_devices.setdefault(key, []).append(i)
+    kinds = tuple(DeviceKind(speed, cap, tuple(devices)) for (speed, cap, _), devices in alike_devices.items())
+    states = math.prod(len(kind.devices) + 1 for kind in kinds) * (1 if alike else len(kinds))
+    return _walk(cluster, limits, kinds, alike, free=states <= MAX_STATES)
+
+
+def _straight(cluster: Cluster, limits: Limits) -> Lineup:
+    """Build the automaton with a single path from the last device to the first, each a kind of its own."""
+    devices = cluster.devices
+    kinds = tuple(DeviceKind(d.speed, limits.capacity_bytes(d), (i,)) for i, d in enumerate(devices))
+    last = len(devices) - 1
+    bandwidths = [math.inf, *(cluster.link(i, i + 1).bandwidth_bytes_s for i in reversed(range(last)))]
+    steps = tuple(Step(depth, depth + 1, last - depth, bandwidth) for depth, bandwidth in enumerate(bandwidths))
+    speeds = [device.speed for device in reversed(devices)]
+    used = tuple(math.fsum(speeds[:depth]) for depth in range(len(devices) + 1))
+    free = tuple(math.fsum(speeds[depth:]) for depth in range(len(devices) + 1))
+    return Lineup(kinds, tuple(range(len(devices) + 1)), used, free, steps)
+
+
+def _walk(cluster: Cluster, limits: Limits, kinds: tuple[DeviceKind, ...], alike: bool, free: bool) -> Lineup:
+    """Build the automaton breadth first, so that steps are in order of depth.
+
+    Args:
+        alike: True if all links are equal.
+        free: True if kinds may come in any order.
+    """
+    most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
+    start = _Place((0,) * len(kinds), -1)
+    places, keys, depths, steps = [start], {_key(start, alike, free): 0}, [0], []
+    for before, place in enumerate(places):  # grows while it is walked
+        if depths[before] == most:
+            continue
+        for kind in _next_kinds(place, kinds, free):
+            counts = tuple(n + (k == kind) for k, n in enumerate(place.counts))
+            following = _Place(counts, kind)
+            key = _key(following, alike, free)
+            if key not in keys:
+                keys[key] = len(places)
+                places.append(following)
+                depths.append(depths[before] + 1)
+            bandwidth = math.inf if place.last < 0 else _bandwidth(cluster, kinds, kind, place.last)
+            steps.append(Step(before, keys[key], kind, bandwidth))
+    used = [0.0] * len(places)
+    for step in steps:  # states of the fixed order stand for several sets of devices: the fastest counts
+        used[step.after] = max(used[step.after], used[step.before] + kinds[step.kind].speed)
+    ahead = [_free_speed(p, kinds, most - depth) for p, depth in zip(places, depths, strict=True)]
+    return Lineup(kinds, tuple(depths), tuple(used), tuple(ahead), tuple(steps))
+
+
+def _key(place: _Place, alike: bool, free: bool) -> tuple[object, ...]:
+    if free:
+        return (place.counts, None if alike else place.last)
+    # In a fixed order only the last kind can have devices left, besides those further ahead.
+    return (sum(place.counts), place.last, place.counts[place.last])
+
+
+def _next_kinds(place: _Place, kinds: tuple[DeviceKind, ...], free: bool) -> Iterator[int]:
+    for kind in range(len(kinds)):
+        if place.counts[kind] < len(kinds[kind].devices) and (free or place.last < 0 or kind <= place.last):
+            yield kind
+
+
+def _bandwidth(cluster: Cluster, kinds: tuple[DeviceKind, ...], kind: int, behind: int) -> float:
+    """Return the bandwidth between a device of one kind and the device of the next stage."""
+    first, second = kinds[kind].devices, kinds[behind].devices
+    return cluster.link(first[0], second[-1]).bandwidth_bytes_s
+
+
+def _free_speed(place: _Place, kinds: tuple[DeviceKind, ...], stages: int) -> float:
+    """Compute an upper bound of the speed of ``stages`` more devices."""
+    speeds = [kind.speed for kind, n in zip(kinds, place.counts, strict=True) for _ in range(len(kind.devices) - n)]
+    return math.fsum(sorted(speeds, reverse=True)[: max(0, stages)])

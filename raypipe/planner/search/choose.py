@@ -1,0 +1,386 @@
+"""Choice of the plan for a profiled model, a cluster and a request.
+
+    for each number of stages and kind of schedule that the request leaves open:
+        cut  -->  slowest stage's t(b)  -->  micro-batches  -->  cut again at that size  -->  slack  -->  step
+        if memory is short, repeat this with stages that recompute activations
+    take the decision with the least step time; of equals the one with the fewest stages
+    cut that one with all nodes, also in other orders of execution, and simulate it
+
+t(b) is the time of a micro-batch of b samples. Settings of the user are kept. A number of stages at which nothing fits
+is skipped. If nothing fits at any number, the error is that of the largest number, which has the most memory.
+
+For one kind of schedule and one number of stages, it chooses micro-batches, cuts the model and chooses the slack:
+
+    attempt     for comparison: a coarse graph in the nodes' own order, and only the seconds of a step
+    in_full     for the best decision: all nodes, other orders of execution too, and the whole prediction
+
+k of kfkb is not searched here: request_schedule.py sets it, and the controller changes it during training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster, ComputeDevice, Link
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Candidate, Partition, Plan
+from raypipe.ir.profile import Profile
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
+from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.cost.tolerance import EVEN, as_quick
+from raypipe.planner.partition.costs import Limits
+from raypipe.planner.partition.fit import Solver, fits_within, refilled
+from raypipe.planner.replay import equal_messages_s
+from raypipe.planner.search.compare_shapes import best_shape, of_shape, shape_reason
+from raypipe.planner.search.exhaustive import best_small, completed
+from raypipe.planner.search.make_plan import build_plan
+from raypipe.planner.search.predict import (
+    NOTHING,
+    costs_of,
+    first_trainable_stage,
+    hops_of,
+    predicted,
+    seconds_of,
+    stages_of,
+)
+from raypipe.planner.search.problem import Decision, Problem, limits_of, step_s_of
+from raypipe.planner.search.reasons import reasons_of, what_would_fit
+from raypipe.planner.search.recompute import best_recompute, is_open, most_recompute, only_where_needed, settled
+from raypipe.planner.search.replica_cuts import check_workers_of_replicas, cut_for
+from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
+from raypipe.planner.search.request_schedule import spec_of
+from raypipe.planner.search.shape_search import ShapeError
+from raypipe.planner.search.sizes import Sizes, sizes_of
+from raypipe.planner.search.solvers import own_order_solver, solver_of
+from raypipe.planner.search.workers import settled_workers, used_devices
+
+ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
+"""Approximate TCP on one machine; assumed if no cluster is described, and never changes the schedule."""
+FEW = 8
+"""Largest number of stages for which every smaller number is tried too; above it, only the largest number halved
+repeatedly.
+"""
+
+
+def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
+    """Choose everything that the request leaves open.
+
+    Args:
+        cluster: described devices and links; None assumes equal workers, joined by ``ASSUMED_LINK``.
+
+    Raises:
+        PlanError: nothing fits, or the model cannot be cut into so many stages; names stage or field, and numbers.
+    """
+    places = len(profile.graph.cut_positions()) + 1
+    request = settled_workers(request, places, len(cluster.devices) if cluster else None)
+    cluster = cluster and used_devices(request, cluster)
+    if request.replicated:
+        _check_replicas(request, cluster)
+    problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
+    if request.replicas is None:
+        return _of_any_shape(problem)
+    if request.replicated and problem.searches and not request.kind.several_stages:
+        return _of_given_shape(problem)
+    decisions = _compared(problem)
+    return _best_of(problem, decisions)
+
+
+def _best_of(problem: Problem, decisions: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
+    """Choose the decision with the least step time (of equals the one with the fewest workers), and complete it.
+
+    Args:
+        table: compared shapes, to be part of the plan; empty if shapes were not compared.
+    """
+    chosen = min(as_quick(decisions, step_s_of), key=lambda decision: sum(decision.partition.replicas))
+    best = _completed(settled(problem, chosen.request.recomputes), chosen)
+    fewer = only_where_needed(problem, best)
+    if fewer is not best:
+        best = dataclasses.replace(fewer, prediction=predicted(fewer, problem.links))
+    reasons = reasons_of(problem, best, decisions)
+    if table:
+        reasons = (("replicas", shape_reason(best, table)), *reasons)
+    return dataclasses.replace(best, reasons=reasons, candidates=table)
+
+
+def _of_any_shape(problem: Problem) -> Decision:
+    """Find the quickest plan of any shape: data parallelism, a pipeline, or a pipeline with replicas."""
+    one_each = problem.asking(dataclasses.replace(problem.request, replicas=1))
+    try:
+        single, refusal = _compared(one_each), None
+    except PlanError as error:
+        single, refusal = [], error
+    try:
+        chosen, table = best_shape(problem, single)
+    except PlanError as error:
+        raise refusal or error from None
+    if chosen is None:
+        return _best_of(one_each, single, table)
+    best = _replicated(problem, chosen)
+    return dataclasses.replace(
+        best, reasons=(("replicas", shape_reason(best, table)), *reasons_of(problem, best, [best])), candidates=table
+    )
+
+
+def _of_given_shape(problem: Problem) -> Decision:
+    """Find the best cut for the workers that num_replicas gives each stage."""
+    request = problem.request
+    assert request.num_stages is not None, "num_replicas needs num_stages"
+    try:
+        best = _replicated(problem, of_shape(problem, request.replicas_of(request.num_stages)))
+    except ShapeError:  # the solver's refusal has all the numbers
+        plain = "1f1b" if request.schedule == "auto" else request.schedule
+        return _best_of(problem, _compared(problem.asking(dataclasses.replace(request, schedule=plain))))
+    return dataclasses.replace(best, reasons=reasons_of(problem, best, [best]))
+
+
+def _replicated(problem: Problem, decision: Decision) -> Decision:
+    """Drop recomputation that memory does not need, and add the whole prediction."""
+    decision = only_where_needed(problem, dataclasses.replace(decision, prediction=predicted(decision, problem.links)))
+    return dataclasses.replace(decision, prediction=predicted(decision, problem.links))
+
+
+def _check_replicas(request: Request, cluster: Cluster | None) -> None:
+    """Raise PlanError if there are too few workers for all replicas, or if num_stages is not set."""
+    stages = request.requested_stages
+    if stages is None:
+        raise PlanError(f"num_replicas={request.replicas} needs a number of stages: set num_stages.")
+    offered = request.num_workers if cluster is None else len(cluster.devices)
+    check_workers_of_replicas(request, stages, offered, described=cluster is not None)
+
+
+def _compared(problem: Problem) -> list[Decision]:
+    """List the best decision for each number of stages that fits and could be the best of all."""
+    decisions: list[Decision] = []
+    counts, best_s = _stage_counts(problem), math.inf
+    for count in reversed(counts):
+        if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
+            continue
+        with contextlib.suppress(PlanError):
+            decisions.append(best_recompute(problem, count, functools.partial(_quickest, num_stages=count)))
+            best_s = min(best_s, decisions[-1].prediction.step_s)
+    if decisions:
+        return decisions
+    if is_open(problem.request):
+        problem = settled(problem, most_recompute(problem.request))
+    try:  # another order of execution may fit though the nodes' own does not
+        return [_best_kind(problem, counts[-1], in_full)]
+    except PlanError as refusal:
+        advice = what_would_fit(problem) if problem.bounded else ""
+        if not advice:
+            raise
+        raise PlanError(f"{refusal} {advice}") from None
+
+
+def _quickest(problem: Problem, num_stages: int | None) -> Decision:
+    """Find the best decision with this number of stages, for comparison only."""
+    return best_small(problem, num_stages) or _best_kind(problem, num_stages, attempt)
+
+
+def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
+    """Build the plan of a decision.
+
+    Args:
+        first_trainable: lowest stage with a backward, if it is known from the built stages; None takes it from the
+            graph.
+        notes: further notes for the plan.
+    """
+    expected = first_trainable_stage(decision.graph, decision.partition)
+    first = expected if first_trainable is None else first_trainable
+    as_expected = first == expected and not decision.request.ties  # which are known only after the cut
+    prediction = decision.prediction if as_expected else predicted(decision, decision.prediction.links, first)
+    sizes = decision.minibatch_size, decision.microbatch_size, decision.num_microbatches
+    plan = build_plan(
+        decision.request, decision.partition, sizes, first, notes, decision.reasons, notes_idle=not decision.choice
+    )
+    return dataclasses.replace(plan, prediction=prediction, candidates=decision.candidates)
+
+
+def _assumed(request: Request, graph: ModelGraph) -> Cluster:
+    """Build a cluster of equal workers: as many as were offered, else as many as the requested stages need."""
+    stages = request.requested_stages
+    wanted = stages and request.workers_in_all(stages)
+    places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
+    return Cluster(tuple(ComputeDevice(f"worker{i}") for i in range(places)), (ASSUMED_LINK,))
+
+
+def _stage_counts(problem: Problem) -> list[int | None]:
+    """List the numbers of stages to try; None leaves the number to the solver."""
+    request, devices = problem.request, len(problem.cluster.devices)
+    if request.kind.several_stages:  # settled, and more stages than devices
+        return [request.num_stages]
+    wanted = request.requested_stages
+    if wanted is not None and wanted > devices and not problem.described:
+        raise PlanError(
+            f"The plan has {wanted} stages, but scaling_config offers {devices} workers. "
+            f"Set num_stages to at most {devices}, or raise num_workers."
+        )
+    if wanted is not None:
+        return [wanted]
+    most = min(devices, len(problem.profile.graph.cut_positions()) + 1)
+    if request.num_workers is None and not problem.described:
+        return [min(DEFAULT_STAGES, most)]
+    if most <= FEW:
+        return list(range(1, most + 1))
+    return [*sorted({most >> i for i in range(most.bit_length())})]
+
+
+def _at_least_s(problem: Problem, num_stages: int) -> float:
+    """Compute a lower bound, in seconds, of the step of plans with this number of stages.
+
+    It is the time of a step without a bubble or messages; if the number of micro-batches is open, of a single
+    micro-batch with all samples.
+    """
+    request = problem.request
+    minibatch, size, count = microbatches(request, num_stages)
+    if request.num_microbatches is None and problem.times is not None:
+        size, count = minibatch, 1
+    fastest = sorted((device.speed for device in problem.cluster.devices), reverse=True)[:num_stages]
+    # The last micro-batch may be smaller, but the simulator counts it in full.
+    return problem.seconds(size) * count / math.fsum(fastest)
+
+
+def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
+    """List the request for every kind of schedule that may be the best, the preferred one first.
+
+    Slack costs memory, so "auto" also tries 1F1B if memory is limited. On a described cluster zb-h1 is a candidate
+    too, as it is for the controller of a run. The cost of split backwards is not measured yet; the run measures it,
+    and switches back if it is too high.
+    """
+    request = problem.request
+    if request.schedule != "auto" or num_stages == 1:
+        return [request]
+    slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
+    plain = request.as_1f1b()
+    split = dataclasses.replace(request, schedule="zb-h1", slack=None)
+    return [slack, *([plain] if problem.bounded else []), *([split] if problem.described else [])]
+
+
+def _best_kind(
+    problem: Problem, num_stages: int | None, settle: Callable[[Problem, Request, int | None], Decision]
+) -> Decision:
+    """Find the best decision with this number of stages over all kinds of schedule.
+
+    Args:
+        settle: ``attempt`` or ``in_full``, called for each kind.
+
+    Raises:
+        PlanError: no kind fits; the error is that of the last kind tried, which needs the least memory.
+    """
+    decisions, refusal = [], None
+    for request in _kinds(problem, num_stages):
+        try:
+            decisions.append(settle(problem, request, num_stages))
+        except PlanError as error:
+            refusal = error
+    if not decisions:
+        assert refusal is not None
+        raise refusal
+    return as_quick(decisions, step_s_of)[0]
+
+
+def _completed(problem: Problem, decision: Decision) -> Decision:
+    """Make the best of the compared decisions again with all nodes, the full solver, and the whole prediction."""
+    if decision.prediction.source:
+        return decision
+    if decision.of_all:
+        return completed(problem, decision)
+    num_stages, settled = decision.limits.num_stages, decision.request
+    same_kind = (request for request in _kinds(problem, num_stages) if request.schedule == settled.schedule)
+    sizes = Sizes(decision.minibatch_size, decision.microbatch_size, decision.num_microbatches, decision.choice)
+    return in_full(problem, next(same_kind, settled), num_stages, sizes)
+
+
+def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decision:
+    """Make a decision for this request with a number of stages, to be compared with others.
+
+    Args:
+        request: the problem's request, with a settled schedule.
+        num_stages: None leaves the number to the solver.
+
+    Raises:
+        PlanError: no cut fits; names stage, action and numbers.
+    """
+    sizes = sizes_of(problem, request, num_stages)
+    decision = _settled(problem, request, num_stages, sizes, own_order_solver(request), problem.short)
+    return dataclasses.replace(decision, prediction=dataclasses.replace(NOTHING, step_s=seconds_of(decision)))
+
+
+def in_full(problem: Problem, request: Request, num_stages: int | None, sizes: Sizes | None = None) -> Decision:
+    """Make the decision with all nodes, a solver that may try other orders of execution, and the whole prediction.
+
+    Args:
+        sizes: mini-batch and micro-batches that ``attempt`` chose; None chooses them here.
+    """
+    graph = problem.profile.graph
+    sizes = sizes or sizes_of(problem, request, num_stages)
+    decision = _settled(problem, request, num_stages, sizes, solver_of(request, graph), graph)
+    return dataclasses.replace(decision, prediction=predicted(decision, problem.links))
+
+
+def _settled(
+    problem: Problem, request: Request, num_stages: int | None, sizes: Sizes, solver: Solver, graph: ModelGraph
+) -> Decision:
+    """Cut the graph for these micro-batches, and choose the slack that suits the cut; makes no prediction."""
+    stages = num_stages or len(problem.cluster.devices)
+    graph = problem.at(sizes.microbatch, graph)
+    limits = limits_of(request, num_stages, stages, sizes.num_microbatches, sizes.microbatch)
+    partition = cut_for(request, solver, graph, problem.cluster, limits)
+    if problem.request.schedule == "auto" and partition.num_stages == 1:
+        request = request.as_1f1b()
+    elif problem.request.schedule == "auto" and problem.described:
+        request = _with_slack(problem, request, graph, limits, partition)
+        limits = limits_of(request, num_stages, partition.num_stages, sizes.num_microbatches, sizes.microbatch)
+        partition = refilled(partition, graph, limits.memory)
+    return Decision(
+        request=request,
+        graph=graph,
+        cluster=problem.cluster,
+        limits=limits,
+        partition=partition,
+        minibatch_size=sizes.minibatch,
+        microbatch_size=sizes.microbatch,
+        num_microbatches=sizes.num_microbatches,
+        choice=sizes.choice,
+        prediction=NOTHING,
+    )
+
+
+def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
+    """Choose the best slack that fits into memory, from the same candidates as the controller of a run."""
+    stages, hops = (
+        stages_of(graph, partition, problem.cluster, limits),
+        hops_of(partition, problem.cluster, limits.memory.microbatch_size, request.codecs),
+    )
+    costs, count = costs_of(stages, hops), limits.memory.spec.num_microbatches
+
+    def memory(spec: ScheduleSpec) -> MemoryModel:
+        return dataclasses.replace(limits.memory, spec=dataclasses.replace(spec, first_trainable=0))
+
+    def fits(spec: ScheduleSpec) -> bool:
+        return not problem.bounded or fits_within(partition, graph, problem.cluster, limits, memory(spec))
+
+    @functools.cache
+    def score(spec: ScheduleSpec) -> float:
+        return equal_messages_s(spec, costs)
+
+    query = ScheduleQuery(
+        schedule=request.schedule,
+        now=spec_of(request, partition.num_stages, count, first_trainable_stage(graph, partition)),
+        busy_s=[stage.busy_s for stage in stages],
+        round_trip_s=[2 * (hop.latency_s + hop.occupancy_s) for hop in hops],
+        fits=fits,
+        score=score,
+        least_slack=AUTO_SLACK if request.schedule == "slack" else 1,
+    )
+    specs = list(candidates(query))
+    if not specs:
+        return request
+    slack = quickest(specs, score, lambda spec: resident(memory(spec), partition.num_stages)).slack
+    short = slack[0] if len(set(slack)) == 1 else slack or None
+    return dataclasses.replace(request, slack=short)

@@ -1,0 +1,224 @@
+"""Comparison of data parallelism, pipelines and pipelines with replicas, by the seconds of a simulated step.
+
+A shape is the number of workers of every stage.
+
+    one worker per stage      decided as with num_replicas=1
+    every other shape         ``ShapeSearch.best``, unless a lower bound shows that it cannot be the best
+    the shape with the least step time is taken; of equals the one with the fewest workers, then the fewest replicas
+
+The table of compared shapes is part of the plan, with the reason for each refused shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from raypipe.errors import PlanError
+from raypipe.ir.plan import Candidate
+from raypipe.ir.units import human_s
+from raypipe.planner.cost.tolerance import EVEN, as_quick
+from raypipe.planner.partition.antichain import antichain
+from raypipe.planner.search.cut_costs import Shape, shapes
+from raypipe.planner.search.predict import seconds_of
+from raypipe.planner.search.problem import Decision, Problem, step_s_of
+from raypipe.planner.search.recompute import is_open, most_recompute, settled
+from raypipe.planner.search.replica_cuts import cut_for, slowest_link, summing_rates_s
+from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
+from raypipe.planner.search.solvers import WORTH, branches
+
+FEW = 3
+"""Number of quickest shapes for which other orders of execution are tried."""
+WEIGHTS = (1.0, 4.0, 16.0)
+"""Weights of the seconds of summing gradients, against those of computing, that ``with_branches`` tries. Weight 1 is
+right only if no stage waits for another. The first stage sums its gradients after everything else.
+"""
+MOST_ROWS = 12
+"""Most rows of the table of shapes."""
+
+
+def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision | None, tuple[Candidate, ...]]:
+    """Find the quickest decision among all shapes.
+
+    Args:
+        problem: problem whose request leaves replicas open.
+        single: decisions with one worker per stage, made before; may be empty.
+
+    Returns:
+        the quickest decision, or None if one of ``single`` is as good; and the table of compared shapes.
+
+    Raises:
+        PlanError: nothing fits, not even with one worker per stage.
+    """
+    request, num_stages = problem.request, problem.request.requested_stages
+    most = len(problem.profile.graph.cut_positions()) + 1
+    wanted = shapes(len(problem.cluster.devices), most, request.lanes, num_stages)
+    rows = [_row(decisions) for decisions in single]
+    best_s = min(map(step_s_of, single), default=math.inf)
+    searches = [ShapeSearch(each) for each in _with_recompute(problem)]
+    shown = _always_shown(searches[0], wanted)
+    decisions: list[Decision] = []
+    for shape in [*wanted, *_of_one_worker_each(problem, single, most, num_stages)]:
+        if shape not in shown and searches[0].at_least_s(shape) > best_s * (1 + EVEN):
+            continue
+        try:
+            decision = _first(searches, shape, math.inf if shape in shown else best_s * (1 + 2 * EVEN))
+        except ShapeError as refusal:
+            if max(shape) > 1 or not single:
+                rows.append(Candidate(shape, refused=str(refusal)))
+            continue
+        if decision is not None:
+            decisions.append(decision)
+            best_s = min(best_s, step_s_of(decision))
+    decisions.sort(key=step_s_of)
+    decisions[:FEW] = [with_branches(each) for each in decisions[:FEW]]
+    rows += map(_row, decisions)
+    if not (single or decisions):
+        raise PlanError(_nothing(rows))
+    near = as_quick([*single, *decisions], step_s_of)
+    chosen = min(near, key=lambda each: (sum(each.partition.replicas), max(each.partition.replicas)))
+    table = _table(rows, chosen.partition.replicas)
+    return (None if any(chosen is each for each in single) else chosen), table
+
+
+def of_shape(problem: Problem, shape: Shape) -> Decision:
+    """Find the best decision of a given shape.
+
+    Raises:
+        ShapeError: no plan of this shape is possible; the message is a short reason.
+    """
+    decision = _first([ShapeSearch(each) for each in _with_recompute(problem)], shape, math.inf)
+    assert decision is not None, "any step is shorter than forever"
+    return with_branches(decision)
+
+
+def with_branches(decision: Decision) -> Decision:
+    """Try another order of execution for the same shape, and return it if it is faster.
+
+    PipeDream's optimizer searches stages of a graph and their replicas together. Here the antichain method gets the
+    workers of each stage, and their seconds to sum gradients. How much of those overlaps with other stages' work is
+    unknown before a plan is simulated, so the method runs with several weights.
+    """
+    request, graph = decision.request, decision.graph
+    if request.split_points or request.partitioner not in ("auto", "antichain") or not branches(graph):
+        return decision
+    stages, rates = decision.partition.stages, []
+    lanes = request.num_lanes(len(stages))
+    for stage in stages:
+        link = slowest_link(decision.cluster, stage.devices, stage.devices)
+        rates_s = summing_rates_s(len(stage.devices), lanes, link, request.sums_factor, shards=request.shards)
+        rates.append(sum(rates_s) / decision.num_microbatches)
+    best = decision
+    for weight in WEIGHTS:
+        limits = dataclasses.replace(decision.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))
+        try:
+            other = cut_for(request, antichain, graph, decision.cluster, limits)
+        except PlanError:  # too many orders, or none that fits
+            return best
+        moved = dataclasses.replace(decision, partition=other)
+        step_s = seconds_of(moved)
+        if step_s < best.prediction.step_s * (1 - WORTH):
+            best = dataclasses.replace(moved, prediction=dataclasses.replace(decision.prediction, step_s=step_s))
+    return best
+
+
+def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
+    """Explain the number of workers of each stage, compared with the best plan of another kind.
+
+    Args:
+        table: table of ``best_shape``.
+    """
+    chosen = next(each for each in table if each.chosen)
+    what = f"{chosen.kind} on {'-'.join(map(str, chosen.workers))} workers"
+    others = [each for each in table if not each.refused and each.kind != chosen.kind]
+    if not others:
+        return f"{what}; no other kind of plan fits or comes near"
+    other = min(others, key=lambda each: each.step_s)
+    shape, step_s = "-".join(map(str, other.workers)), best.prediction.step_s
+    faster = other.step_s / step_s - 1 if step_s else 0.0
+    if faster < EVEN:
+        return f"{what}; as fast as {other.kind} {shape}"
+    how = f"{faster:.0%} faster than" if faster < 1 else f"{faster + 1:.1f} times as fast as"
+    return f"{what}, {how} {other.kind} {shape}; {human_s(step_s)} against {human_s(other.step_s)}"
+
+
+def _of_one_worker_each(
+    problem: Problem, single: Sequence[Decision], most_stages: int, num_stages: int | None
+) -> list[Shape]:
+    """List the shapes with one worker per stage, to be searched too.
+
+    The list is empty if the cluster is not described, or if ``single`` came from an exhaustive search.
+    """
+    if not problem.described or (single and all(decision.of_all for decision in single)):
+        return []
+    counts = range(1, min(most_stages, len(problem.cluster.devices)) + 1)
+    return [(1,) * count for count in counts if num_stages in (None, count)]
+
+
+def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
+    """Pick data parallelism on the most workers and the most promising other shape, so that the table has both kinds.
+
+    Args:
+        wanted: shapes to choose from.
+    """
+    bounds_s: dict[Shape, float] = {}
+    for shape in wanted:
+        if len(shape) > 1 and search.at_least_s(shape) < min(bounds_s.values(), default=math.inf):
+            with contextlib.suppress(ShapeError):
+                bounds_s[shape] = search.bound_s(shape)
+    largest = next((shape for shape in wanted if len(shape) == 1), None)
+    return {shape for shape in (largest, min(bounds_s, key=bounds_s.__getitem__, default=None)) if shape is not None}
+
+
+def _with_recompute(problem: Problem) -> list[Problem]:
+    """List the problem with the least recomputation that the request allows, then with the most."""
+    if not is_open(problem.request):
+        return [problem]
+    none = problem.request.recompute
+    least = tuple(bool(at) for at in none) if isinstance(none, tuple) else False
+    return [settled(problem, least), *([settled(problem, most_recompute(problem.request))] if problem.bounded else [])]
+
+
+def _first(searches: Sequence[ShapeSearch], shape: Shape, below_s: float) -> Decision | None:
+    """Return the result of the first search in which the shape is possible; None if no step is below ``below_s``.
+
+    Raises:
+        ShapeError: the shape is possible in no search.
+    """
+    for search in searches[:-1]:
+        try:
+            return search.best(shape, below_s)
+        except ShapeError:
+            continue
+    return searches[-1].best(shape, below_s)
+
+
+def _row(decision: Decision) -> Candidate:
+    memory = max(stage.memory_bytes for stage in decision.partition.stages)
+    step_s, count = decision.prediction.step_s, decision.num_microbatches
+    return Candidate(decision.partition.replicas, step_s, memory, count, decision.microbatch_size)
+
+
+def _table(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
+    """Sort the table, and shorten it to MOST_ROWS: the quickest shapes first, then refused shapes.
+
+    The chosen shape and the best of each kind are always kept.
+    """
+    slowest_first = sorted((row for row in rows if not row.refused), key=lambda row: -row.step_s)
+    quick = [*{row.workers: row for row in slowest_first}.values()]
+    quick.sort(key=lambda row: row.step_s)
+    refused = sorted((row for row in rows if row.refused), key=lambda row: (len(row.workers) > 1, -sum(row.workers)))
+    best = {row.kind: row for row in reversed(quick)}.values()
+    kept = [row for row in quick if row.workers == chosen or row in best]
+    kept += [row for row in quick if row not in kept][: MOST_ROWS - 4 - len(kept)]
+    kept += refused[: MOST_ROWS - len(kept)]
+    order = {id(row): place for place, row in enumerate((*quick, *refused))}
+    kept.sort(key=lambda row: order[id(row)])
+    return tuple(dataclasses.replace(row, chosen=row.workers == chosen) for row in kept)
+
+
+def _nothing(rows: Sequence[Candidate]) -> str:
+    shown = "; ".join(f"{'-'.join(map(str, row.workers))}: {row.refused}" for row in rows[:3])
+    return f"No plan fits, with replicas of stages or without ({shown}). Use smaller micro-batches or more memory."

@@ -1,0 +1,287 @@
+"""Planning problem (request, profile and cluster, which all candidates share) and decision (the result of planning).
+
+A profile is rescaled to micro-batch sizes other than the one that its nodes were measured at:
+
+    whole model   t(b), a curve through the measured sizes
+    one node      a line through two measured sizes; without a second one it grows as the whole model does
+
+The lines give each node's share of the seconds, the curve gives their sum. One factor for all nodes would not do: a
+layer with many parameters and few activations takes as long for one sample as for eight, a convolution takes an eighth,
+so a cut that is balanced at one size is not balanced at another.
+
+Candidates are compared on a coarse graph of fewer, larger nodes, which is never run:
+
+    node    a b c d e f g h i j        bytes at the cuts  9 2 9 9 2 9 9 2 9
+    group   [a b] [c d e] [f g h] [i j]        groups end at small cuts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph, Node, merge_nodes
+from raypipe.ir.plan import Candidate, Partition, Prediction
+from raypipe.ir.profile import Profile
+from raypipe.planner.cost.columns import columns_of
+from raypipe.planner.cost.microbatch import MicrobatchChoice, StageTime, fit_stage_time
+from raypipe.planner.partition.costs import Limits
+from raypipe.planner.search.request import Request
+from raypipe.planner.search.request_schedule import memory_model
+
+ENOUGH = 400
+"""Most nodes of a coarse graph; with it, one of eight equal stages still has 50 nodes."""
+
+
+def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:
+    """Merge runs of neighbouring nodes until about ``enough`` are left; a smaller graph is returned unchanged.
+
+    Sums of seconds and bytes stay equal, and every cut of the result is a cut of the graph. A group ends at the place
+    with the fewest cut bytes in the second half of its fair share of seconds, parameters and activations.
+    """
+    if len(graph.nodes) <= enough:
+        return graph
+    shares = _shares(graph)
+    groups: list[Node] = []
+    pending: list[Node] = []
+    fill, best = 0.0, -1
+    for node, share in zip(graph.nodes, shares, strict=True):
+        pending.append(node)
+        fill += share
+        if node.cut_bytes is not None and fill * enough >= 0.5:
+            kept = None if best < 0 else pending[best].cut_bytes
+            best = len(pending) - 1 if kept is None or node.cut_bytes <= kept else best
+        if fill * enough >= 1 and best >= 0:
+            groups.append(merge_nodes(pending[: best + 1]))
+            pending = pending[best + 1 :]
+            fill, best = 0.0, -1
+    if pending:
+        groups.append(merge_nodes(pending))
+    return ModelGraph(tuple(groups))
+
+
+def _shares(graph: ModelGraph) -> list[float]:
+    """Compute each node's share of the graph's seconds, parameters or activations, whichever is largest."""
+    columns = columns_of(graph)
+    parts = [column / max(1e-300, float(column.sum())) for column in (columns.busy_s, columns.param_bytes)]
+    kept = columns.activation_bytes / max(1e-300, float(columns.activation_bytes.sum()))
+    largest: list[float] = np.maximum(np.maximum(*parts), kept).tolist()
+    return largest
+
+
+Floats = NDArray[np.float64]
+LEAST = 1e-3
+"""Least ratio of a node's extrapolated seconds to its measured ones."""
+
+
+def times_of(profile: Profile) -> StageTime | None:
+    """Fit t(b), the seconds of a micro-batch of b samples through the whole model; None if one size was measured."""
+    points = profile.seconds_by_size
+    return fit_stage_time(dict(points)) if len(points) > 1 else None
+
+
+def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float:
+    """Compute the seconds of one micro-batch of ``samples`` samples through the whole model.
+
+    Args:
+        times: ``times_of(profile)``; if None, seconds are proportional to samples.
+    """
+    here_s = float(columns_of(profile.graph).busy_s.sum())
+    if times is None:
+        return here_s * samples / profile.microbatch_size
+    return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
+
+
+def seconds_by_count(
+    profile: Profile, minibatch_size: int, num_microbatches: int, takes: Callable[[int], bool] = bool
+) -> tuple[tuple[int, float], ...]:
+    """List (M, seconds of one micro-batch through the whole model) for every M that divides the mini-batch.
+
+    Args:
+        num_microbatches: planned M, which is included even if it does not divide the mini-batch.
+        takes: returns True if the model accepts micro-batches of so many samples throughout an epoch.
+
+    Returns:
+        the list; empty if the model was measured at one size only.
+    """
+    times = times_of(profile)
+    if times is None:
+        return ()
+    even = {m for m in range(1, minibatch_size + 1) if minibatch_size % m == 0 and takes(minibatch_size // m)}
+    counts = sorted(even | {num_microbatches})
+    return tuple((m, seconds_at(profile, times, -(-minibatch_size // m))) for m in counts)
+
+
+def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) -> ModelGraph:
+    """Rescale the seconds of a graph's nodes to micro-batches of ``samples`` samples.
+
+    Args:
+        total_s: seconds of the whole model at that size, from ``seconds_at``.
+        graph: the profile's graph, or a coarser form of it, whose nodes are all rescaled by one factor.
+    """
+    if samples == profile.microbatch_size:
+        return graph
+    busy_s = columns_of(graph).busy_s
+    factors = np.ones(len(graph.nodes))
+    other = profile.small
+    if graph is profile.graph and other is not None:
+        factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
+    factors *= total_s / (float((factors * busy_s).sum()) or 1.0)
+    nodes = tuple(slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
+    """Compute by node the ratio of its seconds at a third size to ``busy_s``, by a line through two measured sizes.
+
+    Args:
+        other: (samples, seconds by node) of the second measured size.
+        busy_s: seconds by node at the profile's size.
+        share: position of the third size on the line, from ``other``'s size (0) to the profile's (1).
+    """
+    other_s = np.array(other[1])
+    at_s = other_s + share * (busy_s - other_s)
+    ratio = np.divide(at_s, busy_s, out=np.ones_like(busy_s), where=busy_s > 0)
+    factors: Floats = np.maximum(ratio, LEAST)
+    return factors
+
+
+def slower(node: Node, factor: float) -> Node:
+    """Multiply a node's seconds by ``factor``; for large graphs, three times as fast as ``dataclasses.replace``."""
+    return Node(
+        node.name,
+        node.module,
+        node.param_names,
+        node.param_bytes,
+        node.cut_bytes,
+        node.forward_s * factor,
+        node.backward_input_s * factor,
+        node.backward_weight_s * factor,
+        node.activation_bytes,
+        node.output_bytes,
+        node.frozen_bytes,
+        node.buffer_bytes,
+        node.source,
+        node.workspace,
+    )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Request, profile and cluster that all candidates share.
+
+    Attributes:
+        described: True if the user described the cluster, False if it is assumed.
+    """
+
+    request: Request
+    profile: Profile
+    cluster: Cluster
+    described: bool
+
+    @property
+    def searches(self) -> bool:
+        """True if a solver makes the cut, so that comparisons may use a coarser graph."""
+        return not self.request.split_points and self.request.partitioner != "parameters"
+
+    @functools.cached_property
+    def short(self) -> ModelGraph:
+        """Graph on which candidates are compared: coarse if a solver makes the cut."""
+        return coarse(self.profile.graph) if self.searches else self.profile.graph
+
+    @functools.cached_property
+    def times(self) -> StageTime | None:
+        """t(b) of the whole model; None if it was measured at one size only."""
+        return times_of(self.profile)
+
+    def seconds(self, samples: int) -> float:
+        """Compute the seconds of one micro-batch of ``samples`` samples through the whole model."""
+        return seconds_at(self.profile, self.times, samples)
+
+    def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
+        """Rescale the profile's graph, or a coarser form of it, to micro-batches of ``samples`` samples."""
+        return graph_at(self.profile, samples, self.seconds(samples), graph)
+
+    def asking(self, request: Request) -> Problem:
+        """Return this problem with another request, keeping the cached ``short`` and ``times``."""
+        other = dataclasses.replace(self, request=request)
+        other.__dict__.update({name: vars(self)[name] for name in ("short", "times") if name in vars(self)})
+        return other
+
+    @property
+    def unbound(self) -> Problem:
+        """Copy of the problem without memory limits."""
+        devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in self.cluster.devices)
+        free = self.asking(dataclasses.replace(self.request, memory_limit_bytes=None))
+        return dataclasses.replace(free, cluster=Cluster(devices, self.cluster.links))
+
+    @property
+    def bounded(self) -> bool:
+        """True if any memory limit is known."""
+        caps = (self.request.memory_limit_bytes, *(device.memory_bytes for device in self.cluster.devices))
+        return any(cap is not None for cap in caps)
+
+    @property
+    def links(self) -> str:
+        """Origin of the links' numbers, for reports."""
+        if self.described:
+            return "as described"
+        link = self.cluster.links[0]
+        return f"assumed ({link.bandwidth_bytes_s / 1e9:g} GB/s, {link.latency_s * 1e3:g} ms)"
+
+
+def limits_of(request: Request, num_stages: int | None, stages: int, count: int, size: int) -> Limits:
+    """Build the limits that a cut has to keep.
+
+    Args:
+        num_stages: required number of stages; None leaves it to the solver, with at most ``stages``.
+        count, size: number of micro-batches, and samples in each.
+    """
+    return Limits(
+        num_stages=num_stages,
+        memory=memory_model(request, stages, count, size),
+        memory_limit_bytes=request.memory_limit_bytes,
+        sums_factor=request.sums_factor,
+        shards=request.shards,
+        codecs=request.codecs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Result of planning, before the stages are built.
+
+    Attributes:
+        request: request with a settled schedule.
+        graph: graph with seconds at the chosen micro-batch size.
+        limits: limits of the cut, with the memory model of the schedule.
+        choice: how the number of micro-batches was chosen; None if it was given, or follows from a fixed rule.
+        of_all: True if all cuts, numbers of micro-batches and schedules were enumerated, so nothing is left to search.
+        reasons: (choice, reason) pairs.
+        candidates: shapes that were compared; empty if the number of replicas was given.
+    """
+
+    request: Request
+    graph: ModelGraph
+    cluster: Cluster
+    limits: Limits
+    partition: Partition
+    minibatch_size: int
+    microbatch_size: int
+    num_microbatches: int
+    choice: MicrobatchChoice | None
+    prediction: Prediction
+    of_all: bool = False
+    reasons: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+
+def step_s_of(decision: Decision) -> float:
+    """Return the predicted seconds of a decision's step, by which decisions are compared."""
+    return decision.prediction.step_s

@@ -1,0 +1,304 @@
+"""Checks of a trainer's arguments by their types and signatures, without calling them or reading data."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import io
+import os
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.data.stacking import Collate
+from raypipe.engine.io.checkpoint.state_source import StateSource
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.stage.generated_source import Registered
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.errors import ConfigError, PlanError, RaypipeError
+from raypipe.preflight.optimizer import PLATEAU
+from raypipe.user_lines import quoted, short
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Enable gradients for the code inside, which a caller may have switched off.
+
+    Raises:
+        ConfigError: the caller has switched autocast on, which would not apply to stages.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ConfigError(
+            "The trainer was called within torch.autocast(...), which stages know nothing of. Call it outside, and set "
+            "PipelineConfig(precision=...)."
+        )
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+class Unfilled(NamedTuple):
+    """Model whose parameters are on the meta device, and the sources from which stages load them."""
+
+    model: torch.nn.Module
+    sources: tuple[StateSource, ...]
+
+
+class Arguments(NamedTuple):
+    """Arguments of a trainer, apart from settings.
+
+    Attributes:
+        model: a module, or a function without arguments that builds one.
+        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
+        optimizer: function of named parameters that makes an optimizer.
+        lr_scheduler: function of an optimizer that makes a scheduler; None without one.
+        train_data, eval_data: paths or map-style datasets.
+        survives: True if workers keep copies of the state in memory, so that the run can resume after a failure.
+        metrics: metrics of evaluations, by name.
+        early_stopping: a raypipe.EarlyStopping, or None.
+        collate_fn: function that makes a batch of a list of items.
+        unfilled: function that builds the model without weights and names the sources of its weights; None if ``model``
+            has weights.
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    optimizer: MakeOptimizer
+    lr_scheduler: MakeScheduler | None
+    train_data: Any
+    eval_data: Any = None
+    survives: bool = False
+    metrics: Mapping[str, Any] | None = None
+    early_stopping: Any = None
+    collate_fn: Collate | None = None
+    unfilled: Callable[[], Unfilled] | None = None
+
+
+def check_arguments(
+    model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
+) -> None:
+    """Refuse arguments of wrong types, or a loss_fn with a wrong signature.
+
+    Raises:
+        ConfigError: names the argument and the value to write.
+    """
+    if not callable(model):
+        raise ConfigError(
+            f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
+        )
+    if isinstance(loss_fn, type):
+        where = "torch.nn." if loss_fn.__module__.startswith("torch.nn") else ""
+        instance = f"{where}{loss_fn.__name__}()"
+        raise ConfigError(
+            f"loss_fn is the class {loss_fn.__name__}, and calling it makes a loss instead of computing one. Add the "
+            f"brackets: loss_fn={instance}."
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {_what(loss_fn)}; give a function (output, target) -> scalar tensor.")
+    if loss_fn is not None:
+        _check_loss_fn(loss_fn)
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise ConfigError(
+            "optimizer must be a function of named parameters, because every stage makes its own: "
+            "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
+        )
+    if isinstance(lr_scheduler, ReduceLROnPlateau) or lr_scheduler is ReduceLROnPlateau:
+        raise ConfigError(PLATEAU.replace("makes", "is", 1))
+    if lr_scheduler is not None and (isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)):
+        raise ConfigError(
+            f"lr_scheduler is {_what(lr_scheduler)}, but every stage makes one for its own optimizer. Give a function "
+            "of the optimizer: lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        )
+    if train_data is None:
+        raise ConfigError("train_data is None; give the path of Parquet or Arrow files, or a torch map-style Dataset.")
+    if not isinstance(pipeline, PipelineConfig | None):
+        raise ConfigError(f"pipeline is {_what(pipeline)}; give raypipe.PipelineConfig(num_stages=2, ...).")
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """Check by its signature and parameter names that a loss_fn takes (output, target), in this order.
+
+    Raises:
+        ConfigError: it takes other arguments, or is a torch.jit.ScriptModule.
+    """
+    if isinstance(loss_fn, torch.jit.ScriptModule):
+        raise ConfigError(
+            "loss_fn is a torch.jit.ScriptModule, which cannot be sent to a stage. Give the module that it was made of."
+        )
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        bound = signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss_fn takes {signature}, but it is called as loss_fn(output, target): {error}. Give a function of "
+            "these two."
+        ) from None
+    names = [name.lower() for name in bound.arguments]
+    if len(names) == 2 and names[0] in _TARGETS and names[1] in _OUTPUTS:
+        raise ConfigError(
+            f"loss_fn takes {signature}, but it is called as loss_fn(output, target): its {names[0]!r} would be what "
+            "the model returns. Swap its parameters."
+        )
+
+
+_TARGETS = {"target", "targets", "label", "labels", "y_true", "truth", "ground_truth", "expected", "tgt"}
+_OUTPUTS = {"output", "outputs", "y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "logits", "scores"}
+
+
+def check_travel(arguments: Mapping[str, Any]) -> None:
+    """Refuse values that cannot be sent to Ray's actors, before any actor is started.
+
+    Args:
+        arguments: values by name of the trainer's argument.
+
+    Raises:
+        ConfigError: names the argument, and the type that cannot be sent.
+    """
+    for name, value in arguments.items():
+        try:
+            _Trial().dump(value)
+        except (_EnoughError, RecursionError):
+            continue
+        except Exception as error:  # noqa: BLE001  (whatever a type raises)
+            if not _sent_by_ray(value):
+                raise ConfigError(
+                    f"{name} cannot be sent to another process: {short(error)} Stages are processes of their own: "
+                    f"define {name} at module level, and let it make such things where it is called."
+                ) from None
+
+
+class _EnoughError(Exception):
+    """The trial has written so many bytes that it ends, without a result."""
+
+
+class _Sink:
+    """Discards what a pickler writes; raises _EnoughError after 16 MiB."""
+
+    left = 1 << 24
+
+    def write(self, data: Any) -> int:
+        self.left -= len(data)
+        if self.left < 0:
+            raise _EnoughError
+        return len(data)
+
+
+class _Trial(ForkingPickler):
+    """Pickler that accepts what Ray's pickler accepts, to try if a value can be sent.
+
+    As Ray does, it pickles the content of functions and classes that another process cannot import. It skips tensors,
+    arrays and the other types in _SENT, which can always be sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_Sink())
+        self.dispatch_table = copyreg.dispatch_table  # without reducers for values that only a forked process can take
+
+    def reducer_override(self, value: Any) -> Any:
+        text = isinstance(value, io.TextIOWrapper) and not value.closed and not value.writable()
+        library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
+        if text or library or isinstance(value, _SENT):
+            return _nothing, ()
+        if isinstance(value, types.FunctionType) and not _importable(value):
+            return _nothing, (*_cells(value), value.__defaults__, value.__kwdefaults__, _globals(value, value.__code__))
+        if isinstance(value, type) and not _importable(value):
+            return _nothing, tuple(part for name, part in vars(value).items() if not name.startswith("__"))
+        return NotImplemented
+
+
+_SENT = (
+    torch.Tensor, types.ModuleType, types.CodeType, types.MappingProxyType, property, classmethod, staticmethod,
+    memoryview, weakref.WeakSet,
+)  # fmt: skip
+"""Types that Ray's pickler accepts, or that would take too long to try."""
+
+
+def _nothing(*_: Any) -> None:
+    """Replace the constructor of a value in a trial."""
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+
+
+def _globals(function: types.FunctionType, code: types.CodeType) -> list[Any]:
+    """List the globals that a function reads, and those that functions defined inside it read."""
+    own = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return [*own, *(value for const in inner for value in _globals(function, const))]
+
+
+def _importable(value: Any) -> bool:
+    """Return True if another process finds the same object by its name; False for those of a script or notebook."""
+    module = getattr(value, "__module__", None)
+    if module in (None, "__main__") or "<locals>" in value.__qualname__ or module not in sys.modules:
+        return False
+    part: Any = sys.modules[module]
+    for name in value.__qualname__.split("."):
+        part = getattr(part, name, None)
+    return part is value
+
+
+def _sent_by_ray(value: Any) -> bool:
+    """Return True if Ray is loaded and its pickler accepts a value, whose type may be registered with Ray."""
+    ray = sys.modules.get("ray")
+    try:
+        return ray is not None and bool(ray.cloudpickle.dumps(value))
+    except Exception:  # noqa: BLE001  (whatever a type raises)
+        return False
+
+
+def check_operations(programs: Iterable[StageProgram]) -> None:
+    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script.
+
+    Raises:
+        ConfigError: names the first such operation.
+    """
+    for program in programs:
+        for function in program.modes.values():
+            for known in getattr(function, "names", {}).values():
+                if isinstance(known, Registered) and known.by_script:
+                    raise ConfigError(
+                        f"The model calls {known.operation}, an operation that this script registers with torch. "
+                        "Workers do not run the script: register it in a module of its own that they can import, and "
+                        "import that here."
+                    )
+
+
+@contextmanager
+def in_one_paragraph() -> Iterator[None]:
+    """Turn unexpected errors into a PlanError; with RAYPIPE_DEBUG=1 it keeps the original error as its cause.
+
+    Raises:
+        PlanError: the code inside raised an error that is no RaypipeError; quotes the user's line that led to it.
+    """
+    try:
+        yield
+    except RaypipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        cause = error if os.environ.get("RAYPIPE_DEBUG") == "1" else None
+        raise PlanError(
+            f"The run could not be planned{quoted(error)}: {short(error)} Look there first; if it is raypipe's "
+            "mistake, RAYPIPE_DEBUG=1 shows the traceback to report."
+        ) from cause
+
+
+def _what(value: Any) -> str:
+    """Describe the type of a value for messages, as "a Tensor" or "the class Tensor"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,447 @@
+"""Trial of a loss on real rows: weighted losses of micro-batches against the loss of all rows, with gradients.
+
+    whole      loss of rows 0 1 2 3, and its gradient by each parameter
+    parts      loss and gradients of rows 0 1 and rows 2 3; of row 0 and rows 1 2 3; of each row
+
+No weights fit a loss that compares rows with each other (contrastive pairs, a spread over the batch) or multiplies
+averages over them (the load balancing of experts). A wrong weight of padding shows if rows have different numbers of
+labels. Gradients are compared because a term with a small factor is a small part of the loss, but not of the gradients
+of parameters that it alone trains. Everything that a call changes is restored.
+
+    model                               loss of some rows
+    the user's model, with its weights  model(rows), and the loss_fn if there is one
+    a model that returns several terms  the captured graph without dropout; its terms are weighted and added up
+    a model without weights             see random_outputs.py
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from raypipe.capture import Capture, TracedModel
+from raypipe.capture.guards import in_mode
+from raypipe.capture.own_loss import own_loss
+from raypipe.capture.python_state import Memory, read_memory
+from raypipe.engine.device.device import memory_bytes, process_bytes
+from raypipe.engine.stage.randomness import (
+    KeyedRandomness,
+    RandomKey,
+    bind_arguments,
+    draws_randomness,
+    dropout,
+    keyed_call,
+)
+from raypipe.engine.stage.stage import GraphFunction, same_bits
+from raypipe.engine.torch_settings import one_thread
+from raypipe.errors import CaptureError, RaypipeError
+from raypipe.ir.precision import FP32
+from raypipe.preflight.dry_run import scalar
+from raypipe.preflight.loss_gradients import GradientsTooLargeError, Loss, LossGradients, Tolerance
+
+NUM_ROWS, FEW_ROWS, LARGE = 4, 2, 1 << 24
+"""NUM_ROWS go through a model; FEW_ROWS if it has LARGE parameters, so that a row takes a CPU seconds."""
+MANY_ROWS = 16
+"""Rows on which a loss_fn is tried without the model: a loss may depend on values that few rows have."""
+_UNLIKE_IN_TRAINING = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)
+"""Modules that stay in evaluation mode: they draw random numbers, or depend on the statistics of a micro-batch."""
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Columns = Mapping[Any, torch.Tensor]
+
+
+class Grouping(NamedTuple):
+    """Rows divided into micro-batches.
+
+    Attributes:
+        sizes: number of rows of each micro-batch.
+        parts: its columns by name.
+        losses: its unweighted loss.
+    """
+
+    sizes: tuple[int, ...]
+    parts: tuple[Columns, ...]
+    losses: tuple[Loss, ...]
+
+
+class Tried(NamedTuple):
+    """Losses of some rows.
+
+    Attributes:
+        whole: loss of all rows.
+        groupings: losses of micro-batches, for several ways to divide the rows.
+        tolerance: allowed difference between a sum over micro-batches and the whole.
+        without_gradients: reason why gradients are missing; empty if they were computed.
+    """
+
+    whole: Loss
+    groupings: tuple[Grouping, ...]
+    tolerance: Tolerance
+    without_gradients: str = ""
+
+
+class Misfit(NamedTuple):
+    """Weighted sum over micro-batches that differs from the loss or the gradients of all rows.
+
+    Attributes:
+        total: sum of the weighted losses; NaN if there are no weights.
+        gradients: (parameter, distance between the sum and the gradient of all rows, as a fraction of its length) for
+            every distance beyond the tolerance, the largest first.
+    """
+
+    total: float
+    gradients: tuple[tuple[str, float], ...] = ()
+
+
+class _DrawsError(Exception):
+    """The model draws random numbers or changes buffers, so that losses of different rows cannot be compared."""
+
+
+def is_large(model: torch.nn.Module) -> bool:
+    """Return True if a model is so large that it is tried on few rows only, and in its own dtype."""
+    return sum(p.numel() for p in model.parameters()) >= LARGE
+
+
+def rows_through(model: torch.nn.Module) -> int:
+    """Return the number of rows on which to try a model."""
+    return FEW_ROWS if is_large(model) else NUM_ROWS
+
+
+def misfit(tried: Tried, grouping: Grouping, weights: Sequence[float] | None) -> Misfit | None:
+    """Compare the weighted sum of the micro-batches' losses and gradients with those of all rows; None if they agree.
+
+    Args:
+        weights: weight of each micro-batch; None if the items to weigh by cannot be counted, which agrees only with
+            a loss of NaN.
+    """
+    whole = tried.whole
+    if weights is None:
+        return None if math.isnan(whole.value) else Misfit(math.nan)
+    weighted = [(w, loss) for w, loss in zip(weights, grouping.losses, strict=True) if w]
+    total = math.fsum(w * loss.value for w, loss in weighted)
+    scale = max(abs(whole.value), *(abs(x.value) for x in grouping.losses if math.isfinite(x.value)), 1e-3)
+    apart = _gradients_apart(whole, weighted, tried.tolerance)
+    fits = abs(total - whole.value) <= tried.tolerance.loss * scale
+    return None if fits and not apart else Misfit(total, apart)
+
+
+def _gradients_apart(
+    whole: Loss, weighted: Sequence[tuple[float, Loss]], tolerance: Tolerance
+) -> tuple[tuple[str, float], ...]:
+    apart: dict[str, tuple[float, float]] = {}
+    for name in dict.fromkeys((*whole.gradients, *(name for _, loss in weighted for name in loss.gradients))):
+        parts = [w * loss.gradients[name] for w, loss in weighted if name in loss.gradients]
+        together = whole.gradients.get(name)
+        if together is not None and not together.isfinite().all():
+            continue  # training stops at such a gradient, or skips its step
+        distance = float(torch.stack([*parts, *([] if together is None else [-together])]).sum(0).norm())
+        length = 0.0 if together is None else float(together.norm())
+        apart[name] = distance, max(length, math.fsum(float(part.norm()) for part in parts))
+    longest = max((length for _, length in apart.values() if math.isfinite(length)), default=0.0)
+    beyond = {
+        name: distance / (length or 1.0)
+        for name, (distance, length) in apart.items()
+        if not distance <= tolerance.gradient * length + tolerance.least * longest
+    }
+    return tuple(sorted(beyond.items(), key=lambda item: -item[1]))
+
+
+def _group_losses(rows: Columns, loss_of: Callable[[Columns], Loss], gradients: LossGradients) -> Tried:
+    """Compute the loss of all rows, of both halves, of one row and the others, and of each row.
+
+    Groupings on which the loss fails are left out: some losses cannot take a single row (a variance, the two largest).
+    If it fails on all of them, the last error is raised.
+    """
+    count = len(next(iter(rows.values())))
+    whole = loss_of(rows)
+    groupings = []
+    failed: Exception | None = None
+    known: dict[tuple[int, int], Loss] = {}  # the first row is a micro-batch of two groupings
+    for sizes in dict.fromkeys([(count // 2, count - count // 2), (1, count - 1), (1,) * count]):
+        cuts = list(zip((0, *itertools.accumulate(sizes)), itertools.accumulate(sizes)))  # noqa: B905
+        parts = tuple({name: column[first:stop] for name, column in rows.items()} for first, stop in cuts)
+        try:
+            for cut, part in zip(cuts, parts, strict=True):
+                if cut not in known:
+                    known[cut] = loss_of(part)
+            groupings.append(Grouping(sizes, parts, tuple(known[cut] for cut in cuts)))
+        except RaypipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  (the user's code)
+            failed = error
+    if failed is not None and not groupings:
+        raise failed
+    return Tried(whole, tuple(groupings), gradients.tolerance)
+
+
+class LossTrial:
+    """Model and loss as one function of rows; neither is changed.
+
+    Args:
+        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
+        seed: seed of the random key for the model's draws.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
+        self._model, self._loss_fn, self._seed = model, loss_fn, seed
+        self._draws = False
+
+    def outputs(self, rows: Columns) -> Any:
+        """Return the model's output in evaluation mode; None if the model fails."""
+        try:
+            with torch.no_grad(), _trying(self._model), self.forgetting():
+                return self._run(rows)
+        except Exception:  # noqa: BLE001  (the rehearsal and the first step report it)
+            return None
+
+    def losses(self, rows: Columns) -> Tried | None:
+        """Compute the losses of all rows and of micro-batches; None if the model fails, or draws in every mode.
+
+        The model is in training mode except for dropout and batch norms, since some terms of a loss exist only in
+        training. If it still draws random numbers or changes buffers, it is tried in evaluation mode. It computes in
+        float64 if it is small and supports that. Without enough memory for a backward, only losses are computed.
+
+        Raises:
+            CaptureError: the loss is not a scalar.
+        """
+        few_bytes = max(0, memory_bytes() - process_bytes()) // 2
+        for in_float64 in (False,) if is_large(self._model) else (True, False):
+            for training in (True, False):
+                try:
+                    return self._tried(rows, training=training, in_float64=in_float64, most_bytes=few_bytes)
+                except CaptureError:
+                    raise
+                except _DrawsError:
+                    if not training:
+                        return None
+                except GradientsTooLargeError:
+                    break
+                except Exception:  # noqa: BLE001  (the user's code; the first step reports it)
+                    continue
+        try:
+            why = f"a backward of {len(next(iter(rows.values())))} rows would fail here, or take too much memory"
+            return self._tried(rows, training=False, in_float64=False, most_bytes=0)._replace(without_gradients=why)
+        except CaptureError:
+            raise
+        except Exception:  # noqa: BLE001  (as above)
+            return None
+
+    def _tried(self, rows: Columns, *, training: bool, in_float64: bool, most_bytes: int) -> Tried:
+        """Compute losses in one mode and dtype.
+
+        Args:
+            most_bytes: limit of the bytes kept for the backward; 0 computes no gradients.
+
+        Raises:
+            GradientsTooLargeError: the limit is exceeded.
+            _DrawsError: the model draws random numbers, or changes buffers or Python state in training mode.
+        """
+        named = dict(self._model.named_parameters()) if most_bytes else {}
+        gradients = LossGradients(named, in_float64=in_float64, most_bytes=most_bytes)
+
+        def loss_of(some: Columns) -> Loss:
+            with self.forgetting() as memory:
+                try:
+                    loss = gradients.of(lambda: contextvars.copy_context().run(self.loss, some))
+                    if training and (changed() or self._remembers(memory)):
+                        raise _DrawsError
+                finally:
+                    put_back()
+            return loss
+
+        self._draws = False
+        with _trying(self._model, training=training) as (put_back, changed):
+            return _group_losses(rows, loss_of, gradients)
+
+    def loss(self, rows: Columns) -> torch.Tensor:
+        """Compute the loss of some rows, in the model's current mode.
+
+        Raises:
+            CaptureError: the loss is not a scalar.
+            _DrawsError: the model draws random numbers.
+        """
+        output = self._run(rows)
+        if self._draws:  # before a backward, which takes longer
+            raise _DrawsError
+        if self._loss_fn is None:
+            return own_loss(self._model, output)
+        return scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
+
+    def refuse_unrepeatable(self, outputs: Any, target: torch.Tensor) -> None:
+        """Refuse a loss_fn that is not the same function of its arguments in every call.
+
+        Raises:
+            CaptureError: it draws random numbers, or changes a buffer of its own.
+        """
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
+        buffers = dict(loss_fn.named_buffers()) if isinstance(loss_fn, torch.nn.Module) else {}
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        copies = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (outputs, target))
+        try:
+            with self.forgetting(), one_thread(), KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+                loss_fn(*copies)
+        except Exception:  # noqa: BLE001  (as above)
+            return
+        finally:
+            changed = [name for name, buffer in buffers.items() if not same_bits(buffer, before[name])]
+            with torch.no_grad():
+                for name in changed:
+                    buffers[name].copy_(before[name])
+        if changed:
+            raise CaptureError(
+                f"loss_fn changes its buffer {changed[0]!r} in every call. No checkpoint holds what a loss keeps, and "
+                "evaluations would change it too. Keep it in a buffer of the model, and let forward return what the "
+                "loss needs of it."
+            )
+        if mode.index:
+            raise CaptureError(
+                "loss_fn draws random numbers, which nothing but a model's forward may: draws there are keyed by seed, "
+                "step and micro-batch, and so the same wherever stages run. Let forward draw them and return what the "
+                "loss needs."
+            )
+
+    def _run(self, rows: Columns) -> Any:
+        values = {name: column.clone() for name, column in rows.items()}
+        with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+            if self._loss_fn is not None:
+                output = self._model(*list(values.values())[:-1])
+            elif all(isinstance(name, int) for name in values):
+                output = self._model(*values.values())
+            else:
+                output = self._model(**values)
+        self._draws = self._draws or mode.index > 0
+        return output
+
+    @contextmanager
+    def forgetting(self) -> Iterator[Memory]:
+        """Restore the Python state of model and loss afterwards, so that every call finds the initial state."""
+        memory = read_memory(self._model, self._loss_fn)
+        try:
+            yield memory
+        finally:
+            memory.restore()
+
+    def _remembers(self, before: Memory) -> bool:
+        return next(before.changes(read_memory(self._model, self._loss_fn)), None) is not None
+
+
+@contextmanager
+def _trying(
+    model: torch.nn.Module, *, training: bool = False
+) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
+    """Set the modes of a model for a trial; modes and buffers are restored afterwards.
+
+    Torch's fast path of transformer encoders is switched off within the context, because its values at masked positions
+    depend on the masks of all rows.
+
+    Args:
+        training: mode of all modules except dropout and batch norms, which are in evaluation mode.
+
+    Yields:
+        (function that restores the buffers, function that returns True if a buffer has changed).
+    """
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+
+    def changed() -> bool:
+        return any(not same_bits(buffer, kept[name]) for name, buffer in model.named_buffers())
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with in_mode(model, training=training), warnings.catch_warnings():
+            for module in model.modules():
+                if isinstance(module, _UNLIKE_IN_TRAINING):
+                    module.training = False
+            warnings.simplefilter("ignore")  # of a loss over one row
+            yield put_back, changed
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
+    """Compute losses of a captured model that returns the terms of its loss one by one, each with a weight of its own.
+
+    The training graph is used, because some terms exist only in training. Dropout is left out of it, because its draws
+    depend on the rows.
+
+    Returns:
+        Losses in which the terms of each micro-batch are weighted already, so that they add up to the whole; None if
+        the graph still draws random numbers, or ``_without_dropout`` has no function for it.
+    """
+    assert captured.terms is not None
+    assert captured.terms.counts is not None
+    counts, function = captured.terms.counts, _without_dropout(captured)
+    if function is None:
+        return None
+    tensors = {**captured.parameters, **captured.buffers}
+    wide = sum(x.numel() for x in captured.parameters.values()) < LARGE
+    gradients = LossGradients(captured.parameters, in_float64=wide)
+    totals = counts.divisors(rows, len(next(iter(rows.values()))))
+
+    def weighted_sum(some: Columns) -> torch.Tensor:
+        with one_thread():
+            terms = function(
+                [tensors[site.parameter] for site in function.sites],
+                [tensors[name].detach().clone() for name in function.buffers],
+                (),
+                [some[name].clone() for name in function.columns],
+                RandomKey(seed, 0, 0),
+            )
+        divisors = counts.divisors(some, len(next(iter(some.values()))))
+        weighted = [
+            term * (divisors[at] / totals[at])
+            for term, at in zip(terms, counts.parts, strict=False)
+            if divisors[at] and totals[at]
+        ]
+        return sum(weighted, start=torch.zeros((), dtype=terms[0].dtype))
+
+    try:
+        return _group_losses(rows, lambda some: gradients.of(lambda: weighted_sum(some)), gradients)
+    except _DrawsError:
+        return None
+
+
+def _without_dropout(captured: Capture) -> GraphFunction | None:
+    """Return the whole training graph, without dropout, as one function.
+
+    If training changes buffers, such as running statistics, the evaluation graph is returned.
+
+    Returns:
+        None if the precision is not fp32, the model has no weights, or evaluation is needed but was not captured.
+    """
+    assert isinstance(captured.model, TracedModel)
+    if captured.recipe.precision != FP32 or any(
+        x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())
+    ):
+        return None
+    trains, evals = captured.recipe.stages.functions((), ())
+    if captured.model.train.changing_buffers:
+        return evals[0] if evals else None  # type: ignore[return-value]
+    (trained,) = trains
+    assert isinstance(trained, GraphFunction)
+    replaced = {dropout: lambda x, p, key, index: x, keyed_call: _without_draws}
+    names = {name: replaced.get(value, value) if callable(value) else value for name, value in trained.names.items()}
+    return replace(trained, names=names, _function=None)
+
+
+def _without_draws(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    bound |= {name: 0.0 for name in ("dropout_p", "p", "dropout") if name in bound}
+    if draws_randomness(op, (), bound):
+        raise _DrawsError
+    return op(**bound)

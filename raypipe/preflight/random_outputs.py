@@ -1,0 +1,148 @@
+"""Replacements of models without weights (weights_on="workers"), to try their loss: random outputs or random weights.
+
+    rows --shapes of the model's outputs--> random outputs --loss_fn, with the target--> losses and their gradients
+                                                                                         by the outputs
+
+A model that returns its own loss gets random weights instead, if it is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raypipe.capture import Capture, TracedModel
+from raypipe.capture.analyse import column_with
+from raypipe.capture.explain import misfit_of_loss
+from raypipe.data.item_randomness import own_generators
+from raypipe.engine.stage.module_copy import copy_of
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.errors import DataError
+from raypipe.preflight.loss_trial import LossTrial, Tried
+
+MOST_BYTES = 1 << 28
+"""Most bytes of random outputs."""
+
+Columns = Mapping[Any, torch.Tensor]
+
+
+def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Copy a model from the meta device to the CPU, with random floating-point tensors and zeros in other tensors."""
+    copied = copy_of(model).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.normal_(0.0, 0.1, generator=generator) if tensor.is_floating_point() else tensor.zero_()
+    return copied
+
+
+class _RandomOutputs(torch.nn.Module):
+    """Replacement of a model without weights, which returns the same random outputs for the same rows.
+
+    Args:
+        outputs: output tensors for all rows.
+        each: rows of each output tensor for one row of data; 0 for outputs that do not depend on the number of rows.
+    """
+
+    def __init__(self, captured: Capture, outputs: Sequence[torch.Tensor], each: Sequence[int]) -> None:
+        super().__init__()
+        loss: Any = captured.recipe.loss
+        self._as_returned = loss.as_returned
+        self._outputs = [torch.nn.Parameter(x) if x.is_floating_point() else x for x in outputs]
+        self._each = each
+        for number, x in enumerate(self._outputs):
+            if isinstance(x, torch.nn.Parameter):
+                self.register_parameter(f"output {number}", x)
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        first, stop = int(rows[0]), int(rows[-1]) + 1
+        some = [x[first * n : stop * n] if n else x for x, n in zip(self._outputs, self._each, strict=True)]
+        return self._as_returned(tuple(x.clone() for x in some))
+
+
+def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) -> Iterator[torch.nn.Module]:
+    """Yield three replacements of a model with a loss_fn, since some losses take only some numbers.
+
+    Their outputs are drawn from a normal distribution, from 0 to 1, and as probabilities. Nothing is yielded if the
+    outputs would exceed ``most_bytes`` or MOST_BYTES, or cannot be divided among the rows.
+    """
+    count = len(next(iter(rows.values())))
+    bare = bare_outputs(captured, rows)
+    twice = bare_outputs(captured, {name: torch.cat([x, x]) if x.dim() else x for name, x in rows.items()})
+    each = []
+    for x, double in zip(bare, twice, strict=True):
+        of_rows = bool(x.dim()) and x.shape[0] % count == 0 and double.shape == (2 * x.shape[0], *x.shape[1:])
+        if not of_rows and x.shape != double.shape:
+            return
+        each.append(x.shape[0] // count if of_rows else 0)
+    if sum(math.prod(x.shape) * max(4, x.dtype.itemsize) for x in bare) > min(most_bytes or MOST_BYTES, MOST_BYTES):
+        return
+    for draw in (torch.randn, torch.rand, lambda shape: torch.randn(shape).softmax(-1) if shape else torch.rand(shape)):
+        with own_generators():
+            torch.manual_seed(0)
+            outputs = [
+                draw(x.shape).to(torch.promote_types(x.dtype, torch.float32))
+                if x.is_floating_point()
+                else torch.zeros(x.shape, dtype=x.dtype)
+                for x in bare
+            ]
+        yield _RandomOutputs(captured, outputs, each)
+
+
+def try_on_random_outputs(captured: Capture, rows: Columns, seed: int, most_bytes: int | None = None) -> Tried | None:
+    """Compute losses of a loss_fn on random outputs of the model; None if it gives no finite loss on any.
+
+    Args:
+        rows: samples by column, the last column being the target.
+        most_bytes: limit of the outputs; None for MOST_BYTES.
+
+    Raises:
+        CaptureError: the loss_fn draws random numbers or changes a buffer of its own.
+        DataError: the loss_fn fails with the same error on all random outputs.
+    """
+    column, errors = list(rows)[-1], []
+    for stand_in in _stand_ins(captured, rows, most_bytes):
+        trial = LossTrial(stand_in, captured.loss_fn, seed)
+        tried, output = trial.losses(_numbered(rows)), trial.outputs(_numbered(rows))
+        if tried is not None and math.isfinite(tried.whole.value):  # not the log of a negative number
+            trial.refuse_unrepeatable(output, rows[column])
+            return tried
+        if tried is None and captured.loss_fn is not None:
+            errors.append(misfit_of_loss(captured.loss_fn, output, rows[column], column))
+    if len({str(error) for error in errors}) == 1 and isinstance(errors[0], DataError):
+        raise errors[0]
+    return None
+
+
+def _numbered(rows: Columns) -> dict[Any, torch.Tensor]:
+    """Return the input of ``_RandomOutputs``, which is the numbers of the rows, and the target, by column."""
+    target = list(rows)[-1]
+    return {(__name__, "rows"): torch.arange(len(rows[target])), target: rows[target]}
+
+
+def bare_outputs(captured: Capture, rows: Columns) -> Sequence[torch.Tensor]:
+    """Return the model's output tensors for these rows, without values (on the meta device), as a flat list."""
+    if isinstance(captured.model, TracedModel):
+        traced, outputs = captured.model.train.traced, captured.model.train.outputs
+
+        def size(dim: Any) -> int:
+            position = column_with(traced, dim) if isinstance(dim, torch.SymInt) else None
+            if position is None:
+                return int(dim.node.hint) if isinstance(dim, torch.SymInt) else int(dim)
+            return rows[traced.columns[position[0]]].shape[position[1]]
+
+        values = [node.meta["val"] for node in outputs]
+        return [torch.empty([size(d) for d in x.shape], dtype=x.dtype, device="meta") for x in values]
+    (program,) = captured.programs(())
+    function = program.train
+    with torch.no_grad():
+        return function(
+            [captured.parameters[site.parameter].detach().to("meta") for site in function.sites],
+            [captured.buffers[name].detach().to("meta") for name in function.buffers],
+            (),
+            [rows[name].to("meta") for name in function.columns],
+            RandomKey(0, 0, 0),
+        )

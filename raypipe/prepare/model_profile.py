@@ -1,0 +1,138 @@
+"""Facts of a model for the planner: seconds by operation, and the size of the optimizer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raypipe.capture import Capture
+from raypipe.engine.optim.state import MakeOptimizer
+from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.ir.profile import Profile
+from raypipe.preflight.dry_run import no_reads_of
+from raypipe.profiling import PROFILE_BUDGET_S, Rates, estimate_graph, in_seconds_of, powers_of_two
+from raypipe.profiling.profile_cache import cached_profile
+from raypipe.progress import ProfilingBar
+
+MOST_SIDE = 512
+ADAM_FACTOR = 2.0
+"""Bytes of Adam's state per byte of parameters."""
+
+
+def profile_of(
+    captured: Capture,
+    example: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None = None,
+    *,
+    by_size: bool,
+    budget_s: float = PROFILE_BUDGET_S,
+    rates: Rates | None = None,
+) -> Profile:
+    """Measure the graph's seconds, read them from the cache, or estimate them if the model cannot run alone.
+
+    Args:
+        example: one micro-batch by column.
+        larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
+        by_size: measure smaller micro-batches too.
+        budget_s: of processor time.
+        rates: of the device that stages compute on; None for this machine's CPU.
+    """
+    profile = _on_cpu(captured, example, larger, by_size, budget_s, rates)
+    return profile if rates is None or profile.device == rates.device else in_seconds_of(rates, captured, profile)
+
+
+def _on_cpu(
+    captured: Capture,
+    example: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None,
+    by_size: bool,
+    budget_s: float,
+    rates: Rates | None,
+) -> Profile:
+    """Measure the graph on this CPU, or estimate it with ``rates`` if the model cannot run; see ``profile_of``."""
+    samples = min((len(x) for x in example.values() if x.dim()), default=1)
+    if any(p.is_meta for p in captured.parameters.values()):  # meta tensors have no memory, and cannot be timed
+        return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+    bar = ProfilingBar()
+    try:
+        sizes, more = (None, larger) if by_size else ((), None)
+        return cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)[0]
+    except StageError as error:
+        with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: raise the first error
+            return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+        raise error from None
+    finally:
+        bar.close()
+
+
+def shared_processors() -> int | None:
+    """Count this machine's processors if all workers will be on it; None if not, or if that is unknown yet."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return processors if _alone() else None
+
+
+def _alone() -> bool:
+    """Return True if the workers will be on this machine, as far as is known before Ray places them."""
+    ray = sys.modules.get("ray")  # a connected process has loaded it
+    if ray is None or not ray.is_initialized():
+        return not os.environ.get("RAY_ADDRESS")
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+
+
+def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
+    """Refuse a profile of a model with other operations.
+
+    Raises:
+        PlanError: names the first operation that differs.
+    """
+    own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
+    if own != other:
+        at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+        raise PlanError(
+            f"The profile is of another model: it has {len(other)} operations and this one {len(own)}, and they differ "
+            f"from operation {at} on. Make it anew with `raypipe profile`."
+        )
+
+
+def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
+    """Measure the size of the optimizer's state, with one step on a copy of the smallest trained matrix.
+
+    Returns:
+        (bytes of state per byte of parameters, class name of the optimizer). If the optimizer cannot be built for one
+        parameter, the size is that of Adam and the name "".
+    """
+    optimizer = _tried(make_optimizer, captured)
+    if optimizer is None:
+        return ADAM_FACTOR, ""
+    (copy,) = (p for group in optimizer.param_groups for p in group["params"])
+    kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    kept = [x for x in kept if x.layout is torch.strided]  # the trial of the optimizer refuses others
+    # A step counter is one number, whatever the size of the parameter.
+    factor = sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
+    return factor, type(optimizer).__name__
+
+
+def _part(like: torch.Tensor) -> torch.Tensor:
+    """Create zeros of at most MOST_SIDE per dimension, in place of a meta tensor that may be too large to allocate."""
+    return torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)
+
+
+def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
+    """Build the user's optimizer and take one step on one parameter; None if it cannot be built for one."""
+    trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
+    name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
+    if like is None:
+        return None
+    with contextlib.suppress(Exception):
+        copy = torch.nn.Parameter(_part(like) if like.is_meta else like.detach().clone())
+        copy.grad = torch.zeros_like(copy)
+        optimizer = make_optimizer([(name, copy)])
+        with no_reads_of(captured.parameters, "optimizer"):  # refused by preflight/optimizer.py
+            optimizer.step()
+        return optimizer if sum(len(group["params"]) for group in optimizer.param_groups) == 1 else None
+    return None

@@ -1,0 +1,127 @@
+"""Policies of a run from the trainer's arguments: when it saves and evaluates, and what its workers allow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from raypipe.config.early_stopping import EarlyStopping, may_give
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import worker_range
+from raypipe.engine.stage.eval_metrics import check_metrics
+from raypipe.errors import ConfigError, PlanError
+from raypipe.ir.plan import Plan
+from raypipe.prepare.job import Job
+from raypipe.run.spec import CheckpointPolicy, EvaluationPolicy
+
+
+def checkpoint_policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
+    """Build the policy of checkpoints from PipelineConfig's interval and ray.train.CheckpointConfig."""
+    interval = pipeline.checkpoint_interval_steps
+    return CheckpointPolicy(
+        None if interval == "auto" else interval,
+        getattr(config, "num_to_keep", None),
+        getattr(config, "checkpoint_score_attribute", None),
+        getattr(config, "checkpoint_score_order", None) or "max",
+    )
+
+
+def evaluations_of(
+    pipeline: PipelineConfig, metrics: Mapping[str, Any] | None, early_stopping: EarlyStopping | None, *,
+    evaluates: bool,
+) -> EvaluationPolicy:  # fmt: skip
+    """Build the policy of evaluations from PipelineConfig's interval and the trainer's arguments.
+
+    Args:
+        evaluates: True if eval_data was given.
+
+    Raises:
+        ConfigError: something would have no effect, or is not a metric.
+    """
+    check_metrics(metrics or {})
+    names = ("eval_loss", *(f"eval_{name}" for name in metrics or ())) if evaluates else ()
+    if pipeline.eval_interval_steps is not None and not evaluates:
+        raise ConfigError(
+            f"eval_interval_steps={pipeline.eval_interval_steps} would have no effect without eval_data. Give "
+            "eval_data, or leave it out."
+        )
+    if early_stopping is not None:
+        if not isinstance(early_stopping, EarlyStopping):
+            raise ConfigError(
+                f"early_stopping={early_stopping!r}: give raypipe.EarlyStopping('eval_loss', patience=3)."
+            )
+        if not may_give(names, early_stopping.metric) or pipeline.eval_interval_steps is None:
+            has = f"evaluations of this run give {', '.join(names)}" if names else "there is no eval_data"
+            raise ConfigError(
+                f"EarlyStopping(metric={early_stopping.metric!r}) looks at evaluations while the run trains: {has}, "
+                f"and eval_interval_steps is {pipeline.eval_interval_steps}. Give eval_data, PipelineConfig("
+                "eval_interval_steps=...) and, for what is not the loss, metrics={...}."
+            )
+    return EvaluationPolicy(pipeline.eval_interval_steps, names, early_stopping)
+
+
+def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPolicy:
+    """Put the names of all results of an evaluation into the policy: eval_loss, and eval_<name> of each metric.
+
+    The trial of the metrics found them; without a trial the policy is returned as it is.
+
+    Args:
+        run: ray.train.RunConfig, or None.
+
+    Raises:
+        ConfigError: the metric of early stopping or of checkpoints is not among them.
+    """
+    if not job.opened.evaluated:
+        return policy
+    names = ("eval_loss", *(f"eval_{name}" for name in job.opened.evaluated))
+    stops = policy.early_stopping
+    score = getattr(getattr(run, "checkpoint_config", None), "checkpoint_score_attribute", None)
+    for field, wanted in (
+        ("EarlyStopping(metric={!r})", stops.metric if stops else None),
+        ("CheckpointConfig(checkpoint_score_attribute={!r})", score if score and score.startswith("eval_") else None),
+    ):
+        if wanted is not None and wanted not in names:
+            listed = ", ".join(names)
+            raise ConfigError(f"{field.format(wanted)}: evaluations of this run give {listed}. Name one of them.")
+    return dataclasses.replace(policy, names=names)
+
+
+def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
+    """Refuse fields that runs with replicas do not support.
+
+    Args:
+        scaling: ray.train.ScalingConfig or None.
+
+    Raises:
+        PlanError: names the field.
+    """
+    wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
+    if not wiring.replicated or plan.weights.synchronous:
+        return
+    if (workers := worker_range(scaling)) is not None:
+        raise PlanError(
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})) with num_replicas={shown} and schedule="
+            f"{plan.schedule.kind.split()[0]!r}: how old weights are follows from stages and replicas, so that a "
+            f"run keeps both. Give num_workers={wiring.num_workers}, leave num_replicas out, or take another schedule."
+        )
+
+
+def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
+    """Refuse arguments that threads of one process do not support.
+
+    Args:
+        scaling: ray.train.ScalingConfig or None.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    if detached:
+        raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+    workers = worker_range(scaling)
+    if workers is not None:
+        raise ConfigError(
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})): threads of one process (local=True) do not "
+            f"become more or fewer. Give num_workers={workers.most}, whose plan such a run grows to and whose bits it "
+            "has, or leave out local=True."
+        )

@@ -1,0 +1,277 @@
+"""Planning in the client: opens the data, captures and profiles the model, and makes the plan. Starts no actor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.device_functions import notes_of
+from raypipe.engine.optim.state import Settings
+from raypipe.errors import DataError, PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
+from raypipe.ir.schedule import Op
+from raypipe.planner.segments import evaluation_segments
+from raypipe.preflight.arguments import Arguments, in_one_paragraph, undisturbed
+from raypipe.preflight.dry_run import rehearse_single, takes_one_row
+from raypipe.preflight.loss_trial import MANY_ROWS
+from raypipe.preflight.loss_weighting import check_per_replica, find_reduction
+from raypipe.preflight.metric_trial import try_on_smallest
+from raypipe.preflight.module import note_on_modes, turned_on
+from raypipe.preflight.optimizer import try_optimizers
+from raypipe.prepare.identity import model_labels
+from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
+from raypipe.prepare.job import Job
+from raypipe.prepare.model_code import code_labels
+from raypipe.prepare.model_profile import (
+    optimizer_facts,
+    profile_of,
+    refuse_other_graph,
+    shared_processors,
+)
+from raypipe.profiling import Rates
+from raypipe.progress import shown_while
+from raypipe.run.plans.blueprint import codecs_of
+from raypipe.run.plans.planning import PlanBasis, changing_nodes, plan_for
+from raypipe.run.spec import Planned
+
+MESSAGE_TIMEOUT_S = 300.0
+"""Seconds to wait for a boundary message; a slower stage is assumed dead."""
+COMPILED = (
+    "compile_stages={backend!r}: stages are compiled before their first step, and again for every other size of "
+    "micro-batch, which takes seconds; predicted seconds are of stages that are not compiled."
+)
+_ON_DRAWS = (
+    "steps of the optimizer draw random numbers, which are keyed by seed, update and stage: the same plan draws the "
+    "same, and another number of stages draws others"
+)
+
+
+@in_one_paragraph()
+@undisturbed()
+def prepare(
+    arguments: Arguments,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+    rates: Rates | None = None,
+    *,
+    cluster: Cluster | None = None,
+    profiled: Profile | None = None,
+    predict: bool = False,
+) -> Job:
+    """Open the data, capture the model, profile it if the plan needs that, and make the plan.
+
+    Args:
+        rates: of the GPUs on which stages compute; None if they compute on CPUs like this one.
+        cluster: cluster to plan for; None for ``num_workers`` equal workers.
+        profiled: profile of this model; None measures here.
+        predict: measure for a prediction, even if the plan itself needs no seconds.
+
+    Raises:
+        RaypipeError: one paragraph, with what to change.
+    """
+    with shown_while("tracing the model"):
+        opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
+    with shown_while("finding what the loss averages over"):
+        rows = _rows(opened, pipeline)
+        reduction, counted = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
+    check_per_replica(pipeline, reduction)
+    here = profiled is None and (predict or needs_profile(pipeline, cluster))
+    if here:
+        profiled = _measured(opened, pipeline, rates, by_size=wants_curve(pipeline))
+    basis = dataclasses.replace(
+        _basis(arguments, opened, pipeline, cluster, profiled),
+        loss_words=counted,
+        processors=shared_processors() if here and rates is None else None,
+    )
+    with shown_while("planning"):
+        planned = plan_for(basis)
+    sizes = (opened.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
+    rehearse_single(opened.model, opened.captured, opened.example, *sizes)
+    if arguments.metrics and "eval" in opened.sources:
+        _try_metrics(arguments.metrics, opened, planned.plan)
+    job = _noting_compiled(_job(arguments, opened, pipeline, basis, planned, reduction))
+    notes = _notes(job, counted)
+    notes += profiled.notes if here and rates and profiled else ()  # with the device of the seconds
+    return reduce(Job.noting, filter(None, notes), job)
+
+
+def _notes(job: Job, counted: str) -> list[str]:
+    """List notes on the model, some of them empty.
+
+    Args:
+        counted: what the loss averages over.
+    """
+    opened = job.opened
+    return [
+        note_on_modes(turned_on(opened.model)),
+        _on_forgotten(opened.captured.forgotten),
+        _on_extra_state(opened.model),
+        _ON_DRAWS if job.settings.optimizer_draws else "",
+        counted if job.pipeline.loss_reduction == "per_microbatch" else "",
+    ]
+
+
+def _try_metrics(metrics: Mapping[str, Any], opened: Opened, plan: Plan) -> None:
+    """Try the metrics on the smallest micro-batch that an evaluation has with this plan."""
+    source = opened.sources["eval"]
+    count = source.num_samples
+    cut = evaluation_segments(count, plan.minibatch_size, plan.microbatch_size)
+    sizes = [size for segment in cut for size in segment.microbatch_samples]
+    columns = tuple(opened.example)
+    rows_of = lambda size: by_name(columns, source.read(0, 0, size, columns))  # noqa: E731
+    try_on_smallest(metrics, opened.captured, rows_of, count, sizes)
+
+
+def _on_forgotten(buffers: Sequence[str]) -> str:
+    """Return a note on buffers that training changes and no checkpoint holds; "" without such buffers."""
+    if not buffers:
+        return ""
+    more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+    return (
+        f"forwards change the buffer {buffers[0]!r}{more}, which is not persistent: no checkpoint holds it, so that a "
+        "run that goes on begins with its first value, and does not train what an undisturbed one does. Register it "
+        "with persistent=True."
+    )
+
+
+def _on_extra_state(model: torch.nn.Module) -> str:
+    """Return a note on state from get_extra_state, which no checkpoint holds; "" without such state."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            return (
+                f"no checkpoint holds what get_extra_state() of the module {path!r} ({type(module).__name__}) returns: "
+                "checkpoints are tensors by name. Keep it in a buffer, or load them with "
+                "model.load_state_dict(..., strict=False) into a model that has it."
+            )
+    return ""
+
+
+@in_one_paragraph()
+@undisturbed()
+def profile(
+    arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None, rates: Rates | None = None
+) -> Profile:
+    """Measure seconds and bytes of every operation of the model, on this machine or, given rates, for such a GPU.
+
+    Raises:
+        RaypipeError: one paragraph, with what to change.
+    """
+    opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
+    return _measured(opened, pipeline, rates, by_size=True)
+
+
+def _measured(opened: Opened, pipeline: PipelineConfig, rates: Rates | None, *, by_size: bool) -> Profile:
+    return profile_of(
+        opened.captured, opened.example, opened.larger,
+        by_size=by_size, budget_s=pipeline.profile_budget_s, rates=rates,
+    )  # fmt: skip
+
+
+def _basis(
+    arguments: Arguments, opened: Opened, pipeline: PipelineConfig, cluster: Cluster | None, profiled: Profile | None
+) -> PlanBasis:
+    """Collect the input of the plan."""
+    if profiled is not None:
+        refuse_other_graph(opened.captured, profiled)
+    factor, optimizer_class = optimizer_facts(arguments.optimizer, opened.captured)
+    modules = opened.model.named_modules(remove_duplicate=False)
+    recipe, least = opened.captured.recipe, 1
+    if wants_curve(pipeline) and not takes_one_row(opened.model, opened.captured, opened.example):
+        least = 2
+    sizes = [] if profiled is None else [size for size, _ in profiled.seconds_by_size]
+    if len(sizes) > 1:  # the smallest number of samples with which the model ran
+        least = max(least, min(sizes))
+    masked = profiled is not None and opened.request.replicas is None and not opened.request.replicated_buffers
+    request = dataclasses.replace(
+        opened.request,
+        optimizer_factor=factor,
+        least_microbatch=least,
+        changing=changing_nodes(recipe) if masked else (),
+    )
+    return PlanBasis(
+        recipe,
+        request,
+        profiled,
+        cluster,
+        optimizer_class,
+        pipeline.retune_microbatches,
+        {path: type(module).__name__ for path, module in modules},
+    )
+
+
+def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
+    """Return the rows on which the loss is tried: of one micro-batch, or MANY_ROWS if weights have to be inferred."""
+    weighed = pipeline.several_microbatches or opened.captured.model.eval is not None
+    if weighed and len(next(iter(opened.example.values()))) < MANY_ROWS:
+        with contextlib.suppress(DataError):  # the step that reads a bad row reports its number
+            return example_of(opened.sources["train"], opened.with_loss_fn, MANY_ROWS)
+    return opened.example
+
+
+def _job(
+    arguments: Arguments, opened: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, reduction: Any
+) -> Job:
+    """Build the stages of the plan, and the job."""
+    captured, plan = opened.captured, planned.plan
+    programs = captured.programs(plan.partition.cuts, plan.partition.order)
+    replicated = any(count > 1 for count in plan.partition.replicas)
+    how = {"replicated": replicated, "sharded": replicated and pipeline.shard_optimizer}
+    drawn = try_optimizers(programs, captured.parameters, arguments.optimizer, arguments.lr_scheduler, **how)
+    example = example_of(opened.sources["train"], opened.with_loss_fn, plan.microbatch_size)
+    return Job(
+        arguments,
+        pipeline,
+        opened,
+        basis,
+        planned,
+        programs,
+        tensors={**captured.parameters, **captured.buffers},
+        example={name: x[: plan.microbatch_size] for name, x in example.items()},
+        sources=opened.sources,
+        settings=Settings(
+            pipeline.seed,
+            reduction,
+            pipeline.max_grad_norm,
+            MESSAGE_TIMEOUT_S,
+            pipeline.on_nonfinite,
+            pipeline.codec_sums,
+            pipeline.shard_optimizer,
+            replicated_buffers=pipeline.replicated_buffers,
+            optimizer_draws=drawn,
+        ),
+        codecs=codecs_of(pipeline),
+        model_labels=model_labels(opened.model, captured),
+        model_code=code_labels(opened.model),
+        unfilled=opened.unfilled,
+    )
+
+
+def _noting_compiled(job: Job) -> Job:
+    """Add notes on compiled stages to the job's plan; return the job unchanged if compilation is off.
+
+    Raises:
+        PlanError: no stage can be compiled, or the schedule splits backwards.
+    """
+    backend = job.pipeline.compile_stages
+    if backend == "off":
+        return job
+    if any(action.op is Op.I for worker in range(job.num_workers) for action in job.plan.schedule.row(worker)):
+        raise PlanError(
+            f"compile_stages={backend!r} is not possible with this schedule, which runs a backward in two parts: that "
+            "of a compiled stage is one piece. Take schedule='slack' or '1f1b', or compile_stages='off'."
+        )
+    notes = notes_of(job.programs)
+    if len(notes) == len(job.programs):
+        raise PlanError(
+            f"compile_stages={backend!r} would have no effect: no stage can be compiled. {notes[0]} Leave it out, or "
+            "give a model without dropout that is no nn.Sequential."
+        )
+    return reduce(Job.noting, [COMPILED.format(backend=backend), *notes], job)

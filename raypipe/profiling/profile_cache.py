@@ -1,0 +1,148 @@
+"""Cache of profiles in files: a profile is measured once, and read until the model, its shapes or the machine change.
+
+    key = SHA-256 of: code, attributes, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
+
+A file is complete or absent: it is written under a temporary name and renamed. An unreadable file counts as
+absent. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.capture import Capture
+from raypipe.engine.stage.stage import GraphFunction, StageProgram
+from raypipe.errors import PlanError
+from raypipe.ir.profile import Profile
+from raypipe.profiling.fingerprint import fingerprint
+from raypipe.profiling.measure import (
+    PROFILE_BUDGET_S,
+    REPEATS,
+    Progress,
+    device_name,
+    larger_sizes,
+    powers_of_two,
+    profile_graph,
+)
+
+MEASURING = 7
+"""Version of the way in which seconds are measured, part of the key: profiles of other versions are not read."""
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Return the folder ``profiles`` in RAYPIPE_CACHE_DIR, or in ~/.cache/raypipe if that is not set.
+
+    Args:
+        environment: environment variables; None for those of this process.
+    """
+    chosen = (os.environ if environment is None else environment).get("RAYPIPE_CACHE_DIR")
+    return (Path(chosen) if chosen else Path.home() / ".cache" / "raypipe") / "profiles"
+
+
+def cached_profile(
+    captured: Capture,
+    columns: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None = None,
+    *,
+    folder: Path | None = None,
+    sizes: Sequence[int] | None = None,
+    budget_s: float = PROFILE_BUDGET_S,
+    progress: Progress | None = None,
+) -> tuple[Profile, bool]:
+    """Read the saved profile of a model on this machine; without one, measure a profile and save it.
+
+    Args:
+        folder: folder of the cache; None for ``cache_folder()``. If it cannot be written to, nothing is saved.
+        columns, larger, sizes, budget_s, progress: see ``profile_graph``.
+
+    Returns:
+        (profile, True if it was read from the cache).
+    """
+    folder = folder if folder is not None else cache_folder()
+    samples = min(len(t) for t in columns.values() if t.dim())
+    tried = [*(powers_of_two(samples) if sizes is None else sizes), *larger_sizes(samples, larger or {})]
+    key = profile_key(captured, columns, tried, budget_s)
+    saved = load_profile(folder, key)
+    if saved is not None and [n.name for n in saved.graph.nodes] == [n.name for n in captured.graph.nodes]:
+        return saved, True
+    measured = profile_graph(captured, columns, larger, sizes=sizes, budget_s=budget_s, progress=progress)
+    with suppress(OSError):
+        save_profile(folder, key, measured)
+    return measured, False
+
+
+def profile_key(
+    captured: Capture,
+    columns: Mapping[Any, torch.Tensor],
+    sizes: Sequence[int] = (),
+    budget_s: float = PROFILE_BUDGET_S,
+) -> str:
+    """Compute the key of a profile in the cache, as hexadecimal digits.
+
+    The values of parameters and data do not count, because plans should not depend on them.
+    """
+    (program,) = captured.programs(())
+    tensors = {**captured.parameters, **captured.buffers}
+    parts = {
+        "torch": torch.__version__,
+        "device": device_name(),
+        "graph": captured.graph.to_json(),
+        "precision": captured.recipe.precision.name,
+        "code": _code(program),
+        "loss": fingerprint(captured.loss_fn),
+        "tensors": {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()},
+        "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
+        "sizes": list(sizes),
+        "repeats": REPEATS,
+        "budget_s": budget_s,
+        "measuring": MEASURING,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _code(program: StageProgram) -> Any:
+    if isinstance(program.train, GraphFunction):
+        shapes = [[list(t.shape), str(t.dtype)] for t in program.train.constants]
+        return [program.train.source, shapes]
+    children = getattr(program.train, "children", ())
+    return [[child.name, fingerprint(child.module)] for child in children]
+
+
+def load_profile(folder: Path, key: str) -> Profile | None:
+    """Read the saved profile; None if it is missing or damaged."""
+    try:
+        content = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        if content["sha256"] != _checksum(content["profile"]):
+            return None
+        return Profile.from_json(json.dumps(content["profile"]))
+    except (OSError, PlanError, KeyError, TypeError, ValueError):
+        return None
+
+
+def save_profile(folder: Path, key: str, profile: Profile) -> Path:
+    """Write a profile to the cache atomically: a reader finds a complete file or none. Return the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}.json"
+    content = json.loads(profile.to_json())
+    handle, name = tempfile.mkstemp(prefix=f".{key[:12]}.", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"sha256": _checksum(content), "profile": content}, file, indent=1)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

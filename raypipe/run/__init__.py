@@ -1,0 +1,18 @@
+"""Training loop of a run, without Ray: the same for stages in actors and in threads.
+
+    plans/blueprint.py  blueprint (independent of the plan) --+--> assemble: programs, setup, rows, controller's
+                        plan                                --+    configuration
+
+    requests.py  begin, stop, save  --+
+                                      v
+    same_run.py  start position -->  loop.py  -->  orders for the stages, a segment at a time: ordering.py
+                                      |  ^
+            controller_thread.py <----+  +---- reports
+            checkpoints.py, evaluations.py
+            stage_changes.py   recovery from a failure, resize, move: transitions.py, position.py
+            reporting.py   events.jsonl, alerts, callbacks
+            journal.py     status and newest records, for any number of readers
+
+``lease.py`` ensures that one process at a time trains a run. ``same_run.py`` refuses to resume a run whose settings
+differ. ``threads.py`` runs the loop in a thread of this process.
+"""

@@ -1,0 +1,248 @@
+"""Controller of a run's schedule: a thread that receives the reports of every step and sets how later orders run.
+
+    loop: reports of a step --> Control.on_step --> [queue] --> thread: Controller.handle, maybe for seconds
+    loop: next order        <-- Control.settings <-- setting       |
+    loop: events, metrics   <-- take_news <------------------------+
+
+The loop never waits for the thread: the pipeline continues unchanged until the thread has decided. A new setting
+replaces the rows of actions and the codecs; processes, links and weights stay.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+from raypipe.errors import PlanError
+from raypipe.ir.communication import LinkEstimate, LinkSample, StageSample
+from raypipe.ir.report import StepReport
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.controller import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
+from raypipe.planner.replay import routes_of
+from raypipe.run.reporting import Reporter
+
+END_TIMEOUT_S = 1.0
+ESTIMATES_EVERY_S = 1.0
+"""Seconds between estimates of links: making them takes time, and clients read them less often."""
+STATE_FILE = "controller.json"
+
+
+class ActiveSettings(NamedTuple):
+    """Settings with which an order runs.
+
+    Attributes:
+        choice: choice of the controller; None without a controller.
+        name: name of the choice, for records.
+        num_microbatches: micro-batches of a whole mini-batch; None for the number in the plan.
+        spec: schedule, as in Segment; None for the plan's schedule.
+        codecs: codecs of forward and backward messages, as in Order.
+    """
+
+    choice: Choice | None = None
+    name: str = ""
+    num_microbatches: int | None = None
+    spec: ScheduleSpec | None = None
+    codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+
+class _Machine(Protocol):
+    """Protocol of planner.controller.Controller, and of scripted controllers in tests."""
+
+    @property
+    def wanted(self) -> Choice: ...
+
+    def handle(self, event: StepDone) -> list[ControllerDecision]: ...
+
+    def estimates(self) -> tuple[LinkEstimate, ...]: ...
+
+    def to_json(self) -> str: ...
+
+
+class ControllerThread:
+    """Thread that runs the controller.
+
+    Args:
+        setup: configuration of the controller.
+        state: attribute ``state`` of an earlier submission of this run; "" for a new run.
+        machine: object to run instead of a new Controller.
+
+    Attributes:
+        setting: settings of the next order.
+        state: state of the controller as JSON, for a later submission. It is updated at every change of the setting,
+            and in ``close``.
+    """
+
+    def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
+        self._setup = setup
+        self._news: SimpleQueue[ControllerDecision | tuple[LinkEstimate, ...] | str] = SimpleQueue()
+        self._estimated_s = time.monotonic()
+        if machine is None:
+            machine = Controller(setup)
+            if state:
+                try:
+                    machine = Controller.from_json(setup, state)
+                except PlanError as error:
+                    self._news.put(str(error))
+        self._machine = machine
+        self.state = machine.to_json()
+        self.setting = self._setting_of(machine.wanted)
+        self._events: SimpleQueue[StepDone | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="raypipe controller", daemon=True)
+        self._thread.start()
+
+    def on_step(self, event: StepDone) -> None:
+        """Queue a completed step."""
+        self._events.put(event)
+
+    def take_news(self) -> list[ControllerDecision | tuple[LinkEstimate, ...] | str]:
+        """Return what the thread has produced since the last call, in order.
+
+        Returns:
+            Decisions, tuples of link estimates, and strings: error messages of the controller.
+        """
+        news = []
+        while not self._news.empty():
+            news.append(self._news.get())
+        return news
+
+    def close(self) -> None:
+        """End the thread; wait for a running search at most END_TIMEOUT_S."""
+        self._events.put(None)
+        self._thread.join(END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.state = self._machine.to_json()
+
+    def _work(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                for decision in self._machine.handle(event):
+                    if decision.choice is not None:
+                        self.setting = self._setting_of(decision.choice)
+                        self.state = self._machine.to_json()
+                    self._news.put(decision)
+                if time.monotonic() - self._estimated_s >= ESTIMATES_EVERY_S:
+                    self._news.put(self._machine.estimates())
+                    self._estimated_s = time.monotonic()
+        except Exception as error:  # noqa: BLE001  (reported; the run continues unchanged)
+            self._news.put(f"The controller failed and turns nothing any more: {error!r}")
+
+    def _setting_of(self, choice: Choice) -> ActiveSettings:
+        setup = self._setup
+        # A direction that the controller may not change keeps its configured codec.
+        forward = choice.forward_codecs if setup.forward_codecs else ()
+        backward = choice.backward_codecs if setup.backward_codecs else ()
+        spec = None if choice.spec == setup.choice.spec else choice.spec
+        count = None if choice.num_microbatches == setup.choice.num_microbatches else choice.num_microbatches
+        return ActiveSettings(choice, setup.name(choice), count, spec, (forward, backward))
+
+
+class Control:
+    """Interface of the loop to the run's controller. Without a controller, orders run with the plan's own settings.
+
+    Args:
+        make: (configuration, state that an earlier submission saved, or "") -> started controller thread.
+        reporter: receives decisions and estimates; the state is saved in its folder.
+    """
+
+    def __init__(self, make: Callable[[ControllerConfig, str], ControllerThread], reporter: Reporter) -> None:
+        self._make, self._reporter = make, reporter
+        self._config: ControllerConfig | None = None
+        self._thread: ControllerThread | None = None
+
+    @property
+    def runs(self) -> bool:
+        """True if there is a controller, so that steps must be measured."""
+        return self._thread is not None
+
+    @property
+    def settings(self) -> ActiveSettings:
+        """Settings of the next order."""
+        return self._thread.setting if self._thread is not None else ActiveSettings()
+
+    def begin(self, config: ControllerConfig | None, *, resumed: bool) -> None:
+        """Start the controller.
+
+        Args:
+            config: configuration of the controller; None starts no controller.
+            resumed: True to continue from the state saved in the run's folder.
+        """
+        self._config, place = config, self._reporter.folder.place
+        if config is not None:
+            known = resumed and place.exists(STATE_FILE)
+            self._thread = self._make(config, place.read_bytes(STATE_FILE).decode(errors="replace") if known else "")
+
+    def end(self) -> None:
+        """Stop the controller, publish its last decisions, save its state in the run's folder. Safe to call twice."""
+        if self._thread is not None:
+            self._thread.close()
+            self._publish(self._thread)
+            self._save(self._thread)
+            self._thread = None
+
+    def on_step(self, seconds: float, of_step: Sequence[StepReport], setting: ActiveSettings, *, counts: bool) -> None:
+        """Pass a completed step to the controller, and publish what it has decided since the last step.
+
+        Args:
+            seconds: duration of the step.
+            of_step: reports of all workers on the step.
+            setting: settings with which the step ran.
+            counts: True if the step's duration is representative.
+        """
+        if self._thread is not None:
+            self._thread.on_step(step_done(seconds, setting, of_step, counts=counts))
+            self._publish(self._thread)
+
+    def _publish(self, thread: ControllerThread) -> None:
+        """Publish decisions and estimates. After a change, save the state at once, because the driver may die."""
+        reporter, changed = self._reporter, False
+        for news in thread.take_news():
+            if isinstance(news, str):
+                reporter.log("controller", news)
+            elif isinstance(news, ControllerDecision):
+                names = (
+                    {} if news.choice is None or self._config is None else {"choice": self._config.name(news.choice)}
+                )
+                reporter.log(news.verdict, news.reason, step=news.step, **{**news.numbers, **names})
+                reporter.watcher.decided(news)
+                reporter.callbacks.event(news.verdict, news.reason, {**news.numbers, "step": news.step})
+                changed = changed or news.choice is not None
+            else:
+                reporter.watcher.estimated(news)
+        if changed:
+            self._save(thread)
+
+    def _save(self, thread: ControllerThread) -> None:
+        place = self._reporter.folder.place
+        self._reporter.try_to(lambda: place.write_bytes(STATE_FILE, thread.state.encode()))
+
+
+def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
+    """Build the controller's event for a step. While a copy of state is being sent, the event has no samples.
+
+    Args:
+        seconds: duration, from the end of the previous step to the end of this one.
+        setting: settings with which the step ran; its choice is not None.
+        reports: reports of all workers on the step.
+        counts: see StepDone.
+    """
+    assert setting.choice is not None
+    step = reports[0].step
+    if any(report.copying for report in reports):
+        return StepDone(step, seconds, setting.choice, (), (), counts=False)
+    turned, count = setting.codecs, setting.choice.num_microbatches
+    routes = routes_of(setting.choice.spec, 1 + max(report.stage for report in reports))
+    stages: list[StageSample] = []
+    messages: list[LinkSample] = []
+    for report in reports:
+        worker = report.stage if report.worker is None else report.worker
+        if report.sample is not None:
+            stages.append(report.sample._replace(replica=routes.homes[report.stage].index(worker)))
+        for times in report.messages:
+            # A codec that is never changed is part of the link: only the bytes on the wire count.
+            whole = turned[0 if times.forward else 1]
+            samples = times.samples(step, routes.microbatches_of(worker, count))
+            messages.extend(sample if whole else sample._replace(raw_bytes=0) for sample in samples)
+    return StepDone(step, seconds, setting.choice, tuple(stages), tuple(messages), counts)

@@ -1,0 +1,381 @@
+"""Planning in any process: client, driver actor or threads. The same basis gives the same plan.
+
+    PlanBasis   recipe of the model, profile, request, cluster, facts about optimizer and machine
+        |  plan_for: decide, partition, schedule, shares, memory budgets, notes
+        v
+    Planned
+
+Nothing here reads a clock, the environment or a tensor. ``later.another`` makes the basis of a later plan of a run that
+has begun, with another number of stages or other links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from raypipe.capture.recipe import ModelRecipe
+from raypipe.engine.stage.stage import StageProgram
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition, Plan
+from raypipe.ir.profile import Profile
+from raypipe.ir.weights import VersionRule
+from raypipe.planner.controller import MemoryBudget, budgets_of, unknown_budgets
+from raypipe.planner.cost.columns import workspace_lines
+from raypipe.planner.partition.fit import memory_of
+from raypipe.planner.search import Decision, Request, decide, make_partition, make_plan, plan_of, seconds_by_count
+from raypipe.run.spec import Planned
+
+
+def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partition) -> tuple[tuple[str, str], ...]:
+    """Describe the modules of each stage, as Plan.reasons keep them: ("stage 0", "first module to last module").
+
+    Named are the largest modules that no other stage shares. A stage from the middle of a module gets that module's
+    name; operations outside modules are named themselves.
+
+    Args:
+        classes: class name of every module of the model, by path.
+    """
+    paths = [[graph.nodes[i].module for i in partition.nodes_of(stage)] for stage in partition.stages]
+    holders: dict[str, set[int]] = {}
+    for index, modules in enumerate(paths):
+        for path in modules:
+            for ancestor in _ancestors(path):
+                holders.setdefault(ancestor, set()).add(index)
+    words = []
+    for stage, modules in zip(partition.stages, paths, strict=True):
+        wholes = [whole for path in modules if (whole := _largest_alone(path, holders))]
+        if wholes:
+            held = _from_to([_called(classes, wholes[0]), _called(classes, wholes[-1])])
+        elif any(modules):
+            held = "a part of " + _called(classes, next(filter(None, modules)))
+        else:
+            held = _from_to([stage.first_node, stage.last_node])
+        words.append((f"stage {stage.index}", held))
+    return tuple(words)
+
+
+def _ancestors(path: str) -> list[str]:
+    """List a module's path and those of the modules around it: h.0.mlp -> h, h.0, h.0.mlp; empty for the model."""
+    names = path.split(".") if path else []
+    return [".".join(names[:i]) for i in range(1, len(names) + 1)]
+
+
+def _largest_alone(path: str, holders: dict[str, set[int]]) -> str:
+    alone = [ancestor for ancestor in _ancestors(path) if len(holders[ancestor]) == 1]
+    return alone[0] if alone else ""
+
+
+def _called(classes: Mapping[str, str], path: str) -> str:
+    if path not in classes:  # for example an operation of the loss
+        return path
+    return f"layer {path} ({classes[path]})" if path.isdigit() else f"{path} ({classes[path]})"
+
+
+def _from_to(ends: Sequence[str]) -> str:
+    return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
+
+
+MOST_EACH = 2
+"""Maximum workers per processor for a note on crowding; a plan for more must be meant for other machines."""
+ONE_SIZE = "retune_microbatches has no effect: only one size of micro-batches is possible or was measured."
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBasis:
+    """Input of a plan.
+
+    Attributes:
+        recipe: of the model.
+        request: what was configured, and facts of model and optimizer; what it leaves open is decided with every plan.
+        profile: seconds and bytes of every operation; None if no open choice depends on them.
+        cluster: cluster to plan for; None for equal workers.
+        optimizer_class: its name; "" if it cannot be built for one parameter alone.
+        retunes_microbatches: the controller may change the number of micro-batches.
+        module_classes: class name of every module of the model, by path.
+        loss_words: what the loss averages over; "" if a plan needs no sentence on it.
+        processors: of the machine that all workers will share; None if they will not, or if that is unknown.
+        notes: further sentences for every plan.
+    """
+
+    recipe: ModelRecipe
+    request: Request
+    profile: Profile | None = None
+    cluster: Cluster | None = None
+    optimizer_class: str = ""
+    retunes_microbatches: bool = False
+    module_classes: Mapping[str, str] = field(default_factory=dict)
+    loss_words: str = ""
+    processors: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def changing_nodes(recipe: ModelRecipe) -> tuple[int, ...]:
+    """List the nodes, by position, of modules with a buffer that forwards change; all if such a module has no nodes."""
+    (whole,) = recipe.programs(())
+    owners = {name.rpartition(".")[0] for name in _known_to_change(whole)}
+    nodes = recipe.graph.nodes
+    inside = {owner: [i for i, node in enumerate(nodes) if _within(node.module, owner)] for owner in owners}
+    if not all(inside.values()):
+        return tuple(range(len(nodes)))
+    return tuple(sorted({i for positions in inside.values() for i in positions}))
+
+
+def _within(module: str, owner: str) -> bool:
+    """Return True if the module with the path ``module`` is ``owner`` or inside it; ``owner`` "" is the model."""
+    return not owner or module == owner or module.startswith(f"{owner}.")
+
+
+def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: int = 0) -> Planned:
+    """Make a plan, with memory budgets, notes and reasons.
+
+    Args:
+        decision: decision to carry out, such as an offered partition; None decides everything that the request leaves
+            open.
+        generation: generation of the plan: number of plans that the run had before.
+
+    Raises:
+        PlanError: nothing fits, or the stages cannot run as configured; names the field.
+        CaptureError: the model cannot be partitioned like this.
+    """
+    if basis.profile is None:
+        cut = _by_parameters(basis)
+    else:
+        cut = _by_seconds(basis, decision or decide(basis.request, basis.profile, basis.cluster))
+    programs = cut.programs
+    inexact = _changing_buffers(cut.plan, programs, basis.request)
+    plan = _with_shares(cut.plan, basis.recipe, programs)
+    still = [ONE_SIZE] if basis.retunes_microbatches and len(cut.counts) < 2 else []
+    plan = dataclasses.replace(
+        plan,
+        generation=generation,
+        notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes, *inexact),
+        reasons=(
+            *stage_words(basis.module_classes, basis.recipe.graph, plan.partition),
+            *plan.reasons,
+            *_further_reasons(basis, programs),
+        ),
+    )
+    return Planned(plan, cut.budgets, cut.counts)
+
+
+class _Cut(NamedTuple):
+    """Unfinished plan, without shares and most notes; its stage programs, memory budgets, and microbatch_seconds."""
+
+    plan: Plan
+    programs: tuple[StageProgram, ...]
+    budgets: tuple[MemoryBudget, ...]
+    counts: tuple[tuple[int, float], ...] = ()
+
+
+def _by_parameters(basis: PlanBasis) -> _Cut:
+    """Partition by equal numbers of parameters, if the request needs no seconds."""
+    partition = make_partition(basis.recipe.graph, basis.request)
+    programs = basis.recipe.programs(partition.cuts)
+    request = dataclasses.replace(basis.request, ties=_ties(programs))
+    plan = make_plan(request, partition, programs[0].first_trainable, _notes(basis.recipe, programs))
+    return _Cut(plan, programs, unknown_budgets(len(programs)))
+
+
+def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
+    """Make a plan with the partition and schedule of a decision that was made from the profile."""
+    programs = basis.recipe.programs(decision.partition.cuts, decision.partition.order)
+    decision = dataclasses.replace(decision, request=dataclasses.replace(decision.request, ties=_ties(programs)))
+    notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
+    plan = plan_of(decision, programs[0].first_trainable, notes)
+    counts: tuple[tuple[int, float], ...] = ()
+    if basis.retunes_microbatches:
+        assert basis.profile is not None
+        most_replicas = max(decision.request.replicas_of(decision.partition.num_stages))
+        takes = partial(decision.request.takes, decision.minibatch_size)
+        by_count = seconds_by_count(basis.profile, decision.minibatch_size, decision.num_microbatches, takes)
+        counts = tuple(at for at in by_count if at[0] >= most_replicas)  # every replica needs at least one
+    return _Cut(plan, programs, _budgets(decision), counts)
+
+
+def _budgets(decision: Decision) -> tuple[MemoryBudget, ...]:
+    memory = decision.limits.memory
+    if not memory.spec.of_kind.turned:  # the controller does not change it
+        return unknown_budgets(decision.partition.num_stages)
+    graph, partition = decision.graph, decision.partition
+    lines = [workspace_lines(graph, partition.nodes_of(stage)) for stage in partition.stages]
+    limits = [stage.limit_bytes for stage in decision.prediction.stages]
+    return budgets_of(memory_of(graph, partition, memory), memory, limits, lines)
+
+
+def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgram]) -> Plan:
+    """Add each stage's share of the trainable parameters, used if stages clip their gradients separately.
+
+    Raises:
+        PlanError: stages that do not wait for each other share a parameter.
+    """
+    interval = plan.weights.interval
+    if interval is None:
+        return plan
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared and plan.weights.intervals:
+        raise PlanError(
+            f"{shared[0]!r} belongs to several stages, which add its gradients before every update, and with "
+            "update_interval='per_replica' they update at different times. Give update_interval a number of at least "
+            f"{len(programs)}, or split points that keep its uses on one stage."
+        )
+    if shared and interval < len(programs):
+        raise PlanError(
+            f"{shared[0]!r} belongs to several stages, which add its gradients before every update; with one every "
+            f"{interval} micro-batches they would wait for each other all the time. Take schedule='2bw', an "
+            f"update_interval of at least {len(programs)}, or split points that keep its uses on one stage."
+        )
+    owned = [
+        sum(recipe.sizes[name] for name in program.trainable if name not in program.shared_with) for program in programs
+    ]
+    total = sum(owned) or 1
+    shares = tuple(count / total for count in owned)
+    # Stages that share a parameter exchange gradients at every update, and so wait for each other anyway.
+    alone = plan.weights.norm_per_stage and not shared
+    return dataclasses.replace(
+        plan,
+        weights=dataclasses.replace(plan.weights, shares=shares, norm_per_stage=alone),
+        schedule=dataclasses.replace(
+            plan.schedule, wiring=dataclasses.replace(plan.schedule.wiring, norm_per_stage=alone)
+        ),
+        spec=plan.spec and dataclasses.replace(plan.spec, overlap=alone),
+    )
+
+
+def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Request) -> list[str]:
+    """Return notes on replicas that change buffers separately, and on replica fields without effect.
+
+    Raises:
+        PlanError: such stages exist without replicated_buffers, or it was set and no such stage exists.
+    """
+    notes = []
+    for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
+        changing = _known_to_change(program)
+        if len(workers) > 1 and request.replicated_buffers and program.train.tried_constant and not changing:
+            notes.append(
+                f"No forward changed a buffer of stage {program.index} when the model was tried. Should one do so "
+                f"later, each of its {len(workers)} replicas keeps its own."
+            )
+        if not changing or len(workers) == 1:
+            continue
+        if not request.replicated_buffers:
+            raise _would_differ(program.index, changing[0], len(workers))
+        notes.append(
+            f"Each of the {len(workers)} replicas of stage {program.index} keeps what its own micro-batches make of "
+            f"{changing[0]!r}{' and other buffers' * (len(changing) > 1)}; the first one's are saved and evaluated "
+            "with. They are not exact: one worker would have others. A BatchNorm only writes them in training. Where a "
+            "forward reads them too, as spectral_norm does, losses and parameters are others as well, and again others "
+            "after a stop."
+        )
+    if request.replicated_buffers and request.replicas is not None and not notes:
+        raise PlanError(
+            "replicated_buffers=True means nothing here: no stage with several replicas changes a buffer in its "
+            "forward. Leave it out."
+        )
+    if request.replicated_buffers and not notes:
+        notes.append("replicated_buffers=True changes nothing: no stage with several replicas changes a buffer.")
+    if request.sums_factor < 1.0 and plan.schedule.wiring.lanes == 1:
+        notes.append("codec_sums changes nothing: every stage has one worker, and nothing is exchanged.")
+    if request.shards:
+        notes += _sharded(plan, programs)
+    return notes
+
+
+def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
+    return PlanError(
+        f"Stage {stage} changes {buffer!r} in every forward, so that its {replicas} replicas would come to differ, "
+        "each by the micro-batches that it saw. Give the stage one worker (num_replicas takes a list, one number per "
+        "stage), put the module on another stage with partitioner=[...], use a layer that normalises without "
+        "statistics of batches, such as GroupNorm, or set replicated_buffers=True, with which each replica keeps its "
+        "own: exact in its parameters where training does not read them, as of a BatchNorm."
+    )
+
+
+def _known_to_change(program: StageProgram) -> tuple[str, ...]:
+    """List the buffers that the stage's forwards change in training, except those that stayed constant in a trial."""
+    constant = frozenset(program.train.tried_constant)
+    return tuple(name for name in program.train.changing_buffers if name not in constant)
+
+
+def _sharded(plan: Plan, programs: Sequence[StageProgram]) -> list[str]:
+    """Return notes on optimizer state that replicas share out."""
+    notes = []
+    for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
+        if len(workers) == 1 or not program.trainable:
+            continue
+        kept = sorted(name for name in program.trainable if name in program.shared_with)
+        but = (
+            f", but for that of {kept[0]!r}{' and others' * (len(kept) > 1)}, which other stages hold too"
+            if kept
+            else ""
+        )
+        notes.append(
+            f"Each of the {len(workers)} replicas of stage {program.index} holds 1/{len(workers)} of its optimizer's "
+            f"state (shard_optimizer){but}."
+        )
+    return notes or ["shard_optimizer changes nothing: no stage that trains has several workers."]
+
+
+def _ties(programs: Sequence[StageProgram]) -> bool:
+    return any(program.shared_with for program in programs)
+
+
+def _notes(recipe: ModelRecipe, programs: Sequence[StageProgram]) -> list[str]:
+    notes = []
+    frozen = len(recipe.sizes) - len(recipe.trainable)
+    if frozen:
+        notes.append(f"{frozen} of {len(recipe.sizes)} parameters are frozen and stay as they are.")
+    unused = [name for name in recipe.trainable if name not in programs[0].num_sites]
+    if unused:
+        notes.append(f"Never used by forward, so never trained: {', '.join(sorted(unused)[:5])}.")
+    return notes
+
+
+def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
+    """Return a note on the device that is speed 1.0 in a cluster, or on processors that workers share."""
+    if basis.cluster is None:
+        devices = {device for stage in decision.partition.stages for device in stage.devices}
+        return crowded_notes(len(devices), basis.processors)
+    device = basis.profile.device if basis.profile is not None else ""
+    where = f": {device}" if device else ""
+    return [f"speed 1.0 of a device is that of the machine which timed the model{where}."]
+
+
+def crowded_notes(workers: int, processors: int | None) -> list[str]:
+    """Return a note if workers share processors, which predicted steps ignore.
+
+    Args:
+        processors: number that all of them share; None if it is unknown.
+    """
+    if processors is None or not processors < workers <= MOST_EACH * processors:
+        return []
+    return [
+        f"{workers} workers share this machine's {processors} processor{'s' * (processors > 1)}, but the prediction "
+        "counts one for each: steps will take longer."
+    ]
+
+
+def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
+    """Return a note if delayed gradients are known to hurt this optimizer: adaptive moments magnify them."""
+    one_stage = plan.partition.num_stages == 1 and plan.weights.rule is not VersionRule.DELAYED
+    late = plan.weights.interval is not None and not one_stage
+    if not late or "adam" not in optimizer_class.lower():
+        return []
+    return [
+        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
+        "synchronous schedule such as '1f1b' has none."
+    ]
+
+
+def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
+    """List further reasons of a plan: loss, shared parameters, notes of the profile."""
+    reasons = [("loss", basis.loss_words)] if basis.loss_words else []
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared:
+        reasons.append(("shared", f"several stages use {', '.join(shared)} and add up its gradients before every step"))
+    return reasons + [("profile", note) for note in (basis.profile.notes if basis.profile is not None else ())]

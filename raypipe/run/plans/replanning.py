@@ -1,0 +1,97 @@
+"""Replanner of a run: receives every step, searches for a better partition in a thread, and offers it if it pays.
+
+    loop: reports of a step --> on_step --> RepartitionQuery --> thread: answer, which may take seconds
+    loop: between two steps <-- Requests.take_offer <-- offer --+
+
+The loop never waits for the search. Only runs that survive failures have a replanner: an optional change must not end a
+run, and layers are moved with the in-memory copies that such runs keep.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.plan import Plan
+from raypipe.ir.report import StepReport
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.controller.config import LINK_DRIFT_THRESHOLD, MIN_GAIN
+from raypipe.planner.repartition import Offer, RepartitionQuery, Replanner, answer, can_be_cut_again, line_of
+from raypipe.planner.search import ASSUMED_LINK
+from raypipe.run.plans.blueprint import Blueprint
+from raypipe.run.plans.later import MemoryLimits, another
+
+
+def replanning_of(blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> Replanning | None:
+    """Create the replanner of a run whose partition the planner may change; None for other runs.
+
+    Args:
+        first: first plan of the run, which fixes its micro-batches.
+        limits: memory limits that later partitions keep to.
+    """
+    pipeline, basis = blueprint.pipeline, blueprint.basis
+    chosen = basis.request.partitioner == "parameters" or bool(basis.request.split_points)
+    if basis.profile is None or chosen or basis.retunes_microbatches or not blueprint.turns:
+        return None
+    if max(first.partition.replicas) > 1:  # lanes fix the micro-batches of a slow replica: no partition relieves it
+        return None
+    if blueprint.spec.max_failures == 0 or pipeline.retune_interval_steps == 0:
+        return None
+    return Replanning(blueprint, first, limits)
+
+
+class Replanning:
+    """Replanner of a run: receives every step and offers another partition if it pays. See ``replanning_of``.
+
+    Attributes:
+        measures: True if reports of steps must include the stages' durations.
+    """
+
+    def __init__(self, blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> None:
+        pipeline, basis = blueprint.pipeline, blueprint.basis
+        assert basis.profile is not None
+        drift, gain = pipeline.link_drift_threshold, pipeline.min_gain
+        drift_threshold = LINK_DRIFT_THRESHOLD if drift == "auto" else drift
+        self._min_gain = MIN_GAIN if gain == "auto" else gain
+        self._basis, self._first, self._limits = basis, first, limits
+        self._replanner = Replanner(basis.profile, blueprint.spec.num_steps, drift_threshold)
+        self._offer: Callable[[Offer], None] = lambda offer: None
+        self.begin(first)
+
+    def serve(self, offer: Callable[[Offer], None]) -> None:
+        """Set the function that receives offers, called from another thread."""
+        self._offer = offer
+
+    def begin(self, plan: Plan) -> None:
+        """Drop all measurements, and start again with the plan that the stages run from now on."""
+        self.measures = can_be_cut_again(plan)
+        if self.measures:
+            self._replanner.begin(plan, self._line(plan))
+
+    def taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
+        """Record that the stages run the offered plan."""
+        self._replanner.taken(offer, plan, pause_s, step)
+
+    def on_step(self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None) -> None:
+        """Process the reports of a step, and start a search if necessary; steps during a copy of state are ignored."""
+        samples = [report.sample for report in reports if report.sample is not None]
+        if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):
+            return
+        question = self._replanner.on_step(step, seconds, samples, spec)
+        if question is not None:
+            threading.Thread(target=self._search, args=(question,), name="raypipe replanning", daemon=True).start()
+
+    def _line(self, plan: Plan) -> Cluster:
+        """Return the plan's workers as a cluster with their memory limits.
+
+        The first plan has the workers of the described cluster; later plans have equal workers.
+        """
+        return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
+
+    def _search(self, question: RepartitionQuery) -> None:
+        stages = question.plan.partition.num_stages
+        basis = another(self._basis, self._first, num_stages=stages, num_workers=stages)
+        offer = answer(basis.request, question, self._min_gain)
+        if offer is not None:
+            self._offer(offer)

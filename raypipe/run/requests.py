@@ -1,0 +1,235 @@
+"""Requests to a running loop from other threads: begin, stop, checkpoint, resize, move, re-partition, hand over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from raypipe.errors import PlanError, RaypipeError
+from raypipe.planner.repartition import Offer
+from raypipe.run.spec import Planned
+
+
+class _Haltable(Protocol):
+    def halt(self) -> None: ...
+
+
+class Resize:
+    """Request to change the number of stages, and its answer.
+
+    Attributes:
+        num_stages: requested number of stages.
+        planned: plan with this number of stages; None if the driver has to make it.
+        reason: reason of the request, for events.
+        num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
+        done: set once the request was answered.
+        error: reason why the resize was refused or failed; None if it was done.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        planned: Planned | None = None,
+        reason: str = "requested",
+        num_replicas: int | tuple[int, ...] | None = None,
+    ) -> None:
+        self.num_stages, self.planned, self.reason = num_stages, planned, reason
+        self.num_replicas = num_replicas
+        self.done = threading.Event()
+        self.error: RaypipeError | None = None
+
+    def answer(self, error: RaypipeError | None = None) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Requests:
+    """Requests shared by the thread that runs the loop and threads that serve clients.
+
+    Attributes:
+        stop_reason: reason to end the run after the current segment; "" without a request.
+    """
+
+    def __init__(self) -> None:
+        self.stop_reason = ""
+        self._fleet: _Haltable | None = None
+        self._resize: Resize | None = None
+        self._leaving: set[str] = set()
+        self._offer: Offer | None = None
+        self._joining = False
+        self._hand_over: Callable[[], None] | None = None
+        self._patience_s = 0.0
+        self._over = False
+        self._lock = threading.Lock()
+        self._checkpoint = threading.Event()
+        self._go_on = threading.Event()
+
+    def serve(self, fleet: _Haltable, patience_s: float = 0.0) -> None:
+        """Set the fleet that requests halt. If a stop or a move was requested before, it is halted now.
+
+        Args:
+            patience_s: seconds that a request to leave nodes waits for a step at which the pipeline drains anyway,
+                before it halts the fleet.
+        """
+        with self._lock:
+            self._fleet, self._patience_s = fleet, patience_s
+            stopping, leaving = bool(self.stop_reason), bool(self._leaving)
+        if stopping:
+            fleet.halt()
+        elif leaving:
+            self._halt_to_leave()
+
+    def checked(self) -> None:
+        """Allow the loop to begin, because the client has compared the model with its stages."""
+        self._go_on.set()
+
+    def wait_checked(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for ``checked``; return True if it was called, or if a stop was requested."""
+        return self._go_on.wait(timeout_s) or bool(self.stop_reason)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current segment, with a checkpoint. The first reason is kept."""
+        with self._lock:
+            self.stop_reason = self.stop_reason or reason or "stop requested"
+            fleet = self._fleet
+        if fleet is not None:
+            fleet.halt()
+
+    def resize(
+        self,
+        num_stages: int,
+        timeout_s: float,
+        planned: Planned | None = None,
+        reason: str = "requested",
+        num_replicas: int | tuple[int, ...] | None = None,
+    ) -> None:
+        """Request a resize, and wait until it is done.
+
+        Args:
+            timeout_s: maximum seconds to wait.
+            num_stages, planned, reason, num_replicas: as in ``Resize``.
+
+        Raises:
+            PlanError: no such plan exists, no workers are available for it, the run cannot be resized now, or
+                ``timeout_s`` have passed.
+        """
+        resize = Resize(num_stages, planned, reason, num_replicas)
+        with self._lock:
+            if self._over:
+                raise PlanError("The run is over, so it cannot be resized.")
+            if self._resize is not None or self._fleet is None or self.stop_reason:
+                why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")
+                raise PlanError(f"The run cannot be resized now: {why}. Try again later.")
+            self._resize, fleet = resize, self._fleet
+        fleet.halt()
+        if not resize.done.wait(timeout_s):
+            raise PlanError(f"The run was not resized within {timeout_s:g} s; it may be so later: see its status.")
+        if resize.error is not None:
+            raise resize.error
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """Request that the stages on these nodes move soon, because the nodes are about to be removed."""
+        with self._lock:
+            self._leaving.update(nodes)
+            served = self._fleet is not None
+        if served:
+            self._halt_to_leave()
+
+    def _halt_to_leave(self) -> None:
+        if self._patience_s:
+            timer = threading.Timer(self._patience_s, self._halt_if_leaving)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._halt_if_leaving()
+
+    def _halt_if_leaving(self) -> None:
+        with self._lock:
+            fleet, leaving = self._fleet, bool(self._leaving)
+        if fleet is not None and leaving:
+            fleet.halt()
+
+    def offer(self, offer: Offer) -> None:
+        """Request a change to the offered partition of the stages. Outstanding orders are carried out first."""
+        with self._lock:
+            self._offer = offer
+
+    def join(self) -> None:
+        """Request that spare workers join stages that lack replicas. Outstanding orders are carried out first."""
+        with self._lock:
+            self._joining = True
+
+    def hand_over(self, go: Callable[[], None]) -> None:
+        """Request a call of ``go`` after a step, which ends this driver so that another driver adopts the stages."""
+        with self._lock:
+            self._hand_over = go
+
+    def take_hand_over(self) -> Callable[[], None] | None:
+        """Return the function of ``hand_over`` and remove the request; None without a request.
+
+        Returns None, and keeps the request, while a stop, a checkpoint, a move or a resize is requested, because the
+        next driver would not know of that.
+        """
+        with self._lock:
+            if self._leaving or self._resize is not None or self.stop_reason or self._checkpoint.is_set():
+                return None
+            go, self._hand_over = self._hand_over, None
+        return go
+
+    def take_joining(self) -> bool:
+        """Remove the request that spare workers join; return True if there was one."""
+        with self._lock:
+            joining, self._joining = self._joining, False
+        return joining
+
+    @property
+    def has_offer(self) -> bool:
+        """True if another partition is offered."""
+        return self._offer is not None
+
+    def take_offer(self) -> Offer | None:
+        """Return the offered partition and remove the offer; None without an offer."""
+        with self._lock:
+            offer, self._offer = self._offer, None
+        return offer
+
+    @property
+    def wants_change(self) -> bool:
+        """True if a resize, a move, another partition or a join is requested."""
+        with self._lock:
+            return self._resize is not None or bool(self._leaving) or self._offer is not None or self._joining
+
+    def take_leaving(self) -> frozenset[str]:
+        """Return the nodes that are about to be removed, and clear them; empty without a request."""
+        with self._lock:
+            nodes, self._leaving = frozenset(self._leaving), set()
+        return nodes
+
+    def take_resize(self) -> Resize | None:
+        """Return the resize, which the caller must answer, and remove the request; None without a request."""
+        with self._lock:
+            resize, self._resize = self._resize, None
+        return resize
+
+    def end(self) -> None:
+        """Refuse further resizes, and answer the resize that waits with a PlanError."""
+        with self._lock:
+            self._over, self._fleet = True, None
+        if (resize := self.take_resize()) is not None:
+            resize.answer(PlanError("The run ended before it could be resized."))
+
+    def checkpoint(self) -> None:
+        """Request a checkpoint after one of the next segments."""
+        self._checkpoint.set()
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """True if a checkpoint is requested, and ``take_checkpoint`` was not called since."""
+        return self._checkpoint.is_set()
+
+    def take_checkpoint(self) -> bool:
+        """Remove the request for a checkpoint; return True if there was one."""
+        requested = self._checkpoint.is_set()
+        self._checkpoint.clear()
+        return requested

@@ -1,0 +1,405 @@
+"""Changes of a run's stages during training: recovery from a failure, resize, re-partition, move to other workers.
+
+    loop: steps --failure--> Failures: survived? --no--> raised again
+                             | yes
+          request  --------> Transitions (runtime/fleet/recovery.py) --> Recovered --> roll back: progress, orders,
+                                                                         records; adopt the new plan, if there is one
+
+The loop calls ``Changing`` between two steps or after a failure; both share one ``Progress``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.engine.io.run_files import MetricsWriter
+from raypipe.errors import LinkError, PlanError, RaypipeError, StageError, StageLostError
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.run.checkpoints import Checkpoints
+from raypipe.run.controller_thread import ActiveSettings, Control
+from raypipe.run.lease import Lease
+from raypipe.run.ordering import Ordering
+from raypipe.run.position import Progress
+from raypipe.run.reporting import Reporter
+from raypipe.run.requests import Requests
+from raypipe.run.spec import RunSpec
+from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Rollback, Transitions
+
+IN_THREADS = "Stages in threads of one process stay as they are; start the run with local=False."
+UNLIMITED = -1
+MOST_LOST = 5
+"""Retries after the same loss of a process or link while the run makes no progress."""
+MOST_LIGHTER = 5
+"""Retries after the same out-of-memory failure while the run makes no progress, each with less on that worker."""
+MOST_HERE = 20
+"""Maximum number of failures of any kind while the run makes no progress."""
+
+Follow = Callable[[Iterator[list[list[StepReport]]]], None]
+
+
+def detection_delay(error: BaseException) -> dict[str, float]:
+    """Return {"seconds": time since the error was raised on a stage}, as fields of an event; {} if unknown."""
+    at_s = getattr(error, "raised_at_s", None)
+    return {} if at_s is None else {"seconds": round(max(0.0, time.time() - at_s), 3)}
+
+
+class Failures:
+    """Counter of failures, limited by ``FailureConfig(max_failures)``: -1 is no limit, 0 survives none.
+
+    A deterministic failure, such as an exception in user code or a non-finite loss, is retried once. Repeated losses of
+    a process or link without progress are retried a few times, and so are out-of-memory failures, each time with a
+    plan that needs less memory.
+
+    Args:
+        most: ``max_failures``.
+        count: number of failures that earlier drivers survived.
+
+    Attributes:
+        count: number of failures so far, those of earlier drivers included.
+    """
+
+    def __init__(self, most: int, count: int = 0) -> None:
+        self._most = most
+        self.count = count
+        self._last, self._furthest = (-1, ""), -1
+        self._again = self._here = 0
+
+    def survivable(self, error: RaypipeError) -> bool:
+        """Return True if failures of this kind are survived at all."""
+        return self._most != 0 and isinstance(error, StageError | LinkError)
+
+    def counted(self, error: RaypipeError, step: int) -> str:
+        """Count a failure; return "" if the run may continue, else the reason why not.
+
+        Args:
+            step: steps that every stage had completed.
+        """
+        self.count += 1
+        if self._most != UNLIMITED and self.count > self._most:
+            return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
+        # Numbers differ from one try to the next: processes, times, addresses.
+        kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", (str(error).splitlines() or [""])[0])
+        lost = isinstance(error, StageLostError | LinkError)
+        at, before = self._last
+        # A deterministic failure recurs at the same step, or is reported a step earlier after a rollback. A process
+        # may be lost at any step on the way there.
+        stuck = step == at if lost else step <= self._furthest
+        self._here = self._here + 1 if stuck else 0
+        self._again = self._again + 1 if stuck and kind == before else 0
+        self._last, self._furthest = (step, kind), max(step, self._furthest)
+        tries = MOST_LOST if lost else 0
+        tries = MOST_LIGHTER if error.ran_out is not None else tries
+        if self._again <= tries:
+            more = f"{self._here + 1} failures came after {step} steps, and the run got no further between them"
+            return "" if self._here < MOST_HERE else more
+        times = "again" if self._again == 1 else f"{self._again + 1} times in a row"
+        return f"the same failure came {times} after {step} steps, so trying once more would not help"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Components of the loop that ``Changing`` uses too.
+
+    Attributes:
+        lease: lease on the run's folder; None if no other process can access the folder.
+        recovery: carries out the transitions; None if stages cannot fail separately, as in threads.
+    """
+
+    spec: RunSpec
+    requests: Requests
+    lease: Lease | None
+    recovery: Transitions | None
+    reporter: Reporter
+    control: Control
+    metrics: MetricsWriter
+    checkpoints: Checkpoints
+    ordering: Ordering
+    progress: Progress
+
+
+class Changing:
+    """Recoveries, resizes, moves and re-partitions of one run."""
+
+    def __init__(self, parts: Parts) -> None:
+        recovery = self._recovery = parts.recovery
+        self._parts, self._progress = parts, parts.progress
+        self._reporter, self._watcher, self._ordering = parts.reporter, parts.reporter.watcher, parts.ordering
+        self._failures = Failures(parts.spec.max_failures, 0 if recovery is None else recovery.failures)
+        self._replanning = None if recovery is None else recovery.replanning
+        self._step_s = 0.0  # duration of the last measured step
+        self._torn = False  # True while stages may be inconsistent with progress: a transition failed half-way
+        if self._replanning is not None:
+            self._replanning.serve(parts.requests.offer)
+            parts.ordering.measures = self._replanning.measures
+
+    def recover(self, error: RaypipeError, follow: Follow, *, adopted: bool = False) -> None:
+        """Recover from a failure: bring all stages to one state and resume from it.
+
+        Args:
+            error: the failure.
+            follow: called with reports of steps that were completed before the failure but not yet processed.
+            adopted: True if the stages were adopted from a lost driver. Then all of them roll back, and the failure
+                counts only if it is a StageLostError.
+
+        Raises:
+            RaypipeError: the failure, if it cannot be survived.
+        """
+        progress, lease = self._progress, self._parts.lease
+        was, self._torn = progress.at.step, adopted
+        counts = not adopted or isinstance(error, StageLostError)
+        while True:
+            if self._recovery is None or (counts and not self._failures.survivable(error)):
+                raise error
+            if counts:
+                self._count(error)
+            counts, self._recovery.failures = True, self._failures.count
+            self._use_less_memory(error, self._recovery)
+            if lease is not None:
+                lease.check()
+            self._watcher.update(message=f"recovering: {_first_line(error)}")
+            begin_s = time.monotonic()
+            try:
+                # Processes or links failed, and not the computation.
+                in_place = not self._torn and isinstance(error, StageLostError | LinkError)
+                if in_place and self._recover_in_place(self._recovery, follow, begin_s):
+                    return
+                was, self._torn = max(was, progress.at.step), True
+                back = self._recovery.carry_out(Rollback(progress.copies.steps), progress.at.step)
+                assert back is not None, "a failure changes something"
+                self._roll_back(back)
+                if back.stopped:
+                    progress.copied = True  # no workers are left to copy
+                    reason = self._parts.requests.stop_reason
+                    self._watcher.update(step=progress.at.step, stages=back.stages, message=reason)
+                    return
+                self.keep_copy()
+                break
+            except (StageError, LinkError) as another:
+                error = another
+        redone = was - progress.at.step
+        numbers = {"kind": "roll back", "redone_steps": redone, "redone_seconds": round(redone * self._step_s, 3)}
+        self._publish_recovery("recovery", f"from {back.source}", back, begin_s, **numbers)
+        self._watcher.counted("lost_steps", redone)
+
+    def _recover_in_place(self, recovery: Transitions, follow: Follow, begin_s: float) -> bool:
+        """Try to recover without a rollback, by dropping the lost replicas; return True on success."""
+        steps = recovery.catch_up(self._progress.at.step)
+        if steps is None:
+            return False
+        self._ordering.cancel_pending_saves()
+        follow(iter(steps))
+        back = recovery.carry_out(Regroup(), self._progress.at.step)
+        assert back is not None, "a failure changes something"
+        self._stay(back)
+        replicas = "-".join(map(str, self._ordering.plan.plan.partition.replicas))
+        reason = f"the run goes on with {replicas} workers"
+        self._publish_recovery("regroup", reason, back, begin_s, completed=len(steps))
+        return True
+
+    def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
+        """Publish that training resumes after a failure.
+
+        Args:
+            decision: "recovery" for a rollback of all stages, or "regroup" without the lost replicas.
+            begin_s: when the failure was noticed.
+        """
+        took_s = time.monotonic() - begin_s
+        self._publish_change(decision, reason, back, took_s, **numbers)
+        self._watcher.update(recovery=numbers.get("kind", decision))
+        self._watcher.counted("recovery_seconds", took_s)
+
+    def change(self) -> None:
+        """Carry out the requested changes between two steps: resize, move, join, re-partition."""
+        requests = self._parts.requests
+        if (resize := requests.take_resize()) is not None:
+            self._make("resize", resize.reason, resize, resize.answer, num_stages=resize.num_stages)
+        if nodes := requests.take_leaving():
+            try:
+                self._make("move", "nodes are about to be taken away", Move(nodes))
+            except (StageError, LinkError):
+                requests.leave(nodes)  # they still leave: move again once the run has recovered
+                raise
+        if requests.take_joining():
+            self._make("join", "replicas are there again", Join())
+        if (offer := requests.take_offer()) is not None:
+            self._watcher.alert("cutting again", f"cutting the stages again: {offer.why}")
+            took_s = self._make("replan", offer.why, offer, **offer.numbers)
+            if took_s is not None and self._replanning is not None:
+                self._replanning.taken(offer, self._ordering.plan.plan, took_s, self._progress.at.step)
+                less = f"steps should take {offer.gain.share:.0%} less"
+                self._watcher.alert("cut again", f"the stages were cut again within {took_s:.1f} s: {less}")
+
+    def _make(
+        self,
+        decision: str,
+        reason: str,
+        change: Change,
+        answer: Callable[[RaypipeError | None], None] = lambda error: None,
+        **numbers: Any,
+    ) -> float | None:
+        """Carry out a change; return the seconds without training, or None if nothing was changed.
+
+        Args:
+            decision, reason: for events.
+            answer: called with the PlanError if the change was refused or failed, else with None.
+
+        Raises:
+            Exception: the change failed half-way; a recovery must follow.
+        """
+        begin_s, progress = time.monotonic(), self._progress
+        step = progress.at.step
+        try:
+            if self._recovery is None:
+                raise PlanError(IN_THREADS)
+            progress.mark()
+            back = self._recovery.carry_out(change, step)
+        except PlanError as error:
+            self._reporter.event(f"{decision} refused", str(error), step=step, **numbers)
+            answer(error)
+            return None
+        except Exception as error:
+            self._torn = not isinstance(change, Join)  # a failed join leaves the training stages unchanged
+            message = f"The run failed meanwhile, and recovers where it may: {_first_line(error)} Try again later."
+            answer(PlanError(message))
+            raise
+        took_s = None
+        if back is not None:
+            if isinstance(change, Join):
+                self._stay(back)
+            else:
+                self._roll_back(back)
+            took_s = time.monotonic() - begin_s
+            self._publish_change(decision, reason, back, took_s, **numbers)
+        answer(None)
+        return took_s
+
+    def on_step(self, record: StepRecord, of_step: Sequence[StepReport], setting: ActiveSettings) -> None:
+        """Process a step's duration; the replanner may then offer another partition."""
+        if not any(report.copying for report in of_step):
+            self._step_s = record.seconds
+        if self._replanning is not None:
+            self._replanning.on_step(record.step, record.seconds, of_step, setting.spec)
+
+    def keep_copy(self) -> None:
+        """Have all stages copy their initial state to memory, if the pipeline is empty and no copy exists yet."""
+        progress = self._progress
+        if self._recovery is None or not self._parts.spec.copy_interval_steps:
+            return
+        if progress.empty and not progress.copied:
+            self._recovery.keep_copy(progress.at.step)
+            self._ordering.copy_times.ordered(progress.at.step)
+            self.copied()
+            progress.copied = True
+
+    def copied(self) -> None:
+        """Record the position of a copy that every stage keeps, also in the run's folder for a later driver."""
+        parts, progress = self._parts, self._progress
+        progress.mark()
+        if self._reporter.try_to(parts.metrics.write):  # first: a later driver reads the steps before the copy there
+            self._reporter.try_to(progress.copies.write)
+
+    def _count(self, error: RaypipeError) -> None:
+        """Count and publish a failure.
+
+        Raises:
+            RaypipeError: the failure, with the reason why it ends the run.
+        """
+        step = self._progress.at.step
+        why_not = self._failures.counted(error, step)
+        numbers = {"step": step, "failures": self._failures.count, **detection_delay(error)}
+        if why_not:
+            self._reporter.event("give up", f"{_first_line(error)} ({why_not})", **numbers)
+            raise type(error)(f"{error}\nThe run ends: {why_not}.")
+        self._reporter.event("failure", _first_line(error), **numbers)
+        self._watcher.counted("failures")
+
+    def _use_less_memory(self, error: RaypipeError, recovery: Transitions) -> None:
+        """Re-partition after an out-of-memory failure, so that the worker holds less.
+
+        A process that was killed from outside may have been killed for the memory of other processes: if no such plan
+        exists, it is replaced like any lost process, as often as Failures allows.
+
+        Raises:
+            RaypipeError: the failure; no such plan exists, and the current one would fail again.
+        """
+        if error.ran_out is None:
+            return
+        try:
+            recovery.lighten(error.ran_out)
+        except PlanError as impossible:
+            step = self._progress.at.step
+            if isinstance(error, StageLostError):
+                self._reporter.event("warning", str(impossible), step=step)
+                return
+            self._reporter.event("give up", f"{_first_line(error)} ({impossible})", step=step)
+            raise type(error)(f"{error}\nThe run ends: {impossible}") from None
+
+    def _roll_back(self, back: Recovered) -> None:
+        """Roll back to the step whose state the stages have: drop what came after it, and order it again."""
+        parts, progress = self._parts, self._progress
+        self._torn = False
+        progress.roll_back(back.step, back.position)
+        self._reporter.try_to(lambda: parts.metrics.go_back(progress.at.step))
+        self._take_plan_of(back)
+        parts.ordering.forget(progress.at.step)
+        self._save_dropped()
+        if back.position is not None:  # that checkpoint may have been committed a moment ago, unknown here so far
+            parts.checkpoints.find()
+        # A checkpoint of a later step may have been committed meanwhile. That step, and what follows it, is repeated.
+        progress.saved = progress.completed = min(parts.checkpoints.latest_step, progress.at.step)
+
+    def _stay(self, back: Recovered) -> None:
+        """Resume at the current step on other workers; outstanding orders are dropped and issued again."""
+        parts, progress = self._parts, self._progress
+        progress.empty, progress.end_s, progress.copied = True, None, True
+        self._take_plan_of(back)
+        parts.ordering.forget(progress.at.step)
+        parts.ordering.copy_times.soon()
+        self._save_dropped()
+        progress.saved = progress.completed = parts.checkpoints.latest_step
+
+    def _save_dropped(self) -> None:
+        """Request a new checkpoint if the change dropped an unfinished one that the interval would not repeat."""
+        progress, checkpoints = self._progress, self._parts.checkpoints
+        # The manifest waits for the evaluation, which may be what failed.
+        step = progress.saved
+        dropped = progress.completed < step < self._parts.spec.num_steps and not checkpoints.due_at(step)
+        if checkpoints.forget_after(progress.at.step) or dropped:
+            self._ordering.save_soon()
+
+    def _take_plan_of(self, back: Recovered) -> None:
+        """Put the new plan of a transition in force, if it has one, and restart the controller and the replanner.
+
+        If the plan is unchanged but workers were replaced, only the replanner restarts: its measurements are of the
+        lost workers.
+        """
+        parts, plan, replanning = self._parts, back.plan, self._replanning
+        if plan is None:
+            if back.replaced and replanning is not None:  # measurements of the replaced worker do not apply
+                parts.requests.take_offer()
+                replanning.begin(parts.ordering.plan.plan)
+            return
+        parts.ordering.plan = plan
+        if replanning is not None:
+            replanning.begin(plan.plan)
+            parts.ordering.measures = replanning.measures
+        parts.control.end()
+        parts.control.begin(plan.retune, resumed=False)
+        self._reporter.try_to(lambda: self._reporter.folder.write_plan(plan.plan.to_json()))
+        self._watcher.planned(plan)
+
+    def _publish_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
+        """Publish the result of a change, with the duration of its phases."""
+        step, checkpoint = self._progress.at.step, self._parts.checkpoints.latest
+        # Before the event, whose readers query the status.
+        self._watcher.update(step=step, stages=back.stages, checkpoint=checkpoint)
+        self._reporter.event(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.to_event()})
+        self._watcher.update(message=self._parts.requests.stop_reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

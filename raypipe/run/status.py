@@ -1,0 +1,204 @@
+"""Status of a run: step, loss, speed, cost, and alerts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from raypipe.engine.io.run_files import read_events
+from raypipe.engine.io.storage import Place
+from raypipe.ir.report import StepRecord
+from raypipe.ir.units import human_price
+
+ALERTS = "alerts"
+"""Event of events.jsonl that keeps the alerts at the end of a submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """All events of one kind in this submission of a run.
+
+    Attributes:
+        kind: "checkpoint failed", "callback Name.on_step" and so on.
+        count: number of events.
+        first_step, last_step: steps done at the first and at the last one.
+        message: message of the last event.
+        in_a_row: consecutive failures up to the last one; 0 for other events.
+    """
+
+    kind: str
+    count: int
+    first_step: int
+    last_step: int
+    message: str
+    in_a_row: int = 0
+
+    def __str__(self) -> str:
+        """Format in one line: "checkpoint failed 68 times in a row, after steps 1 to 68; last: ..." for several."""
+        if self.count == 1:
+            return f"{self.kind}, after step {self.last_step}: {self.message}"
+        return f"{self.kind} {self.times}, after steps {self.first_step} to {self.last_step}; last: {self.message}"
+
+    @property
+    def times(self) -> str:
+        """Describe how often it occurred."""
+        if self.in_a_row < 2:
+            return f"{self.count} times"
+        return f"{self.in_a_row} times in a row" + f", {self.count} in all" * (self.count > self.in_a_row)
+
+    def since(self, shown: int) -> str:
+        """Describe the events after the first ``shown`` ones, which the reader has seen already.
+
+        If there is one such event, and it is not one of several consecutive failures, that is its message alone.
+        """
+        return (
+            self.message
+            if self.count == shown + 1 and self.in_a_row < 2
+            else f"{self.kind} {self.times}, last: {self.message}"
+        )
+
+
+def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
+    """Return the alerts after one more event; kinds keep the order of their first events.
+
+    Args:
+        known: alerts so far, one of each kind.
+        step: steps done at the event.
+        in_a_row: consecutive failures, this one included; 0 for other events.
+    """
+    for at, alert in enumerate(known):
+        if alert.kind == kind:
+            more = replace(alert, count=alert.count + 1, last_step=step, message=message, in_a_row=in_a_row)
+            return (*known[:at], more, *known[at + 1 :])
+    return (*known, Alert(kind, 1, step, step, message, in_a_row))
+
+
+def in_words(alerts: Iterable[Alert]) -> str:
+    """Format kinds and counts: "checkpoint failed (68 times), file not written (once)", for example."""
+    return ", ".join(f"{a.kind} ({'once' if a.count == 1 else f'{a.count} times'})" for a in alerts)
+
+
+def as_event(alerts: Iterable[Alert]) -> list[dict[str, Any]]:
+    """Return the alerts as the fields of an event."""
+    return [asdict(alert) for alert in alerts]
+
+
+def alerts_in(run: Place) -> tuple[Alert, ...]:
+    """Read the alerts that the newest submission left in the run's folder; empty if it has not ended.
+
+    Raises:
+        CheckpointError: events.jsonl cannot be read.
+    """
+    alerts: tuple[Alert, ...] = ()
+    for event in read_events(run):
+        if event["decision"] == "start":
+            alerts = ()
+        elif event["decision"] == ALERTS:
+            alerts = tuple(Alert(**one) for one in event["alerts"])
+    return alerts
+
+
+State = Literal["starting", "running", "stopping", "stopped", "finished", "failed"]
+Stages = tuple[dict[str, Any], ...]
+"""Host, process id and versions of each worker, by worker; empty for stages in threads."""
+
+
+def steps_done(step: int, num_steps: int) -> str:
+    """Format "step 3/10"; "" before the number of steps is known."""
+    return f"step {step}/{num_steps}" if num_steps else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Status of a run.
+
+    Attributes:
+        name: name of the run.
+        path: the run's folder.
+        step, num_steps: optimizer steps done, and total number wanted (0 before it is known).
+        first_step: steps that earlier submissions of this run had done.
+        source: checkpoint or stages from which it resumed, in words.
+        loss, samples_per_s, tokens_per_s, bubble_fraction, lr, goodput: of the last step, as StepRecord has them;
+            tokens_per_s and goodput are 0 if unknown.
+        step_s, seconds_left: smoothed over the last steps.
+        checkpoint: newest complete one.
+        checkpoint_error: why the last attempt at one failed; "" if it succeeded.
+        schedule: of the last step, if the controller may change it.
+        retunes: number of changes by the controller in this submission.
+        recovery: kind of the last recovery: "roll back" of all stages, or "regroup" without the lost replicas; ""
+            before the first.
+        message: what it waits for, or why it stopped or failed.
+        cost: so far, in the currency of PipelineConfig(worker_price_per_hour); None if that is not set.
+        stages: host, process id and versions of each worker, which holds one stage or several. They are the workers
+            that made the last step, or that have its state since a recovery, a resize or a move.
+        alerts: alerts of this submission, one of each kind: checkpoints that failed, callbacks that raised, files that
+            could not be written, stages that were lost.
+    """
+
+    name: str
+    path: str
+    state: State
+    step: int = 0
+    num_steps: int = 0
+    first_step: int = 0
+    source: str = ""
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    bubble_fraction: float = 0.0
+    lr: float | None = 0.0
+    goodput: float = 0.0
+    step_s: float = 0.0
+    checkpoint: str = ""
+    checkpoint_error: str = ""
+    schedule: str = ""
+    retunes: int = 0
+    recovery: str = ""
+    message: str = ""
+    cost: float | None = None
+    stages: Stages = ()
+    alerts: tuple[Alert, ...] = ()
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self.num_steps - self.step, 0) * self.step_s
+
+    def after(self, record: StepRecord, stages: Stages) -> RunStatus:
+        """Return the status after one more step, made by these workers."""
+        step_s = 0.9 * self.step_s + 0.1 * record.seconds if self.step_s else record.seconds
+        return replace(
+            self,
+            step=record.step + 1,
+            loss=record.loss,
+            samples_per_s=record.samples / step_s if step_s else 0.0,
+            tokens_per_s=record.tokens / step_s if step_s else 0.0,
+            bubble_fraction=record.bubble_fraction,
+            lr=record.lr,
+            goodput=record.goodput,
+            step_s=step_s,
+            schedule=record.schedule,
+            stages=stages,
+        )
+
+    def __str__(self) -> str:
+        parts = [", ".join(filter(None, (f"{self.name}: {self.state}", steps_done(self.step, self.num_steps))))]
+        if self.loss is not None:
+            tokens = f"{self.tokens_per_s:.0f} tokens/s, " if self.tokens_per_s else ""
+            goodput = f", goodput {self.goodput:.0%}" if self.goodput else ""
+            idle = f"idle {self.bubble_fraction:.0%}"
+            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, {tokens}{idle}{goodput}")
+        if self.state == "running" and self.step_s:
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"left {minutes}:{seconds:02d}")
+        if self.schedule:
+            parts.append(f"{self.schedule}, retuned {self.retunes} times")
+        if self.cost is not None:
+            parts.append(f"cost {human_price(self.cost)}")
+        if self.checkpoint:
+            parts.append(f"checkpoint {self.checkpoint}")
+        if self.alerts:
+            parts.append(f"alerts: {in_words(self.alerts)}")
+        if self.message:
+            parts.append(self.message.splitlines()[0])
+        return "; ".join(parts)

@@ -1,0 +1,141 @@
+"""Transitions of a run's stages: reasons, results, and the protocol that runtime/fleet/recovery.py implements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from raypipe.errors import RanOut
+from raypipe.ir.report import StepReport
+from raypipe.planner.repartition import Offer
+from raypipe.planner.segments import Position
+from raypipe.run.plans.replanning import Replanning
+from raypipe.run.requests import Resize
+from raypipe.run.spec import PlanInForce
+from raypipe.run.status import Stages
+
+Steps = Sequence[list[list[StepReport]]]
+"""Reports of completed orders, as ``AnyFleet.run`` yields them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Result of a recovery or another transition: all stages are ready, with the state of the same step.
+
+    Attributes:
+        step: optimizer steps done in this state.
+        source: description of the copies or the checkpoint from which the state was loaded, for events.
+        position: data position saved in the checkpoint; None if the state comes from in-memory copies.
+        replaced: titles of stages whose process was replaced; empty if only links had failed.
+        seconds: duration of each phase of the recovery, by name.
+        stages: facts of each worker for the status.
+        plan: new plan in force; None if it is unchanged.
+        moved_bytes: bytes of state that workers read from copies of other workers.
+        lost: titles of workers that the run continues without.
+        stopped: the run was stopped while it waited for workers: no stage is ready, and it ends at this checkpoint.
+    """
+
+    step: int
+    source: str
+    position: Position | None = None
+    replaced: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    stages: Stages = ()
+    plan: PlanInForce | None = None
+    moved_bytes: int = 0
+    stopped: bool = False
+    lost: tuple[str, ...] = ()
+
+    def to_event(self) -> dict[str, Any]:
+        """Return the fields of the event in events.jsonl."""
+        plan: dict[str, Any] = {}
+        if self.plan is not None:
+            counts = self.plan.plan.partition.replicas
+            plan = {"num_stages": len(counts)} | ({"replicas": list(counts)} if max(counts) > 1 else {})
+        times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
+        lost = {"lost": list(self.lost)} if self.lost else {}
+        return {"replaced": list(self.replaced), **lost, **plan, **times, "moved_bytes": self.moved_bytes}
+
+
+class Rollback(NamedTuple):
+    """Rollback after a failure: all stages load the newest state that each of them can reach.
+
+    Attributes:
+        steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load the
+            newest checkpoint.
+    """
+
+    steps: Collection[int]
+
+
+class Regroup(NamedTuple):
+    """Regrouping after a failure and ``catch_up``: training resumes at this step without the lost replicas."""
+
+
+class Join(NamedTuple):
+    """Joining of spare workers to groups that lack replicas."""
+
+
+class Move(NamedTuple):
+    """Move of stages away from nodes that are about to be removed.
+
+    Attributes:
+        nodes: Ray node ids.
+    """
+
+    nodes: Collection[str]
+
+
+Change = Rollback | Regroup | Join | Move | Resize | Offer
+"""Reason for a transition; the last four occur between two steps, when all stages have the state of the same step."""
+
+
+class Transitions(Protocol):
+    """Transitions of a run's stages to another plan, other workers or an older step.
+
+    Attributes:
+        failures: number of failures in this submission so far; a driver restarted by Ray continues the count.
+        replanning: replanner, which searches for better partitions during training; None if the partition is fixed.
+    """
+
+    failures: int
+    replanning: Replanning | None
+
+    def keep_copy(self, step: int) -> None:
+        """Have every stage copy its state after ``step`` steps to memory."""
+
+    def lighten(self, ran_out: RanOut) -> None:
+        """Re-partition at the next rollback, so that the worker that ran out of memory holds less.
+
+        Raises:
+            PlanError: no such plan exists; names worker, bytes and fields.
+        """
+
+    def catch_up(self, step: int) -> Steps | None:
+        """Bring the surviving replicas to the newest step that any of them has completed, after a failure.
+
+        Args:
+            step: steps that every stage had completed, as far as the loop knows.
+
+        Returns:
+            Reports of the steps since then. None if that is impossible: the run has no replicas, a stage has no worker
+            left, or a step would be lost.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile.
+        """
+
+    def carry_out(self, change: Change, step: int) -> Recovered | None:
+        """Make a transition; return None if nothing has to change.
+
+        A rollback that waits for workers ends early if the run is stopped; see ``Recovered.stopped``.
+
+        Args:
+            step: steps that every stage has done.
+
+        Raises:
+            PlanError: no such plan exists, or no workers for it, and the run can continue unchanged; after a failure:
+                too few workers became available before the deadline.
+            StageError, LinkError: the transition failed half-way; a rollback must follow.
+        """

@@ -1,0 +1,261 @@
+"""Growth of a run whose number of workers may change: starts workers as nodes come, and resizes the run if that pays.
+
+    ask_for ---> pending placement groups, which Ray's autoscaler counts ---> start_granted ---> spares
+                                                                                                   |
+    Requests.resize <--- pays? <--- a plan for all available workers <-----------------------------+
+
+A thread of the driver checks for created placement groups once a second. planner/elastic.py decides if growth pays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from raypipe.config.ray import WorkerRange
+from raypipe.errors import PlanError, RaypipeError
+from raypipe.planner.elastic import (
+    LEAST_GAIN,
+    Gain,
+    begins_with,
+    gain_of,
+    move_seconds,
+    pays,
+    target_workers,
+)
+from raypipe.run.requests import Requests
+from raypipe.run.spec import Planned, RequestedSize, RunSpec
+from raypipe.run.status import RunStatus
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.waiting import Waiting
+
+EVERY_S = 1.0
+PATIENCE_S = 2.0
+"""Timeout of a wait for a placement group after a worker was lost or has to move; short, because a run that grows can
+get one later."""
+AGAIN_S = 10.0
+"""Seconds between two attempts to start a worker, after a failed one."""
+RESIZE_TIMEOUT_S = 600.0
+
+
+class Growth:
+    """Growth of one run: starts missing workers, waits if there are too few to train, and resizes the run.
+
+    Args:
+        fleet: has no plan yet, or the plan that the previous driver left.
+        workers: smallest and largest number of workers, and the interval between two decisions to grow.
+        wanted: number of workers that the run's largest plan uses.
+        requests: receives the resizes.
+        waiting: waits for workers.
+        event: called with (decision, reason, ...) to record an event of the run.
+        survives: True if the run survives failures, so that one more worker is kept as a spare.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        workers: WorkerRange,
+        wanted: int,
+        requests: Requests,
+        waiting: Waiting,
+        event: Callable[..., None],
+        *,
+        survives: bool,
+    ) -> None:
+        self._fleet, self._workers, self._requests = fleet, workers, requests
+        self._wanted, self._survives = wanted, survives
+        self._waiting, self._event = waiting, event
+        self._looked_s, self._move_s = time.monotonic(), 0.0
+        self._planned: dict[int, Planned] = {}  # by workers; planning may take seconds
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._going: Callable[[], Mapping[str, float | None]] = dict
+        self._make: Callable[[int], Planned]
+        self._state_bytes = 0.0
+        fleet.places.patience_s = PATIENCE_S
+
+    @property
+    def count(self) -> int:
+        """Target number of members: the workers, and one spare if the run survives failures and the range has room."""
+        return target_workers(self._workers, self._wanted, spare=self._survives)
+
+    def least(self) -> int:
+        """Return the smallest number of workers with which the run trains."""
+        return min(self._workers.least, self._wanted)
+
+    def resized(self, size: RequestedSize) -> None:
+        """Record a resize: the run does not grow beyond its number of workers, and cached plans are dropped."""
+        self._wanted = size.workers
+        self._planned.clear()
+
+    def refill(self) -> None:
+        """Do nothing, in place of ``Spares.refill``: the thread requests missing members at its next check anyway."""
+
+    def plan(self, make: Callable[[int], Planned]) -> Planned | None:
+        """Wait for enough workers and return a plan for them; None if the run was stopped.
+
+        Args:
+            make: called with a number of workers; returns a plan, or raises PlanError if more workers are needed.
+
+        Raises:
+            PlanError: there is no plan even for all wanted workers, or workers did not come in time.
+        """
+        least, why = 0, ""
+        while workers := self.wait(least, why):
+            try:
+                return make(workers)
+            except PlanError as impossible:  # it needs the memory of more workers
+                if workers >= self._wanted:
+                    raise
+                least, why = workers + 1, str(impossible)
+        return None
+
+    def wait(self, least: int = 0, why: str = "") -> int:
+        """Start members as their placement groups are created, until there are enough.
+
+        Args:
+            least: number of members that are needed; without effect below the range's minimum.
+            why: reason for ``least``, for messages.
+
+        Returns:
+            Number of workers to make a plan for; 0 if the run was stopped.
+
+        Raises:
+            PlanError: too few members came in time.
+        """
+        needed = max(least, self.least())
+
+        def begins(there: int) -> int:
+            return begins_with(self._workers, self._wanted, there) if there >= least else 0
+
+        return self._waiting.until(lambda: self.count, begins, needed, why, self._going)
+
+    def serve(
+        self,
+        make: Callable[[int], Planned],
+        state_bytes: float,
+        status: Callable[[], RunStatus],
+        going: Callable[[], Mapping[str, float | None]],
+    ) -> None:
+        """Start a thread that grows the run until ``close``.
+
+        Args:
+            make: called from any thread with a number of workers; returns a plan for them.
+            state_bytes: approximate bytes of the run's state, from which the duration of a resize is estimated.
+            status: returns the run's current status.
+            going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
+        """
+        self._looked_s, self._going = time.monotonic(), going
+        self._make, self._state_bytes = make, state_bytes
+        self._thread = threading.Thread(target=self._grow, args=(status,), name="raypipe growth", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; pending placement groups are removed when the fleet ends."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(EVERY_S)
+
+    def _grow(self, status: Callable[[], RunStatus]) -> None:
+        pause_s, complaint = EVERY_S, ""
+        while not self._ended.wait(pause_s):
+            pause_s = EVERY_S
+            try:
+                self._fleet.places.ask_for(self.count, self._going())
+                if not self._fleet.recovering and self._fleet.places.start_granted():
+                    try:
+                        self._fleet.rehearse_spares()
+                    finally:
+                        self._leave_again()
+                if time.monotonic() - self._looked_s >= self._workers.interval_s:
+                    self._look(status())
+                    self._looked_s = time.monotonic()
+            except Exception as error:  # noqa: BLE001  (whatever it is, the next look may work)
+                pause_s = AGAIN_S
+                what = str(error) if isinstance(error, RaypipeError) else type(error).__name__
+                if what != complaint and not self._ended.is_set():
+                    complaint = what
+                    self._event("warning", f"The run could not grow: {str(error) or what}")
+
+    def _leave_again(self) -> None:
+        """Request the move away from draining nodes again, now that spares came.
+
+        An earlier request may have been refused because there were no spares.
+        """
+        now_s = time.time()
+        in_time = {node for node, deadline_s in self._going().items() if deadline_s is None or now_s < deadline_s}
+        if left := in_time & {member.facts["node"] for member in self._fleet.in_use if not member.lost}:
+            self._requests.leave(left)
+
+    def _look(self, status: RunStatus) -> None:
+        """Resize the run to all available workers if that pays.
+
+        If not even the wanted number of workers would pay, the present number becomes the wanted one.
+        """
+        used = len(self._fleet.in_use)
+        there = min(len(self._fleet.places.staying(self._going())), self._wanted)
+        if self._wanted <= used or status.state != "running":
+            return
+        if there > used:
+            planned, gain = self._plan_of(there), self._gain(used, there, status)
+            if planned.plan.schedule.num_workers > used and (gain is None or pays(gain, LEAST_GAIN)):
+                self._resize(planned, gain, there - used)
+                return
+        gain = self._gain(used, self._wanted, status)
+        if gain is not None and not pays(gain, LEAST_GAIN):
+            self._wanted = used
+            self._event("want fewer", f"more than {used} workers would not pay: {_in_words(gain)}")
+
+    def _plan_of(self, workers: int) -> Planned:
+        if workers not in self._planned:
+            self._planned[workers] = self._make(workers)
+        return self._planned[workers]
+
+    def _gain(self, used: int, there: int, status: RunStatus) -> Gain | None:
+        """Return the gain of ``there`` instead of ``used`` workers; None if the plans have no predicted times."""
+        now, then = (self._plan_of(workers).plan.prediction for workers in (used, there))
+        if now is None or then is None:
+            return None
+        move_s = move_seconds(self._state_bytes, self._move_s)
+        return gain_of(now.step_s, then.step_s, status.step_s, move_s, status.num_steps - status.step)
+
+    def _resize(self, planned: Planned, gain: Gain | None, more: int) -> None:
+        begin_s = time.monotonic()
+        why = "" if gain is None else f", and {_in_words(gain)}"
+        reason = f"{more} more worker{'s' * (more > 1)} came{why}"
+        try:
+            self._requests.resize(planned.plan.partition.num_stages, RESIZE_TIMEOUT_S, planned, reason)
+        except PlanError:  # it is being resized, or ends, or the loop has recorded why not: the next look tries again
+            return
+        self._move_s = time.monotonic() - begin_s
+
+
+def growth_of(
+    fleet: Fleet,
+    spec: RunSpec,
+    requests: Requests,
+    waiting: Waiting,
+    event: Callable[..., None],
+    size: RequestedSize | None = None,
+) -> Growth | None:
+    """Create the Growth of a run that may change its number of workers; None for other runs.
+
+    Args:
+        size: size of the last resize under an earlier driver; None if the run was not resized.
+    """
+    if spec.workers is None:
+        return None
+    growth = Growth(
+        fleet, spec.workers, spec.wanted_workers, requests, waiting, event, survives=bool(spec.max_failures)
+    )
+    if size is not None:
+        growth.resized(size)
+    return growth
+
+
+def _in_words(gain: Gain) -> str:
+    return (
+        f"steps should take {gain.after_s:.3g} s instead of {gain.before_s:.3g} s, {gain.steps_left} of them are left, "
+        f"for a move of {gain.pause_s:.3g} s"
+    )

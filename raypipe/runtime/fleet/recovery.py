@@ -1,0 +1,497 @@
+"""Recovery: implements the transitions of a run on Ray (run/transitions.py), after failures and between steps.
+
+A transition applies the present plan or another one to living workers, all of which then have the state of one step:
+
+    settle            end the work of all workers; kill dead or stuck ones
+    plan              keep the plan, or make one: as a change requires, for fewer workers, or for more replicas
+    replace_lost      replace lost workers by spares, else by new processes
+    plan_transition   choose the members, and sources of the newest state that all of them can have
+    configure         have members load that state by name, and open new links
+
+After a loss, the remaining replicas of a synchronous run first come to the same step (engine/executor.py): they keep
+their state, micro-batches are distributed over them, and the unfinished step is repeated. If the optimizer state is
+sharded over replicas, the slices of the lost one are gone: all workers roll back to copies and are sharded anew.
+
+If a transition fails, the loop counts another failure and requests a rollback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from raypipe.engine.executor import newest_common_step
+from raypipe.engine.io.checkpoint.run_checkpoints import find_checkpoint, newest_step
+from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
+from raypipe.ir.schedule import groups_in
+from raypipe.planner.elastic import counts_of, left, with_spares
+from raypipe.planner.repartition import Offer
+from raypipe.planner.segments import Position
+from raypipe.planner.state_sources import Copy, Layout, Living, Transition, lacking, plan_transition
+from raypipe.run.plans.blueprint import Charter
+from raypipe.run.plans.plans import Plans
+from raypipe.run.plans.replanning import replanning_of
+from raypipe.run.requests import Resize
+from raypipe.run.same_run import fresh_options
+from raypipe.run.spec import PlanInForce, RequestedSize
+from raypipe.run.status import RunStatus
+from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Rollback, Steps
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.growth import Growth
+from raypipe.runtime.fleet.spares import Spares
+from raypipe.runtime.fleet.waiting import Waiting
+from raypipe.runtime.worker.copy_transfer import RemoteCopy
+from raypipe.runtime.worker.packing import StoredTensors
+from raypipe.runtime.worker.places import PLACE_TIMEOUT_S
+
+TENSORS_LOST = (
+    "A stage was lost before the first checkpoint, and with an earlier driver the parameters that the run began with. "
+    "Start the run again under the same name. Copies of state that are left: {copies}; those of steps {steps} would do."
+)
+
+BETWEEN_STEPS = "the stages themselves"
+"""Text for ``Recovered.source`` after a change between two steps, in which no state is rolled back."""
+
+
+class Laps:
+    """Stopwatch for consecutive phases, which starts when it is created.
+
+    Attributes:
+        laps_s: seconds of each phase, by name.
+    """
+
+    def __init__(self) -> None:
+        self._then_s = time.monotonic()
+        self.laps_s: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Record the time since the previous lap, or the start, as the duration of phase ``name``."""
+        now_s = time.monotonic()
+        self.laps_s[name] = now_s - self._then_s
+        self._then_s = now_s
+
+
+class Recovery:
+    """Transitions of one run, as the protocol Transitions.
+
+    Args:
+        fleet: configured for the plan in force.
+        charter: inputs of the run's driver.
+        made: plan in force, assembled from ``charter.planned``.
+        tensors: initial parameters and buffers of the run.
+        spares: starts further spares after one was used; the Growth of a run that may change its number of workers.
+        waiting: waits for workers if no plan exists for those that are left.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        charter: Charter,
+        made: PlanInForce,
+        tensors: StoredTensors,
+        spares: Spares | Growth,
+        waiting: Waiting,
+    ) -> None:
+        blueprint = charter.blueprint
+        self.failures = charter.failures
+        self._waiting = waiting
+        self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
+        self._shards = blueprint.setup.settings.shard_optimizer
+        self._plans = Plans(blueprint, made, charter.requested)
+        self._fleet, self._blueprint, self._tensors = fleet, blueprint, tensors
+        self.replanning = replanning_of(blueprint, self._plans.first, self._plans.limits)
+        self._settling = Laps()  # phases since ``catch_up``
+        self._lighter: PlanInForce | None = None  # for the next recovery
+
+    def begin(self) -> None:
+        """Store the charter of the plan in force on all workers, and start missing spares."""
+        self._keep_charter(self._plans.made)
+        self._spares.refill()
+
+    def keep_copy(self, step: int) -> None:
+        """See Transitions."""
+        self._fleet.keep_copy(step)
+
+    def lighten(self, ran_out: RanOut) -> None:
+        """See Transitions."""
+        made = self._plans.made
+        decision = self._plans.limits.lighter(made.plan, ran_out)
+        self._lighter = self._plans.of_stages(len(made.setup.programs), made.setup.num_workers, decision)
+
+    def carry_out(self, change: Change, step: int) -> Recovered | None:
+        """See Transitions."""
+        if isinstance(change, Rollback):
+            return self._roll_back(change.steps)
+        if isinstance(change, Regroup):
+            return self._regroup(step)
+        try:
+            match change:
+                case Resize():
+                    return self._resize(change, step)
+                case Move(nodes):
+                    return self._move(nodes, step)
+                case Join():
+                    return self._join(step)
+                case Offer():
+                    return self._take(change, step)
+        except PlanError:  # the run continues unchanged
+            self._fleet.accept_orders()
+            raise
+
+    def catch_up(self, step: int) -> Steps | None:
+        """See Transitions."""
+        fleet, made = self._fleet, self._plans.made
+        # If stages do not wait for one norm, one may have stepped while another still lacks gradients of that step.
+        step_alone = made.flow is not None or made.plan.schedule.wiring.norm_per_stage
+        if made.setup.lanes == 1 or self._shards or step_alone:
+            return None
+        self._settling = Laps()
+        fleet.settle()
+        self._settling.lap("settle")
+        if not all(left(made.setup.homes, fleet.lost)) or (known := newest_common_step(fleet.reached(), step)) is None:
+            return None
+        newer, totals = known
+        steps = fleet.undelivered_reports(newer - step, fleet.come_to(newer, totals))
+        self._settling.lap("complete")
+        # Without reports of a step there would be no record of it; reports are also missing after a driver was lost.
+        return steps if len(steps) == newer - step and all(steps) else None
+
+    def _roll_back(self, steps: Collection[int]) -> Recovered:
+        """Roll all stages back to the newest state that all of them can have.
+
+        Args:
+            steps: steps of which copies may be used.
+        """
+        clock = Laps()
+        fleet = self._fleet
+        fleet.settle()
+        clock.lap("settle")
+        # Before workers are replaced, which takes a while: new workers have no copies.
+        copies = self._copies(steps)
+        made, changed = self._lighter or self._plans.made, self._lighter is not None
+        replaced, lost = tuple[str, ...](), tuple[str, ...]()
+        try:
+            if (survivors := self._smaller_replicas()) is not None:
+                lost, made, changed = fleet.forget_lost(), survivors, True
+            else:
+                replaced = fleet.replace_lost(made.setup.num_workers)
+        except PlanError as error:
+            smaller = self._plan_for_fewer(error, made)
+            if smaller is None:
+                return self._stopped(clock)
+            if smaller is made:  # workers have come meanwhile
+                replaced = fleet.replace_lost(made.setup.num_workers)
+            made, changed = smaller, changed or smaller is not made
+        clock.lap("replace")
+        try:
+            step, source, position = self._restore(made, copies)
+        except PlanError as error:  # a worker was lost meanwhile, so that there are too few
+            raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
+        except CheckpointError as error:  # storage may work at the next attempt
+            raise StageLostError(f"The run could not go back: {error}") from None
+        self._lighter = None
+        self.begin()
+        clock.lap("restore")
+        plan = made if changed else None
+        return self._result(step, source, clock, position=position, replaced=replaced, plan=plan, lost=lost)
+
+    def _regroup(self, step: int) -> Recovered:
+        """Distribute micro-batches over the remaining replicas, which ``catch_up`` has brought to this step."""
+        fleet, clock = self._fleet, self._settling
+        remaining = left(self._plans.made.setup.homes, fleet.lost)
+        lost = fleet.forget_lost()
+        if not all(remaining):
+            raise StageLostError("Another worker was lost while the run went on without one.")
+        made = self._plans.regrouped(tuple(map(len, remaining)))
+        self._hand_over(made, step, linked=False)
+        clock.lap("links")
+        self._spares.refill()
+        clock.lap("charter")
+        return self._result(step, "replicas", clock, plan=made, lost=lost)
+
+    def _join(self, step: int) -> Recovered | None:
+        """Make spares replicas of the stages that lack some; return None if no replica can be added."""
+        fleet, homes, clock = self._fleet, self._plans.made.setup.homes, Laps()
+        fleet.accept_orders()
+        counts = with_spares(homes, self._plans.replicas, len(fleet.spares))
+        if counts == counts_of(homes):
+            return None
+        if self._shards:  # all replicas partition their slices anew
+            made, peers = self._plans.counted_anew(counts), None
+        else:
+            here = zip(groups_in(homes), counts, strict=True)
+            made, peers = self._plans.regrouped(counts), [group[0] for group, count in here if count > len(group)]
+        fleet.keep_copy(step, send=False, workers=peers)
+        clock.lap("copy")
+        self._hand_over(made, step, ready=True)
+        clock.lap("links")
+        self._spares.refill()
+        clock.lap("charter")
+        return self._result(step, "replicas", clock, plan=made)
+
+    def _smaller_replicas(self) -> PlanInForce | None:
+        """Make a plan for the remaining replicas if the optimizer state is sharded over replicas; else return None.
+
+        All of them roll back anyway, so that they need not wait for new processes, which join later. None also if a
+        stage has no replica left, if spares can replace all lost workers, or if the number of workers may change.
+        """
+        fleet, made = self._fleet, self._plans.made
+        # A run that may change its number of workers chooses it itself; after running out of memory it has another.
+        if not self._shards or self._growth is not None or self._lighter is not None:
+            return None
+        if len(fleet.in_use) != made.setup.num_workers or len(fleet.spares) >= len(fleet.lost):
+            return None  # more workers were lost during recovery; or there are spares, or only links failed
+        remaining = left(made.setup.homes, fleet.lost)
+        return self._plans.counted_anew(tuple(map(len, remaining))) if all(remaining) else None
+
+    @contextlib.contextmanager
+    def growing(
+        self, status: Callable[[], RunStatus], going: Callable[[], Mapping[str, float | None]]
+    ) -> Iterator[None]:
+        """Run the growth thread inside the context; do nothing for a run with a fixed number of workers.
+
+        Args:
+            status: returns the run's current status.
+            going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
+        """
+        if self._growth is None:
+            yield
+            return
+        basis = self._blueprint.basis
+        state_bytes = (
+            4.0 * sum(basis.recipe.sizes.values()) * (1.0 + basis.request.optimizer_factor)
+        )  # 4 for each element
+        self._growth.serve(self._plans.planned_for, state_bytes, status, going)
+        with contextlib.closing(self._growth):
+            yield
+
+    def _resize(self, wanted: Resize, step: int) -> Recovered:
+        """Apply a plan of another size: that of the request, or one made now for the requested size."""
+        clock, fleet, plans, planned = Laps(), self._fleet, self._plans, wanted.planned
+        made = plans.resized(wanted.num_stages, wanted.num_replicas) if planned is None else plans.assembled(planned)
+        clock.lap("plan")
+        # A resize by the user waits for places; a run that grows by itself has its workers already.
+        fleet.places.grow(made.setup.num_workers, PLACE_TIMEOUT_S if planned is None else None)
+        clock.lap("workers")
+        fleet.keep_copy(step, send=False)
+        size = None
+        if planned is None:
+            size = RequestedSize(wanted.num_stages, made.setup.num_workers, made.plan.partition.replicas)
+        self._hand_over(made, step, size=size)
+        fleet.places.end_spares(keep=self._spares.count)
+        clock.lap("move")
+        return self._result(step, BETWEEN_STEPS, clock, plan=made)
+
+    def _move(self, nodes: Collection[str], step: int) -> Recovered | None:
+        """Move the work of workers on these nodes to workers on other nodes; return None if no worker is on them."""
+        clock, fleet, before = Laps(), self._fleet, self._plans.made
+        fleet.places.end_spares(on=nodes)
+        leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
+        if not leaving:
+            fleet.accept_orders()
+            return None
+        made = self._plan_avoiding(nodes)
+        clock.lap("workers")
+        fleet.keep_copy(step)
+        self._hand_over(made, step, without=nodes)
+        fleet.places.end_spares(on=nodes)
+        clock.lap("move")
+        self._spares.refill()
+        return self._result(step, BETWEEN_STEPS, clock, replaced=leaving, plan=None if made is before else made)
+
+    def _take(self, offer: Offer, step: int) -> Recovered:
+        """Apply an offered partition of the stages."""
+        clock, fleet, setup = Laps(), self._fleet, self._plans.made.setup
+        if offer.generation != setup.generation:
+            raise PlanError("The run has another plan than the one that was to be changed.")
+        made = self._plans.of_stages(len(setup.programs), setup.num_workers, offer.cut.decision)
+        clock.lap("plan")
+        fleet.keep_copy(step, send=False)
+        self._hand_over(made, step)
+        clock.lap("move")
+        return self._result(step, BETWEEN_STEPS, clock, plan=made)
+
+    def _result(self, step: int, source: str, clock: Laps, **fields: Any) -> Recovered:
+        """Create the result of a transition; ``fields`` are further fields of Recovered."""
+        fleet = self._fleet
+        return Recovered(
+            step, source, seconds=clock.laps_s, stages=fleet.facts, moved_bytes=fleet.moved_bytes, **fields
+        )
+
+    def _plan_avoiding(self, nodes: Collection[str]) -> PlanInForce:
+        """Start missing workers outside these nodes; return the plan in force, or a plan without them if that fails.
+
+        Raises:
+            PlanError: no other worker can be started, and there is no plan without it.
+        """
+        fleet, made = self._fleet, self._plans.made
+        try:
+            fleet.places.grow(fleet.places.living + max(0, made.setup.num_workers - len(fleet.places.staying(nodes))))
+            if len(fleet.places.staying(nodes)) < made.setup.num_workers:
+                raise PlanError("The only places for other workers are on nodes that are about to go.")
+            return made
+        except PlanError as error:
+            try:
+                return self._planned_for(len(fleet.places.staying(nodes)), error)
+            except StageError as impossible:
+                raise PlanError(str(impossible)) from None
+
+    def _copies(self, steps: Collection[int]) -> list[Copy]:
+        """List the in-memory copies of known plans on living workers; of their steps, only ``steps`` are listed."""
+        copies = []
+        for actor, facts in self._fleet.copies():
+            if num_stages := self._plans.num_stages(facts.generation):
+                usable = tuple(step for step in facts.steps if step in steps)
+                stage = facts.generation, num_stages, facts.stage
+                copies.append(Copy((actor, facts), *stage, usable, facts.piece, facts.pieces))
+        return copies
+
+    def _transition(
+        self, made: PlanInForce, living: Sequence[Living], copies: Sequence[Copy], saved: int | None = None
+    ) -> Transition | None:
+        """Call ``plan_transition`` from the plan in force to ``made``."""
+        current, wanted = (Layout(one.setup.generation, one.setup.homes) for one in (self._plans.made, made))
+        return plan_transition(current, wanted, living, copies, saved)
+
+    def _apply(self, made: PlanInForce, transition: Transition) -> None:
+        """Configure members for a plan; those that cannot keep their state read it from copies."""
+        step, sources = transition.step or 0, dict[int, Sequence[RemoteCopy]]()
+        for worker, copies in transition.sources.items():
+            sources[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
+        self._fleet.configure(self._blueprint.setup, made.setup, sources, transition.members)
+        self._plans.made = made
+
+    def _hand_over(
+        self,
+        made: PlanInForce,
+        step: int,
+        *,
+        size: RequestedSize | None = None,
+        linked: bool = True,
+        without: Collection[str] = (),
+        ready: bool = False,
+    ) -> None:
+        """Apply a plan between two steps, with the state of ``step`` that the workers have, or have just copied.
+
+        Args:
+            size: requested size of a resize: a run that may change its number of workers grows no further, and a run
+                with replicas keeps this number of workers; None for other changes.
+            linked, without, ready: see ``Fleet.living``.
+
+        Raises:
+            StageLostError: the state of ``step`` is lost; an older state is not used.
+        """
+        living = self._fleet.living(step, linked=linked, without=without, ready=ready)
+        lost = f"A worker was lost, or does not answer, while the run changed its plan at step {step}."
+        try:
+            transition = self._transition(made, living, self._copies({step}))
+        except PlanError:
+            raise StageLostError(lost) from None
+        if transition is None or transition.step != step:
+            raise StageLostError(lost)
+        try:
+            self._apply(made, transition)
+        except CheckpointError as error:
+            raise StageLostError(f"The run could not change its plan: {error}") from None
+        if size is not None:
+            self._plans.requested = size
+            self._spares.resized(size)
+        self._keep_charter(made)
+
+    def _plan_for_fewer(self, error: PlanError, made: PlanInForce) -> PlanInForce | None:
+        """Make a plan for the remaining workers, or wait for more if that fails; None if the run was stopped.
+
+        Args:
+            error: reason why lost workers could not be replaced.
+            made: plan that is returned once all its workers are there again.
+
+        Raises:
+            PlanError: too few workers came in time.
+        """
+        if self._growth is None:
+            try:
+                return self._planned_for(len(self._fleet.roster), error)
+            except StageError:
+                return made if self._waiting.for_workers(made.setup.num_workers) else None
+        planned = self._growth.plan(self._plans.planned_for)
+        return None if planned is None else self._plans.assembled(planned)
+
+    def _stopped(self, clock: Laps) -> Recovered:
+        """Return the result for a run that was stopped while it waited for workers: its newest checkpoint."""
+        self._fleet.in_use = []
+        newest = find_checkpoint(self._blueprint.spec.place)[0]
+        at, source = (
+            (Position(), "nothing") if newest is None else (Position(**newest.manifest.position), newest.folder)
+        )
+        return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
+
+    def _planned_for(self, workers: int, error: PlanError) -> PlanInForce:
+        """Make a plan for fewer workers: fewer replicas, or the same number of stages on each worker.
+
+        Args:
+            workers: number of workers that are left.
+            error: reason why lost workers could not be replaced, for the message.
+
+        Raises:
+            StageError: no worker is left, or no such plan exists.
+        """
+        if not workers:
+            raise StageError(f"No worker of the run is left, and {error}")
+        try:
+            if self._plans.replicas:
+                return self._plans.for_fewer(workers)
+            if self._growth is not None:
+                if workers < self._growth.least():
+                    raise PlanError(f"num_workers requires {self._growth.least()} at least.")
+                return self._plans.assembled(self._plans.planned_for(workers))
+            each = max(1, len(self._plans.made.setup.programs) // self._plans.made.setup.num_workers)
+            return self._plans.of_stages(workers * each, workers)
+        except PlanError as impossible:
+            raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
+
+    def _keep_charter(self, made: PlanInForce) -> None:
+        """Store on every worker what a later driver needs to resume the run with plan ``made``."""
+        names = [name for name in sorted(self._tensors.names) if name not in self._blueprint.setup.persistent]
+        blueprint = replace(self._blueprint, setup=None)  # type: ignore[arg-type]  # every worker has it
+        charter = Charter(blueprint, made.planned, self._plans.requested, self.failures)
+        self._fleet.keep_charter(ray.cloudpickle.dumps(charter), self._tensors, names)
+
+    def _restore(self, made: PlanInForce, copies: Sequence[Copy]) -> tuple[int, str, Position | None]:
+        """Apply plan ``made`` with the newest state that all workers can have.
+
+        Args:
+            copies: copies of steps to which the run can roll back.
+
+        Returns:
+            Step of that state; its source, as text; position in the run if it is no copy, else None.
+        """
+        fleet, run, setup, place = self._fleet, self._blueprint.setup, made.setup, self._blueprint.spec.place
+        living = fleet.living(linked=False)
+        transition = self._transition(made, living, copies, newest_step(place) if copies else None)
+        assert transition is not None, "links are to be opened"
+        if transition.step is not None:
+            self._apply(made, transition)
+            return transition.step, "copies in memory", None
+        saved = find_checkpoint(place)[0]
+        if saved is None:
+            if not run.persistent <= set(self._tensors.names):
+                known = [
+                    f"stage {f.stage} of plan {f.generation} after steps {list(f.steps)}" for _, f in fleet.copies()
+                ]
+                steps = sorted({step for copy in copies for step in copy.steps})
+                raise StageError(TENSORS_LOST.format(copies=", ".join(known) or "none", steps=steps))
+            fleet.configure(run, setup, [self._tensors], transition.members)
+            self._plans.made = made
+            return 0, "the parameters that the run began with", Position()
+        fleet.configure(run, setup, [saved.folder, self._tensors], transition.members)
+        self._plans.made = made
+        step = saved.manifest.step
+        # Optimizer options that a new submission changed are only in later checkpoints.
+        fleet.restore(saved.folder, fresh_options(place, step))
+        why = lacking(copies)
+        return step, f"{saved.folder}: {why}" if why else saved.folder, Position(**saved.manifest.position)

@@ -1,0 +1,242 @@
+"""Wait for a run's workers: requests their placement groups, reports what it waits for, and gives up after a timeout.
+
+    ask_for ---> pending groups, which Ray's autoscaler counts ---> enough to begin with ---> start_granted
+       ^                           |
+       +--- stop? lease lost? -----+---> report: what is missing, and what holds it ---> too late: PlanError
+
+Runs of a fixed size and runs whose number of workers may change wait here, for their first workers and after a loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from raypipe.errors import PlanError
+from raypipe.run.requests import Requests
+from raypipe.runtime.fleet.fleet import Fleet
+from raypipe.runtime.fleet.shortage import NO_ANSWER, Shortage, shortage
+from raypipe.runtime.worker.places import AWAY, PLACE_TIMEOUT_S, created, in_words
+
+Patience = float | Literal["auto"] | None
+"""Type of PipelineConfig.resource_timeout_s."""
+
+NOT_SCALED_S = 600.0
+"""Timeout of a wait with patience "auto" on a cluster without an autoscaler."""
+POLL_S = 0.25
+TELL_S = 1.0
+"""Seconds of waiting before the first report."""
+LOOK_S = 30.0
+"""Interval of queries for the holders of resources, unless the number of available workers changes."""
+ANSWER_S = 10.0
+"""Timeout of such a query, after which the cluster is reported as not answering."""
+SETTLE_S = 0.5
+"""Seconds to wait for further placement groups, after enough for the run have been created."""
+YIELD_S = 3.0
+"""Pause between releasing all placement groups and requesting them again, in which another run gets them."""
+MOST_FAILED = 3
+"""Number of consecutive failed attempts to start workers that ends the wait."""
+
+
+class Waiting:
+    """Wait for the workers of one run: request places, start workers in those that come, report what is missing.
+
+    Args:
+        fleet: has no plan yet, or the plan that the previous driver left.
+        report: called with a sentence that names what the run waits for.
+        event: called with (decision, reason, ...) to record an event of the run.
+        patience: seconds that one wait may take; None for no limit; "auto" for no limit with an autoscaler, else
+            NOT_SCALED_S.
+        check: called repeatedly during a wait; an exception of it ends the wait.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: Requests,
+        report: Callable[[str], None],
+        event: Callable[..., None],
+        patience: Patience = "auto",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._fleet, self._requests = fleet, requests
+        self._report, self._event, self._patience, self._check = report, event, patience, check
+        places = fleet.places
+        places.stopped = lambda: bool(requests.stop_reason)
+        if isinstance(patience, float | int):  # for another worker in place of a lost one
+            places.patience_s = min(PLACE_TIMEOUT_S, patience)
+
+    def for_workers(self, count: int) -> bool:
+        """Wait until ``count`` members are running.
+
+        Returns:
+            False if the run was stopped.
+
+        Raises:
+            PlanError: too few members came in time.
+        """
+        return bool(self.until(lambda: count, lambda there: there if there >= count else 0, count))
+
+    def until(
+        self,
+        target: Callable[[], int],
+        begins: Callable[[int], int],
+        least: int,
+        why: str = "",
+        going: Callable[[], Mapping[str, float | None]] = dict,
+    ) -> int:
+        """Wait until there are placement groups for enough members, and start members in them.
+
+        Args:
+            target: returns the number of members to request.
+            begins: called with the number of available members; returns the number of workers with which the run
+                begins, 0 to wait for more.
+            least: smallest number of workers that the run needs, for messages.
+            why: reason for ``least``, for messages.
+            going: returns the nodes that are about to go; members are requested in place of those on them.
+
+        Returns:
+            Number of workers with which the run begins; 0 if the run was stopped.
+
+        Raises:
+            PlanError: too few members came in time, or members failed to start MOST_FAILED times in a row.
+        """
+        began_s, clock_s = time.monotonic(), time.time()
+        changed_s, here, failed = began_s, -1, 0
+        places, looking = self._fleet.places, _Looking(self._fleet)
+        seen, rests_s, reported = None, began_s, ""
+        while not self._requests.stop_reason:
+            self._check()
+            now_s = time.monotonic()
+            if (coming := self._coming(target(), going()) if now_s >= rests_s else None) is None:
+                time.sleep(POLL_S)
+                continue
+            if coming != here:
+                changed_s, here = now_s, coming
+            enough = begins(coming) > 0
+            if enough and (coming >= target() or now_s - changed_s >= SETTLE_S):
+                failed = self._started(failed)
+                if ready := begins(places.living):
+                    return ready
+            elif not enough and now_s - began_s > TELL_S and (short := looking.look(coming, least)) is not None:
+                what = f"{least} worker{'s' * (least > 1)} of {in_words(places.needs)} each{why and f' ({why})'}"
+                patience_s = self._lasts_s(short)
+                line = (
+                    f"waiting since {_clock(clock_s)} for {what}: {coming} can be had, {target()} are requested, and "
+                    f"{short.reason}{_until(clock_s, patience_s)}"
+                )
+                if line != reported:
+                    self._report(line)
+                    if not reported:
+                        self._event("wait for workers", line)
+                    reported = line
+                if short.yields and short is not seen and coming > places.living:
+                    self._event("give way", "another run waits with a part of what it needs, and comes first by name")
+                    places.ask_for(0)
+                    rests_s = now_s + YIELD_S
+                seen = short
+                if patience_s is not None and now_s - began_s > patience_s:
+                    raise PlanError(_gave_up(what, least, coming, patience_s, short))
+            time.sleep(POLL_S)
+        return 0
+
+    def _lasts_s(self, short: Shortage) -> float | None:
+        if self._patience == "auto":
+            return None if short.scaled or short is NO_ANSWER else NOT_SCALED_S
+        return self._patience
+
+    def _coming(self, count: int, going: Mapping[str, float | None]) -> int | None:
+        """Request placement groups for missing members; return the number of available members.
+
+        Available are members that are living or starting, or whose placement group was created.
+
+        Args:
+            count: number of members to request in all.
+            going: nodes that are about to go.
+
+        Returns:
+            None if Ray does not answer.
+        """
+        places = self._fleet.places
+        try:
+            places.ask_for(count, going)
+            return places.living + places.starting + len(created(places.waiting))
+        except AWAY:
+            return None
+
+    def _started(self, failed: int) -> int:
+        """Start members in created placement groups; return the number of consecutive failures to do so.
+
+        Args:
+            failed: number of consecutive failures before.
+
+        Raises:
+            PlanError: members failed to start MOST_FAILED times in a row.
+        """
+        try:
+            self._fleet.places.start_granted()
+        except PlanError as error:  # it had a place, and may get one again
+            if failed + 1 >= MOST_FAILED:
+                raise
+            self._event("warning", f"A worker could not be started: {error}")
+            return failed + 1
+        except AWAY:
+            return failed
+        return 0
+
+
+class _Looking:
+    """Queries for the reason of a shortage, in threads, so that a wait can end while the cluster does not answer."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._places = fleet.places
+        self._shortage: Shortage | None = None
+        self._shortage_at = -1  # available workers when that query began
+        self._thread: threading.Thread | None = None
+        self._began_s, self._seen = -LOOK_S, -1
+
+    def look(self, coming: int, count: int) -> Shortage | None:
+        """Return the newest result for ``coming`` available workers, and start a query if it is older than LOOK_S.
+
+        Args:
+            coming: number of available workers; a change of it also starts a query.
+            count: number of workers that the run needs.
+
+        Returns:
+            None while there is no result for this number; NO_ANSWER if the query has taken longer than ANSWER_S.
+        """
+        now_s = time.monotonic()
+        idle = self._thread is None or not self._thread.is_alive()
+        if idle and (coming != self._seen or now_s - self._began_s >= LOOK_S):
+            self._began_s, self._seen = now_s, coming
+            arguments = coming, count
+            self._thread = threading.Thread(target=self._look, args=arguments, name="raypipe holders", daemon=True)
+            self._thread.start()
+        if self._shortage is not None and self._shortage_at == coming:
+            return self._shortage
+        return NO_ANSWER if now_s - self._began_s >= ANSWER_S else None
+
+    def _look(self, coming: int, count: int) -> None:
+        self._shortage = shortage(self._places.needs, count, self._places.owner)
+        self._shortage_at = coming
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def _until(began_s: float, patience_s: float | None) -> str:
+    return "" if patience_s is None else f"; gives up at {_clock(began_s + patience_s)} (resource_timeout_s)"
+
+
+def _gave_up(what: str, least: int, coming: int, patience_s: float, short: Shortage) -> str:
+    """Format the message of a wait that timed out: what is missing, the reason, and a remedy."""
+    if short.fits == 0:
+        fix = "Add a node that has as much, or lower ScalingConfig(resources_per_worker=...)."
+    elif short.fits is not None and short.fits < least:
+        fix = f"Add a node, or lower num_stages (and num_workers with it) so that {short.fits} will do."
+    else:
+        fix = "Start the run again when they are free, or let it wait: PipelineConfig(resource_timeout_s=None)."
+    return f"The run needs {what}, and in {patience_s:g} s {coming} could be had: {short.reason}. {fix}"

@@ -1,0 +1,92 @@
+"""Endpoint: protocol of the object through which a worker opens its links, and the settings of these links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypipe.engine.messages.channel import Channel
+from raypipe.engine.setup import RunSetup
+from raypipe.engine.stage.placement import Placement
+from raypipe.engine.stage.stage import StageProgram
+
+
+def is_checked(checksum: str, *, same_host: bool) -> bool:
+    """Return True if messages of a link carry checksums; both ends of a link must pass equal arguments.
+
+    Args:
+        checksum: see PipelineConfig.link_checksum.
+        same_host: True if both ends of the link are on one host.
+    """
+    return checksum == "on" or (checksum == "auto" and not same_host)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSetup:
+    """Settings with which a worker opens its links once; every ``StageActor.configure`` opens them anew.
+
+    Attributes:
+        me: number of this worker in the plan.
+        addresses: addresses of the peers' endpoints, by worker number.
+        generation: number of times that links were opened before; messages of other numbers are dropped.
+        run_id: unique id of the run, equal on all its workers.
+        capacity: maximum number of tensors per message, by peer; equal on both ends.
+        timeout_s: timeout for opening all links together.
+        names: names of the channels, by peer, for errors.
+        secret: known to the workers of this run only, for transports that authenticate peers.
+        checksum: see PipelineConfig.link_checksum; equal on all workers of a run.
+    """
+
+    me: int
+    addresses: Mapping[int, Any]
+    generation: int
+    run_id: str
+    capacity: Mapping[int, int]
+    timeout_s: float
+    names: Mapping[int, str]
+    secret: bytes = b""
+    checksum: str = "auto"
+
+    @classmethod
+    def of(
+        cls, run: RunSetup, placement: Placement, programs: Sequence[StageProgram], addresses: Sequence[Any],
+        generation: int,
+    ) -> LinkSetup:  # fmt: skip
+        """Return the settings of a placement's worker for the links to its neighbours.
+
+        Args:
+            addresses: addresses of the endpoints of all workers, by worker number.
+            generation: number of times that links were opened before.
+        """
+        me, peers = placement.worker, placement.neighbours(programs)
+        return cls(
+            me=me,
+            addresses={peer: addresses[peer] for peer in peers},
+            generation=generation,
+            run_id=run.run_id,
+            capacity={peer: placement.message_capacity(programs, peer) for peer in peers},
+            timeout_s=run.open_timeout_s,
+            names={peer: f"{placement.name_of(me)} <-> {placement.name_of(peer)}" for peer in peers},
+            secret=run.secret,
+            checksum=run.link_checksum,
+        )
+
+
+class Endpoint(Protocol):
+    """Endpoint of a worker; it lives as long as the worker, and opens new links whenever the worker is configured."""
+
+    @property
+    def address(self) -> Any:
+        """Address of this endpoint, a plain value that may travel to the peers through Ray."""
+
+    def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
+        """Open the links to all peers, while each of them does the same; return one channel per peer, by worker number.
+
+        Raises:
+            LinkError: a peer did not open in time, died, has another plan, or is in a newer generation; no link is
+                left open.
+        """
+
+    def close(self) -> None:
+        """Accept no more peers. Open channels are closed by their owners."""

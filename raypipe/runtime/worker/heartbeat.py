@@ -1,0 +1,224 @@
+"""Worker's side of the heartbeat: reports what its process does, and ends it if the driver stops renewing the lease.
+
+    driver   --heartbeat(lease_s)-->  actor method in a concurrency group of its own: computing does not delay it
+             <----- Heartbeat ------
+    LeaseClock: counts down in a thread; at zero the worker ends itself, and shortly before that it sets a gauge
+
+Actions are not slowed down: the duration of the current action is measured by looking at it at every heartbeat.
+
+The driver publishes all other metrics of a run. This gauge is set by workers, so that it also shows a lost driver:
+
+share of driver_grace_s that has passed   0.02   ...   0.25   ...   0.9   0.02     1
+gauge                                      --          0.25         0.9   0, --   the process ends
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+from ray.util.metrics import Gauge
+from ray.util.placement_group import remove_placement_group
+
+from raypipe.engine.executor import Executor
+from raypipe.ir.schedule import COMPUTE, Action, Op
+from raypipe.metrics import metric
+
+LONG = 0.25
+"""Share of the lease that must have passed before the gauge is set; a healthy driver renews much sooner."""
+
+
+TICK_S = 0.5
+END_S = 5.0
+"""Seconds in which a worker whose lease has expired closes its links and removes its placement group."""
+
+_STATM = Path("/proc/self/statm")
+
+
+class Heartbeat(NamedTuple):
+    """Heartbeat of a worker.
+
+    Attributes:
+        process: process id.
+        action: current action, as text ("2F0"); empty between segments.
+        action_s: seconds since a heartbeat first saw this action.
+        computes: True if the action waits neither for a message of another stage nor for data.
+        longest_s: seconds of the longest earlier computation, as seen by heartbeats.
+        segments: number of segments carried out by the current call of ``work``.
+        cpu_s: processor seconds of all threads since the process began.
+        resident_bytes: resident memory of the process; on a GPU, the peak of the memory of its tensors; 0 if unknown.
+    """
+
+    process: int
+    action: str
+    action_s: float
+    computes: bool
+    longest_s: float
+    segments: int
+    cpu_s: float
+    resident_bytes: int
+
+
+class ActionClock:
+    """Duration of the current action, measured by looking at it repeatedly.
+
+    An executor makes a new object for every action that it begins, so that actions are compared with ``is``.
+    """
+
+    def __init__(self) -> None:
+        self._action: Action | None = None
+        self._since_s = 0.0
+        self._computed = False
+        self.longest_s = 0.0
+        """Duration of the longest finished computation seen so far."""
+
+    def look(self, action: Action | None, now_s: float, *, computes: bool) -> float:
+        """Return the seconds since ``action`` was first seen, and update ``longest_s`` if the action has changed.
+
+        Args:
+            action: current action; None between segments.
+            now_s: ``time.monotonic()`` now.
+            computes: True if the action waits for nothing, so that it counts for ``longest_s``.
+        """
+        if action is not self._action:
+            if self._computed:
+                self.longest_s = max(self.longest_s, now_s - self._since_s)
+            self._action, self._since_s = action, now_s
+        self._computed = computes
+        return 0.0 if action is None else now_s - self._since_s
+
+
+class LeaseClock:
+    """Lease of a worker, which calls ``end`` if it is not renewed.
+
+    Only seconds in which this process was awake count: while it was stopped or starved, it could not process a renewal.
+
+    Args:
+        lease_s: duration of the lease in seconds; a renewal may set another one.
+        end: called once, from a thread, when the lease has expired.
+        passed: called from the same thread at every earlier tick, with the share of the lease that has passed.
+        tick_s: seconds between two ticks of the thread.
+    """
+
+    def __init__(
+        self,
+        lease_s: float,
+        end: Callable[[], None],
+        passed: Callable[[float], None] = lambda share: None,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._lease_s = self._left_s = lease_s
+        self._end, self._passed, self._tick_s = end, passed, tick_s
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="raypipe lease of a worker", daemon=True)
+        self._thread.start()
+
+    def renew(self, lease_s: float) -> None:
+        with self._lock:
+            self._lease_s = self._left_s = lease_s
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._closed.set()
+
+    def _count(self) -> None:
+        while not self._closed.wait(self._tick_s):
+            with self._lock:
+                self._left_s -= self._tick_s
+                left = self._left_s / self._lease_s if math.isfinite(self._lease_s) else 1.0
+            if left <= 0:
+                self._end()
+                return
+            self._passed(1 - left)
+
+
+class Vitals:
+    """Action clock, lease and gauge of a worker; ends the process when the lease has expired.
+
+    Args:
+        lease_s: seconds in which the first heartbeat request has to come.
+        close: closes the worker's links.
+
+    Attributes:
+        run: value of the gauge's tag "run"; "" sets no gauge.
+    """
+
+    def __init__(self, lease_s: float, close: Callable[[], None]) -> None:
+        self._close = close
+        self._place = ray.util.get_current_placement_group()
+        self._actions = ActionClock()
+        self._gauge: Gauge | None = None
+        self._silent, self.run = False, ""
+        self._lease = LeaseClock(lease_s, self._end, self._on_tick)
+
+    def heartbeat(self, lease_s: float, executor: Executor | None, segments: int) -> Heartbeat:
+        """Renew the lease for ``lease_s`` seconds, and return the heartbeat of this process."""
+        self._lease.renew(lease_s)
+        if executor is None:
+            return heartbeat_of(self._actions, None, segments, reads=False)
+        heartbeat, device = heartbeat_of(self._actions, executor.doing, segments, reads=executor.reads), executor.device
+        return heartbeat if device.immediate else heartbeat._replace(resident_bytes=device.peak_bytes())
+
+    def _on_tick(self, share: float) -> None:
+        """Set the gauge to the share of the lease that has passed, once it is LONG or more; to 0 after a renewal."""
+        if (share < LONG and not self._silent) or not self.run:
+            return
+        if self._gauge is None:
+            entry = metric("driver_silence_fraction")
+            self._gauge = Gauge(entry.name, f"{entry.meaning} Unit: {entry.unit}.", tag_keys=entry.tags)
+        self._silent = share >= LONG
+        self._gauge.set(share if self._silent else 0.0, tags={"run": self.run})
+
+    def _end(self) -> None:
+        """Close the links, remove the placement group, and end this process, whatever its other threads do."""
+        sys.stderr.write("raypipe: no heartbeat request of the driver came in a whole lease, so this stage ends.\n")
+        giving_back = threading.Thread(target=self._give_back, daemon=True)
+        giving_back.start()
+        giving_back.join(END_S)
+        os._exit(1)
+
+    def _give_back(self) -> None:
+        self._close()
+        if self._place is not None:
+            remove_placement_group(self._place)
+
+
+def heartbeat_of(clock: ActionClock, action: Action | None, segments: int, *, reads: bool) -> Heartbeat:
+    """Create the heartbeat of this process, and update ``clock``.
+
+    Args:
+        action: current action; None between segments.
+        segments: number of segments carried out.
+        reads: True if a stage waits for its data.
+    """
+    now_s = time.monotonic()
+    computes = action is not None and action.op in _OWN and not reads
+    return Heartbeat(
+        os.getpid(),
+        "" if action is None else action.label,
+        clock.look(action, now_s, computes=computes),
+        computes,
+        clock.longest_s,
+        segments,
+        time.process_time(),
+        _resident_bytes(),
+    )
+
+
+_OWN = COMPUTE | {Op.STEP}
+"""Operations that do not wait for another stage."""
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

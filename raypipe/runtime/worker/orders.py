@@ -1,0 +1,246 @@
+"""Orders of a stage: rejects orders of replaced drivers, queues the others, ends all stages together, keeps reports.
+
+Fence:
+
+    driver of term 3   --submit(3, ...)--> stage      obeyed
+    driver of term 4   --fence(4)--------> stage      driver 4 adopts the stage, because it takes driver 3 for dead
+    driver of term 3   --submit(3, ...)--> stage      rejected with LeaseError
+
+The term is the generation of the driver's lease on the run's folder: each driver that takes the lease gets a higher
+term than all before.
+
+OrderGate, with which all stages end after the same order:
+
+    submitted   0  1  2  3
+    stage 0     [==0==][==1==][=2
+    stage 1           [==0==][==1==        halt: 3 have begun on stage 0, 2 on stage 1
+                                           finish_after(3): stage 1 still carries out 2, no stage begins 3
+
+Stages run ahead of each other, and a segment that one stage has begun needs all stages. So a stop takes two calls:
+``halt`` keeps every stage from beginning another order and returns how many the stage has begun; ``finish_after``
+passes the largest of these numbers to all stages. Between the two calls, a stage finishes its current order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
+
+from raypipe.errors import LeaseError
+from raypipe.ir.report import StepReport
+from raypipe.ir.segment import Order
+
+
+class Attached(NamedTuple):
+    """Numbers that a stage actor has from its previous driver.
+
+    Attributes:
+        worker: number of the worker in the plan; None for a spare.
+        links: number of its links, see StageActor.configure; -1 before the first.
+        run: number of the newest ``StageActor.work``; -1 before the first.
+    """
+
+    worker: int | None
+    links: int
+    run: int
+
+
+class Fence:
+    """Fence of one stage actor: remembers the highest term of a driver, and rejects lower terms; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._term = -1
+
+    @property
+    def term(self) -> int:
+        """Highest term of a driver that has ordered anything; -1 before the first order."""
+        with self._lock:
+            return self._term
+
+    def admits(self, term: int) -> bool:
+        """Return True if no driver of a higher term has ordered anything; do not store this term."""
+        with self._lock:
+            return term >= self._term
+
+    def check(self, term: int) -> None:
+        """Admit the driver of this term, and reject lower terms from now on.
+
+        Raises:
+            LeaseError: a driver of a higher term has ordered something.
+        """
+        with self.passing(term):
+            pass
+
+    @contextlib.contextmanager
+    def passing(self, term: int) -> Iterator[None]:
+        """Check the term, and hold the fence's lock inside the context, so that no other driver passes meanwhile.
+
+        Raises:
+            LeaseError: a driver of a higher term has ordered something.
+        """
+        with self._lock:
+            if term < self._term:
+                raise LeaseError(
+                    f"The stages obey the driver of generation {self._term}, which took the run over, and no longer "
+                    f"that of generation {term}. This one ends; follow the other one."
+                )
+            self._term = term
+            yield
+
+
+KEPT_REPORTS = 1024
+"""Number of segments whose reports are kept; a driver fetches reports long before they are dropped."""
+
+
+class OrderGate:
+    """Queue of orders by run, whose taking can be halted: one thread takes orders, others put them and halt it.
+
+    A run is one call of ``StageActor.work``, with its number.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: defaultdict[int, deque[Order | None]] = defaultdict(deque)
+        self._begun: defaultdict[int, int] = defaultdict(int)
+        self._halted: set[int] = set()
+        self._limits: dict[int, int] = {}
+
+    def put(self, run: int, order: Order | None) -> None:
+        """Queue an order of this run; None ends the run after the queued orders."""
+        with self._changed:
+            self._queues[run].append(order)
+            self._changed.notify_all()
+
+    def next(self, run: int) -> Order | None:
+        """Wait for the next order of this run, count it as begun, and return it; None at the end of the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_go(run))
+            ended = self._begun[run] >= self._limits.get(run, self._begun[run] + 1)
+            order = None if ended else self._queues[run].popleft()
+            if order is None:
+                self._queues.pop(run, None)
+            else:
+                self._begun[run] += 1
+            return order
+
+    def halt(self, run: int) -> int:
+        """Keep further orders of this run from beginning until ``finish_after``; return how many have begun."""
+        with self._changed:
+            self._halted.add(run)
+            return self._begun[run]
+
+    def finish_after(self, run: int, count: int) -> None:
+        """End the run after ``count`` orders, counted from its beginning."""
+        with self._changed:
+            self._limits[run] = count
+            self._halted.discard(run)
+            self._changed.notify_all()
+
+    def abort(self, run: int) -> None:
+        """End the run now, after a failure: no further order begins, even if other stages have begun more."""
+        with self._changed:
+            self._limits[run] = self._begun[run]
+            self._halted.discard(run)
+            self._changed.notify_all()
+
+    def _may_go(self, run: int) -> bool:
+        if run in self._limits and self._begun[run] >= self._limits[run]:
+            return True
+        return run not in self._halted and bool(self._queues[run])
+
+
+class WorkReports:
+    """Reports of a worker's current call of ``work``; one thread adds them, others wait for them.
+
+    Attributes:
+        run: number of the call that began last; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self._grown = threading.Condition()
+        self._done: Window[list[list[StepReport]]] = Window(KEPT_REPORTS)
+        self.run = self._over = -1  # numbers of the run that began last, and that ended last
+
+    @property
+    def count(self) -> int:
+        """Number of segments that the current call has carried out."""
+        return self._done.end
+
+    def begin(self, run: int) -> None:
+        """Begin call number ``run``, and drop the reports of the call before."""
+        with self._grown:
+            self.run, self._done = run, Window(KEPT_REPORTS)
+
+    def add(self, reports: list[list[StepReport]]) -> None:
+        """Add the reports of a segment: one list for each stage, with one report per mini-batch."""
+        with self._grown:
+            self._done.append(reports)
+            self._grown.notify_all()
+
+    def end(self, run: int) -> None:
+        """Mark call number ``run`` as ended, and release the threads that wait for its reports."""
+        with self._grown:
+            self._over = run
+            self._grown.notify_all()
+
+    def since(self, run: int, place: int, wait_s: float) -> list[list[list[StepReport]]]:
+        """Return the reports of call number ``run`` from segment ``place`` on; empty if it is not the current call.
+
+        Waits up to ``wait_s`` for the first of them, unless the call has ended.
+        """
+        with self._grown:
+            # A call for a finished run returns at once: waiting calls would fill the actor's control group.
+            self._grown.wait_for(lambda: self._over >= run or (self.run == run and self.count > place), timeout=wait_s)
+            return self._done.since(place) if self.run == run else []
+
+
+T = TypeVar("T")
+
+
+class Window(Generic[T]):
+    """Newest items of a growing list, which keep their indices when older items are dropped.
+
+    Args:
+        most: maximum number of items in memory; None keeps all until they are taken.
+
+    Attributes:
+        end: number of items ever added; index of the next one.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._items: deque[T] = deque(maxlen=most)
+        self.end = 0
+
+    @property
+    def first(self) -> int:
+        """Index of the oldest item in memory; ``end`` if it is empty."""
+        return self.end - len(self._items)
+
+    def append(self, item: T) -> None:
+        self._items.append(item)
+        self.end += 1
+
+    def extend(self, items: list[T]) -> None:
+        self._items.extend(items)
+        self.end += len(items)
+
+    def since(self, place: int) -> list[T]:
+        """Return the items from index ``place`` on that are still in memory."""
+        return list(islice(self._items, max(0, place - self.first), None))
+
+    def __getitem__(self, place: int) -> T:
+        if not self.first <= place < self.end:
+            raise IndexError(f"{place} is not in {self.first} ... {self.end - 1}")
+        return self._items[place - self.first]
+
+    def take(self, place: int) -> T:
+        """Return the item at index ``place``; drop it and the items before it."""
+        item = self[place]
+        while self.first <= place:
+            self._items.popleft()
+        return item

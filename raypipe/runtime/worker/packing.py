@@ -1,0 +1,167 @@
+"""Transfer of tensors through Ray's object store as plain bytes: numpy views that workers read without a copy.
+
+    tensors by name --parcels--> [a b c] [d e] [f ...]       objects of about PARCEL_BYTES, each put once
+    worker          <--StoredTensors.read(names)             fetches only the parcels that hold these names
+
+Packing does not depend on the plan, which decides later which worker holds which tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+
+from raypipe.engine.io.checkpoint import GivenTensors, StateSource, TensorInfo
+from raypipe.run.evaluations import ListOutputs
+
+PARCEL_BYTES = 64 << 20
+"""Bytes of tensors in one object; a larger tensor has an object of its own."""
+
+
+class PackedTensor(NamedTuple):
+    """Tensor as plain data: name of the dtype ("float32"), shape, and a uint8 array of the bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+class Parcel(NamedTuple):
+    """Several tensors in one object of the store: their names, and the reference to a mapping of PackedTensors."""
+
+    names: tuple[str, ...]
+    ref: Any
+
+
+def pack(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, PackedTensor]:
+    """Pack the named tensors; contiguous tensors on the CPU become views of their memory."""
+    packed = {}
+    for name in names:
+        tensor = tensors[name].detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        packed[name] = PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+    return packed
+
+
+def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
+    """Unpack into tensors with memory of their own."""
+    tensors = {}
+    for name, (dtype, shape, data) in packed.items():
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = data
+        tensors[name] = tensor
+    return tensors
+
+
+def packed_in_parcels(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, PackedTensor]]:
+    """Pack all tensors in their order, a parcel at a time."""
+    names: list[str] = []
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        if names and size_bytes + tensor.nbytes > PARCEL_BYTES:
+            yield pack(tensors, names)
+            names, size_bytes = [], 0
+        names.append(name)
+        size_bytes += tensor.nbytes
+    if names:
+        yield pack(tensors, names)
+
+
+def stored(
+    initial: Mapping[str, torch.Tensor] | Sequence[StateSource], put: Callable[[Any], Any] = ray.put
+) -> StoredTensors:
+    """Put tensors into the object store, in parcels.
+
+    Args:
+        initial: tensors by name, or sources. Tensors of GivenTensors are put into the store; other sources are kept.
+        put: called with each parcel; returns a reference to it.
+    """
+    sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
+    tensors = {name: x for source in sources if isinstance(source, GivenTensors) for name, x in source.tensors.items()}
+    elsewhere = tuple(source for source in sources if not isinstance(source, GivenTensors))
+    return StoredTensors([Parcel(tuple(packed), put(packed)) for packed in packed_in_parcels(tensors)], elsewhere)
+
+
+class StoredTensors:
+    """Tensors in the object store, as a StateSource.
+
+    An object of this class contains references only, which Ray does not resolve inside a value: a process that forwards
+    it fetches no tensors.
+
+    Args:
+        parcels: the tensors in the store.
+        elsewhere: sources of tensors that are in no parcel, such as files; they are read where ``read`` is called.
+    """
+
+    title = "What the run began with"
+    updates = 0
+
+    def __init__(self, parcels: list[Parcel], elsewhere: tuple[StateSource, ...] = ()) -> None:
+        self._parcels, self._elsewhere = parcels, elsewhere
+
+    @property
+    def names(self) -> set[str]:
+        packed = {name for parcel in self._parcels for name in parcel.names}
+        return packed.union(*(source.names for source in self._elsewhere))
+
+    def info(self, name: str) -> TensorInfo:
+        for source in self._elsewhere:
+            if name in source.names:
+                return source.info(name)
+        packed = next(ray.get(parcel.ref)[name] for parcel in self._parcels if name in parcel.names)
+        return TensorInfo(getattr(torch, packed.dtype), packed.shape, 0, packed.data.nbytes)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors, see StateSource; fetch one parcel at a time, and only parcels that have any of these names."""
+        wanted = set(names)
+        for source in self._elsewhere:
+            here = wanted.intersection(source.names)
+            yield from source.read(here)
+            wanted -= here
+        for parcel in self._parcels:
+            here = wanted.intersection(parcel.names)
+            if here:
+                packed = ray.get(parcel.ref)
+                yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
+
+    def let_go(self, saved: Collection[str]) -> None:
+        """Drop the references to parcels whose tensors are all in ``saved``; the store then frees these parcels.
+
+        Args:
+            saved: names of the tensors that checkpoints contain.
+        """
+        self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
+
+
+HAND_OVER_TIMEOUT_S = 300.0
+
+
+class ActorOutputs:
+    """Outputs of an evaluation on stage actors, collected by another actor until ``take`` fetches all of them."""
+
+    def __init__(self) -> None:
+        self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(ListOutputs).remote()
+        self.give = _Giver(self._actor)
+
+    def take(self) -> list[Any]:
+        outputs: list[Any] = ray.get(self._actor.take.remote(), timeout=HAND_OVER_TIMEOUT_S)
+        return outputs
+
+    def close(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+
+class _Giver:
+    """Callable that is sent to the last stage, and passes each output to the actor that collects them."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        # One at a time, so that at most one output waits in memory and they arrive in order.
+        answer: torch.Tensor = ray.get(self._actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
+        return answer

@@ -1,0 +1,173 @@
+"""Names and placement groups of a run's stage actors: requests, finds and removes one placement group per actor.
+
+    raypipe/<run>                    the driver
+    raypipe/<run>/stage-actor-<n>    stage actor n
+    raypipe/<run>/<n>                its placement group
+
+Stage actors and their placement groups are detached, so that they outlive a driver that is killed, and the next driver
+finds them by name. The driver ends the actors that it started; if no driver is left, each ends itself when its lease
+expires.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray import PlacementGroupID
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+NAMESPACE = "raypipe"
+PREFIX = "raypipe/"
+PLACE_TIMEOUT_S = 30.0
+"""Default timeout of a wait for a placement group during which the run's other workers wait."""
+END_TIMEOUT_S, END_POLL_S = 5.0, 0.05
+
+AWAY = (RayError, ConnectionError, RuntimeError)
+"""Exceptions that Ray raises while its head is unreachable."""
+
+_ACTOR = "stage-actor-"
+
+
+class Owner(NamedTuple):
+    """Driver that stage actors obey.
+
+    Attributes:
+        name: Ray's name of the driver, part of the names of its actors; "" for a process that is not a run's driver.
+        term: generation of its lease on the run's folder; stages obey the driver of the highest term only.
+    """
+
+    name: str = ""
+    term: int = 0
+
+
+def request_places(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> dict[int, PlacementGroup]:
+    """Request a placement group for each worker, so that each can move without the others; return them by number.
+
+    They are created when the cluster has room. Until then Ray's autoscaler counts them as demand, together with other
+    demand, and `ray status` shows them as pending placement groups.
+
+    Args:
+        owner: the driver's name; "" makes groups without a name, which end with this process.
+        numbers: the workers' numbers; unique for an owner.
+        needs: resources of one worker.
+    """
+    lifetime = "detached" if owner else None
+    return {
+        number: placement_group(
+            [dict(needs)], strategy="PACK", name=f"{owner}/{number}" if owner else "", lifetime=lifetime
+        )
+        for number in numbers
+    }
+
+
+def created(places: Mapping[int, PlacementGroup]) -> dict[int, PlacementGroup]:
+    """Return the placement groups that Ray has created, by number; pending ones are left out."""
+    return {number: group for number, group in places.items() if placement_group_table(group).get("state") == "CREATED"}
+
+
+def room(needs: Mapping[str, float]) -> str:
+    """Describe the cluster's total and free amounts of these resources."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in needs)
+
+
+def in_words(needs: Mapping[str, float]) -> str:
+    """Describe the resources of one worker."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+
+
+def release(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(RayError):
+            remove_placement_group(group)
+
+
+def actor_name(owner: str, number: int) -> str:
+    """Return Ray's name of a driver's stage actor; its placement group is ``<owner>/<number>``."""
+    return f"{owner}/{_ACTOR}{number}"
+
+
+def is_driver(name: str) -> bool:
+    """Return True if this is the name of a driver, not of a stage actor."""
+    return name.startswith(PREFIX) and f"/{_ACTOR}" not in name
+
+
+def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
+    """Return the living stage actors of the driver of this name, with their placement groups, by number."""
+    places, actors = _places(owner), {}
+    for number in _named(owner):
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            actor = ray.get_actor(actor_name(owner, number), namespace=NAMESPACE)
+            if number in places:
+                actors[number] = actor, places[number]
+    return actors
+
+
+def first_unused(owner: str) -> int:
+    """Return a number above those of all stage actors and placement groups of this driver, ending ones included."""
+    return 1 + max((*_named(owner), *_places(owner)), default=-1) if owner else 0
+
+
+def _named(owner: str) -> list[int]:
+    """List the numbers of the stage actors of this driver, including some that may be ending."""
+    prefix = actor_name(owner, 0)[:-1]
+    names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
+    return sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
+
+
+def release_orphans(owner: str) -> None:
+    """End all stage actors of the driver of this name, and remove all its placement groups; for a dead driver."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    with contextlib.suppress(RayError):
+        while (left := living(owner)) and time.monotonic() < deadline_s:  # a driver may be killed while it starts one
+            for actor, _ in left.values():
+                ray.kill(actor, no_restart=True)
+            time.sleep(END_POLL_S)
+        release(list(_places(owner).values()))
+
+
+def release_ended(owner: str) -> None:
+    """Remove this driver's placement groups without a living stage actor, if the driver is dead too."""
+    with contextlib.suppress(RayError):
+        try:
+            ray.get_actor(owner, namespace=NAMESPACE)
+        except ValueError:
+            release_unused(owner)
+
+
+def release_abandoned() -> None:
+    """Remove placement groups of all dead drivers on the cluster, if their stage actors are dead too.
+
+    A group that stays would keep its share of a node for ever, and the autoscaler would keep the node.
+    """
+    with contextlib.suppress(RayError):
+        table = placement_group_table().values()
+        names = {row["name"].rpartition("/")[0] for row in table if row["state"] != "REMOVED"}
+        for owner in sorted(name for name in names if is_driver(name)):
+            release_ended(owner)
+
+
+def release_unused(owner: str) -> None:
+    """Remove a driver's placement groups without a living stage actor, pending ones included."""
+    here = living(owner)
+    release([place for number, place in _places(owner).items() if number not in here])
+
+
+def owner_of(actor: str | None) -> str:
+    """Return the driver's name in the name of a stage actor; "" for an actor without a name."""
+    return (actor or "").partition(f"/{_ACTOR}")[0]
+
+
+def _places(owner: str) -> dict[int, PlacementGroup]:
+    """Return a driver's placement groups, by number."""
+    groups = {}
+    for group in placement_group_table().values():
+        parent, _, number = group["name"].rpartition("/")
+        if parent == owner and number.isdigit() and group["state"] != "REMOVED":
+            groups[int(number)] = PlacementGroup(PlacementGroupID.from_hex(group["placement_group_id"]))
+    return groups

@@ -1,0 +1,109 @@
+"""Errors of the user's model in the words of its cause."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.errors import RaypipeError
+
+pytestmark = pytest.mark.engine
+
+
+class Net(nn.Module):
+    def __init__(self, within: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.within = nn.Linear(4, 8), nn.Linear(8, 3), within
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.within(self, self.first(x)))
+
+
+def spectrum(_: Net, x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x), n=8)
+
+
+def average(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.mean.lerp_(x.detach().mean(0), 0.1)
+    return x
+
+
+def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, target, weight=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("within", "loss_fn", "precision", "said"),
+    [
+        (spectrum, functional.cross_entropy, "bf16", r"in plain PyTorch too, .*Convert it to the type"),
+        (average, functional.cross_entropy, "bf16-autocast", r"in plain PyTorch too, .*Convert it to the type"),
+        (lambda _, x: x, weighed, "bf16", r"loss_fn cannot take .*Convert it to the type.*precision='bf16-autocast'"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_named_with_its_cure(within: Any, loss_fn: Any, precision: str, said: str) -> None:
+    data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    pipeline = PipelineConfig(
+        num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters", precision=precision
+    )
+    trainer = PipelineTrainer(
+        Net(within), loss_fn=loss_fn, optimizer=partial(torch.optim.SGD, lr=0.1), train_data=data, pipeline=pipeline
+    )
+    with pytest.raises(RaypipeError, match=said):
+        trainer.plan()
+
+
+@pytest.mark.parametrize("verify", ["first_step", "off"])
+def test_parameters_without_numbers_are_told_when_a_run_begins_whatever_is_verified(verify: Any) -> None:
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+    fields = {"num_stages": 2, "minibatch_size": 4, "num_microbatches": 2, "partitioner": "parameters"}
+    trainer = PipelineTrainer(
+        made, loss_fn=functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1),
+        train_data=TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)),
+        pipeline=PipelineConfig(**fields, verify=verify),
+    )  # fmt: skip
+    assert len(trainer.plan().partition.stages) == 2
+    with pytest.raises(RaypipeError, match=r"on the meta device, .*init_from, or set weights_on='workers'"):
+        trainer.fit(num_steps=1, local=True, progress=False)
+
+
+class Boxes(nn.Module):
+    """Looks up tokens, then coordinates of a second column, then positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.positions = nn.Embedding(9, 4), nn.Embedding(11, 4), nn.Embedding(6, 4)
+
+    def forward(self, ids: torch.Tensor, bbox: torch.Tensor) -> torch.Tensor:
+        return (self.words(ids) + self.places(bbox[:, :, 0]) + self.positions(torch.arange(ids.shape[1]))).mean()
+
+
+@pytest.mark.parametrize(
+    ("length", "largest", "said"),
+    [
+        (
+            5,
+            12,
+            r"'places', Embedding\(11, 4\), cannot take column 'bbox' of the data, shape .* to 12 .*out of range",
+        ),
+        (8, 10, r"'positions', Embedding\(6, 4\), cannot take its input, .*from 0 to 7.*out of range"),
+    ],
+)
+def test_an_index_out_of_range_shows_in_the_range_of_the_input(length: int, largest: int, said: str) -> None:
+    rows = [{"ids": torch.zeros(length, dtype=torch.int64), "bbox": torch.full((length, 4), largest)} for _ in range(8)]
+    pipeline = PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters")
+    trainer = PipelineTrainer(
+        Boxes(), loss_fn=None, optimizer=partial(torch.optim.SGD, lr=0.1), train_data=rows, pipeline=pipeline
+    )
+    with pytest.raises(RaypipeError, match=said):
+        trainer.plan()

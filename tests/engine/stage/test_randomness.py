@@ -1,0 +1,160 @@
+"""Keyed draws: the same key gives the same bits in eager code, in stages and in any thread; any other key others."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch.nn import functional
+
+from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey, draws_randomness, dropout, keyed_call
+from raypipe.errors import CaptureError, StageError
+from tests.exactness import by_hand, captured, same_bits
+from tests.models import CASES
+
+aten = torch.ops.aten
+KEY = RandomKey(seed=3, step=5, microbatch=17)
+
+
+def drawn(key: RandomKey, first: int = 0) -> list[torch.Tensor]:
+    """Everything that a model may draw, in order, and dropout in the middle."""
+    x = torch.linspace(-1, 1, 1024).reshape(4, 16, 4, 4)
+    with KeyedRandomness(key, first):
+        return [
+            torch.rand(5), functional.dropout(x, 0.3), torch.randn_like(x), torch.randint(9**9, (6,)),
+            torch.randint(5, 9**9, (6,)), functional.dropout2d(x, 0.5), torch.bernoulli(torch.full((40,), 0.5)),
+            torch.randperm(20), torch.rand_like(x), torch.empty(4).normal_(), functional.alpha_dropout(x, 0.2, True),
+            torch.multinomial(x.abs().flatten(1), 9), torch.randint_like(x, 10**6), torch.randint_like(x, 5, 10**6),
+            functional.rrelu(x, training=True), torch.normal(x, x.abs()),
+        ]  # fmt: skip
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(same_bits, a, b))
+
+
+@pytest.mark.slow
+def test_the_same_key_draws_the_same_bits_whatever_the_global_generator_does() -> None:
+    torch.manual_seed(1)
+    first = drawn(KEY)
+    state = torch.get_rng_state()
+    assert equal(drawn(KEY), first)
+    torch.manual_seed(2)
+    assert equal(drawn(KEY), first)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was used"
+
+
+@pytest.mark.parametrize("other", [KEY._replace(seed=4), KEY._replace(step=6), KEY._replace(microbatch=18)])
+def test_any_other_key_draws_others(other: RandomKey) -> None:
+    assert not any(map(same_bits, drawn(KEY), drawn(other)))
+
+
+def test_parts_of_a_key_do_not_stand_in_for_each_other() -> None:
+    keys = [RandomKey(*parts) for parts in itertools.product(range(3), repeat=3)]
+    words = {
+        (key, index): int(keyed_call(aten.randint.default, key, index, 2**62, [1]))
+        for key in keys
+        for index in range(4)
+    }
+    assert len(set(words.values())) == len(words) == 108
+
+
+def test_draws_of_one_forward_differ_from_each_other() -> None:
+    with KeyedRandomness(KEY) as mode:
+        draws = [torch.rand(8) for _ in range(5)]
+    assert mode.index == 5
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
+
+
+def test_dropout_is_atens_given_the_same_draw() -> None:
+    x = torch.randn(7, 11, requires_grad=True)
+    with KeyedRandomness(KEY, 4):
+        theirs = functional.dropout(x, 0.3, training=True)
+    ours = dropout(x, 0.3, KEY, 4)
+    assert same_bits(ours, theirs)
+    upstream = torch.randn(7, 11)
+    assert same_bits(*(torch.autograd.grad(y, x, upstream)[0] for y in (ours, theirs)))
+    assert 0 < int((ours == 0).sum()) < x.numel()
+    torch.manual_seed(6)
+    unkeyed = functional.dropout(x, 0.3)
+    noise = torch.empty_like(x).bernoulli_(0.7, generator=torch.Generator().manual_seed(6)).div_(0.7)
+    assert same_bits(unkeyed, (x * noise).detach()), "aten::dropout is no longer what dropout() imitates"
+
+
+def test_dropout_keeps_the_layout() -> None:
+    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    with KeyedRandomness(KEY):
+        theirs = functional.dropout(x, 0.5)
+    ours = dropout(x, 0.5, KEY, 0)
+    assert same_bits(ours, theirs)
+    assert ours.stride() == theirs.stride() == x.stride()
+
+
+def test_what_draws_nothing_takes_no_number() -> None:
+    x = torch.ones(4)
+    with KeyedRandomness(KEY) as mode:
+        functional.dropout(x, 0.0)
+        functional.dropout(x, 0.5, training=False)
+        torch.rand(3, generator=torch.Generator().manual_seed(0))
+        assert mode.index == 0
+        functional.dropout(x, 0.5)
+        assert mode.index == 1
+    assert not draws_randomness(aten.dropout.default, (x, 0.0, True), {})
+    assert not draws_randomness(aten.dropout.default, (x, 0.5, False), {})
+    assert draws_randomness(aten.dropout.default, (x, 0.5, True), {})
+    assert not draws_randomness(aten.relu.default, (x,), {})
+
+
+@pytest.mark.slow
+def test_threads_at_once_draw_what_one_alone_draws() -> None:
+    """Four threads with the same and with other keys, a hundred rounds each, all starting together."""
+    alone = {step: drawn(KEY._replace(step=step)) for step in range(2)}
+    start, wrong = threading.Barrier(4), []
+
+    def work(step: int) -> None:
+        start.wait()
+        for round_ in range(100):
+            if not equal(drawn(KEY._replace(step=step)), alone[step]):
+                wrong.append((step, round_))
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noisy", "attention", "dropout-sequential"])
+def test_stages_draw_what_the_eager_model_draws(name: str) -> None:
+    """Forward by hand through two stages against the user's model inside the context."""
+    model, _ = captured(name)
+    x, _ = CASES[name].data(3)[:3]
+    with torch.no_grad(), KeyedRandomness(KEY):
+        expected = model.train()(x)
+    assert same_bits(by_hand(name, 2, "train", {0: x}, KEY)[0], expected)
+
+
+def test_an_operation_that_draws_twice_is_refused() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(3) + torch.rand(3)
+
+    with pytest.raises(StageError, match="drew 2 times where 1 were planned"):
+        keyed_call(twice, KEY, 0, torch.ones(3))
+
+
+def test_an_operation_without_generator_is_refused() -> None:
+    lstm = torch.nn.RNN(3, 4, num_layers=2, dropout=0.5)
+    library = torch.library.Library("raypipe_test", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("noise", lambda x: x, "CPU")
+    with KeyedRandomness(KEY), pytest.raises(CaptureError, match="takes no generator"):
+        torch.ops.raypipe_test.noise(torch.ones(2))
+    with KeyedRandomness(KEY) as mode:
+        lstm(torch.ones(2, 1, 3))
+    assert mode.index > 0

@@ -1,0 +1,40 @@
+"""What ships to an actor, as Ray ships it: recipes without parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ray import cloudpickle
+
+from raypipe.engine.stage.randomness import RandomKey
+from tests.exactness import captured, programs
+from tests.models import vectors
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "dropout-sequential", "choosing", "vmapped", "cumulative"])
+def test_a_program_travels_without_its_parameters(name: str) -> None:
+    made = captured(name)[1]
+    contents = [p.detach().numpy().tobytes()[:64] for p in made.parameters.values() if p.numel() >= 16 and p.std() > 0]
+    assert contents
+    for program in programs(name, 2):
+        packed = cloudpickle.dumps(program)
+        assert len(packed) < 64 * 1024
+        assert not any(content in packed for content in contents)
+        restored = cloudpickle.loads(packed)
+        assert restored.parameters == program.parameters
+        assert restored.train.sites == program.train.sites
+
+
+@pytest.mark.parametrize("name", ["choosing", "vmapped", "cumulative"])
+def test_operations_arrive_whole(name: str) -> None:
+    """Bodies of regions, and operations of ours, are there in what arrives."""
+    made = captured(name)[1]
+    (program,) = programs(name, ())
+    x, outputs = vectors(4)[:4][0], []
+    for function in (program.train, cloudpickle.loads(cloudpickle.dumps(program)).train):
+        leaves = [made.parameters[site.parameter] for site in function.sites]
+        buffers = [made.buffers[buffer].clone() for buffer in function.buffers]
+        outputs.append(function(leaves, buffers, (), (x,), RandomKey(0, 0, 0))[0])
+    assert torch.equal(*outputs)

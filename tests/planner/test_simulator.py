@@ -1,0 +1,299 @@
+"""The simulator against cases drawn by hand; in arrays it gives the times of the loop, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import PlanError, ScheduleError
+from raypipe.ir.schedule import Action, Op, Schedule, Wiring, dependencies, parse_action, single_homes
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner import simulator as simulation
+from raypipe.planner.dependency_tables import build
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.sync import gpipe, interleaved, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.simulator import Costs, makespan_s, simulate
+from tests.planner.plain import any_order, lowered_rows, row_in_turns
+from tests.planner.specs import spec_for
+
+
+def times(timeline):
+    return {str(span.action): (span.start_s, span.end_s) for span in timeline.spans}
+
+
+def test_two_stages_by_hand():
+    """F 1 s, B 2 s, link busy 0.5 s, then 0.25 s on the way, step 4 s."""
+    found = times(simulate(lower(gpipe(2, 2)), Costs.uniform(2, 1.0, 2.0, 0.25, 0.5, 4.0)))
+    assert found == {
+        "0F0": (0.0, 1.0),
+        "0SEND_F0": (1.0, 1.75),
+        "0F1": (1.0, 2.0),
+        "0SEND_F1": (2.0, 2.75),
+        "1RECV_F0": (0.0, 1.75),
+        "1F0": (1.75, 2.75),
+        "1F1": (2.75, 3.75),
+        "1B0": (3.75, 5.75),
+        "1SEND_B0": (5.75, 6.5),
+        "1B1": (5.75, 7.75),
+        "1SEND_B1": (7.75, 8.5),
+        "0RECV_B0": (2.0, 6.5),
+        "0B0": (6.5, 8.5),
+        "0B1": (8.5, 10.5),
+        "1REDUCE_NORM1": (7.75, 10.5),
+        "0STEP1": (10.5, 14.5),
+        "1STEP1": (10.5, 14.5),
+    }
+
+
+def test_messages_queue_on_a_busy_link_and_directions_do_not_meet():
+    costs = Costs((1.0, 1.0), (1.0, 1.0), forward_occupancy_s=(3.0,), backward_occupancy_s=(0.5,))
+    found = times(simulate(lower(gpipe(2, 3)), costs))
+    assert [found[f"0SEND_F{m}"] for m in range(3)] == [(1.0, 4.0), (4.0, 7.0), (7.0, 10.0)]
+    eager = times(simulate(lower(one_f_one_b(2, 3)), costs))
+    assert eager["1SEND_B0"] == (6.0, 6.5)  # while 0SEND_F1 is still under way
+    assert eager["0SEND_F1"] == (4.0, 7.0)
+
+
+def test_stages_of_a_worker_share_its_links_and_nothing_overtakes():
+    """Worker 0 sends over hop 0 (slow) and, for the backward of stage 2, over hop 1 (quick) to worker 1."""
+    costs = Costs(
+        (1.0,) * 4, (1.0,) * 4, forward_latency_s=(9.0, 0.0, 0.0), backward_occupancy_s=(0.0, 2.0, 0.0)
+    )  # fmt: skip
+    spans = simulate(lower(interleaved(2, 4, 2)), costs).spans
+    sent = sorted(
+        (s for s in spans if s.worker == 0 and s.action.op in (Op.SEND_F, Op.SEND_B)), key=lambda s: s.start_s
+    )
+    arrivals = [span.end_s for span in sent]
+    assert {span.action.op for span in sent} == {Op.SEND_F, Op.SEND_B}
+    assert arrivals == sorted(arrivals)
+    assert any(span.end_s - span.start_s > 2.0 for span in sent if span.action.op is Op.SEND_B)
+
+
+def test_slowest_stage_sets_the_pace():
+    costs = Costs((1.0, 3.0), (2.0, 5.0))
+    assert makespan_s(lower(one_f_one_b(2, 10)), costs) == 1.0 + 10 * 8.0 + 2.0
+
+
+def test_split_backward_lets_the_weights_wait():
+    rows = ("0F0 0I0 0W0", "1F0 1I0 1W0")
+    body = tuple(tuple(map(parse_action, line.split())) for line in rows)
+    schedule = lower(Schedule("split", Wiring(((0,), (1,)), 1, split_backward=True), body, stride=1))
+    split = simulate(schedule, Costs.uniform(2, 1.0, 2.0))
+    assert times(split)["0I0"] == (3.0, 4.0)
+    assert split.makespan_s == 5.0
+    uneven = Costs((1.0, 1.0), (2.0, 2.0), backward_input_s=(0.5, 0.5), backward_weight_s=(3.0, 1.0))
+    assert times(simulate(schedule, uneven))["0W0"] == (3.0, 6.0)
+    assert split.peak_in_flight == (1, 1)
+
+
+def test_repeats_run_back_to_back():
+    lowered, costs = lower(one_f_one_b(3, 4)), Costs.uniform(3, step_s=0.5)
+    once = makespan_s(lowered, costs)
+    assert makespan_s(lowered, costs, repeats=4) == 4 * once
+    assert simulate(lowered, costs, repeats=2).peak_in_flight == (3, 2, 1)
+
+
+def test_frozen_stages_hold_nothing():
+    timeline = simulate(lower(one_f_one_b(3, 4, first_trainable=2)), Costs.uniform(3))
+    assert timeline.peak_in_flight == (1, 1, 1)
+    assert timeline.busy_s(0) == 4.0
+
+
+def test_one_stage_has_no_links():
+    timeline = simulate(lower(one_f_one_b(1, 3)), Costs.uniform(1))
+    assert timeline.makespan_s == 9.0
+    assert timeline.bubble_fraction == 0.0
+    assert {span.action.op for span in timeline.spans} == {Op.F, Op.B}
+
+
+def test_timeline_says_what_it_is():
+    timeline = simulate(lower(one_f_one_b(2, 2)), Costs.uniform(2))
+    assert (timeline.source, timeline.name, timeline.num_workers) == ("simulated", "1f1b", 2)
+    assert makespan_s(lower(one_f_one_b(2, 2)), Costs.uniform(2)) == timeline.makespan_s
+
+
+@pytest.mark.slow
+@given(st.sampled_from(["1f1b", "gpipe", "interleaved"]), st.integers(1, 3), st.integers(1, 5), st.data())
+@settings(max_examples=20, deadline=None)
+def test_times_respect_the_one_rule(kind, workers, microbatches, data):
+    """Whatever the costs: nobody starts before what it waits for has ended, nor before its own row lets it."""
+    option = {"chunks": 2} if kind == "interleaved" else {}
+    stages = workers * option.get("chunks", 1)
+    seconds = st.integers(1, 8).map(lambda n: n / 4)
+    by_stage, by_hop = (st.lists(seconds, min_size=n, max_size=n).map(tuple) for n in (stages, stages - 1))
+    costs = Costs(*(data.draw(by_stage) for _ in range(4)), *(data.draw(by_hop) for _ in range(4)), data.draw(by_stage))
+    lowered = lower(schedule_of(ScheduleSpec(kind, microbatches, **option), stages))
+    found = {span.action: span for span in simulate(lowered, costs).spans}
+    for row in lowered.body:
+        now = 0.0
+        for action in row:
+            if action not in found:
+                continue
+            span = found[action]
+            waits = action.op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)
+            for wanted in dependencies(action, lowered.wiring):
+                assert (span.end_s if waits else span.start_s) >= found.get(wanted, (0, 0, 0.0, 0.0))[3]
+            assert span.start_s >= now
+            now = now if action.op in (Op.SEND_F, Op.SEND_B) else span.end_s
+
+
+@given(st.integers(0, 3), st.sampled_from(list(Op)), st.integers(0, 50), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_rule_looks_at_distances_only(stage, op, microbatch, split):
+    """What the integer tables rely on."""
+    wiring = Wiring(((0,), (1,), (1,), (2,)), update_interval=3, split_backward=split, first_trainable=1)
+    at_zero = dependencies(Action(stage, op, 0), wiring)
+    assert dependencies(Action(stage, op, microbatch), wiring) == tuple(a.shifted(microbatch) for a in at_zero)
+
+
+def test_blocks_cover_every_node_once():
+    program = build(lower(interleaved(2, 5, 2)), repeats=2)
+    nodes = [node for _, first, stop in program.blocks() for node in range(first, stop)]
+    assert sorted(nodes) == list(range(len(program.op)))
+
+
+def test_malformed_schedule_is_refused_rather_than_simulated():
+    lowered = lower(
+        Schedule(
+            "stuck",
+            Wiring(((0,), (1,)), 1),
+            tuple(tuple(map(parse_action, r)) for r in (["0F0", "0B0"], ["1B0", "1F0"])),
+            1,
+        )
+    )
+    with pytest.raises(ScheduleError, match="1B0"):
+        simulate(lowered, Costs.uniform(2))
+
+
+@pytest.mark.parametrize(
+    ("costs", "part"),
+    [
+        ({"forward_s": (1.0,), "backward_s": (1.0, 1.0)}, "backward_s has 2 numbers: give 1, one per stage"),
+        ({"forward_s": (1.0,) * 2, "backward_s": (1.0,) * 2, "forward_latency_s": (1.0,) * 2}, "give 1, one per hop"),
+        ({"forward_s": (-1.0,), "backward_s": (1.0,)}, "numbers from 0 up"),
+        ({"forward_s": (float("nan"),), "backward_s": (1.0,)}, "numbers from 0 up"),
+    ],
+)
+def test_costs_are_checked(costs, part):
+    with pytest.raises(PlanError) as caught:
+        Costs(**costs)
+    assert part in str(caught.value)
+
+
+def test_costs_must_fit_the_schedule():
+    with pytest.raises(PlanError, match="Costs of 3 stages for a schedule of 2"):
+        simulate(lower(one_f_one_b(2, 1)), Costs.uniform(3))
+
+
+KINDS = ("1f1b", "gpipe", "interleaved", "kfkb", "slack")
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Compute actions in any order that works, on any placement; several updates in a row may deadlock."""
+    placement = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    used = sorted(set(placement))
+    interval, updates = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    wiring = Wiring(
+        single_homes(used.index(worker) for worker in placement),
+        update_interval=interval,
+        split_backward=draw(st.booleans()),
+        first_trainable=draw(st.integers(0, len(placement) - 1)),
+    )
+    random = Random(draw(st.integers(0, 1_000)))
+    return any_order(wiring, interval * updates, random.randrange)
+
+
+@st.composite
+def named_schedules(draw: st.DrawFn) -> Schedule:
+    kind = draw(st.sampled_from(KINDS))
+    stages = draw(st.integers(1, 4)) * (2 if kind == "interleaved" else 1)
+    frozen = draw(st.integers(0, stages - 1))
+    numbers = {"group_size": 2, "slack": 3, "chunks": 2, "first_trainable": frozen}
+    return schedule_of(spec_for(kind, stages, draw(st.integers(1, 9)), **numbers), stages)
+
+
+def costs_of(stages: int, random: Random) -> Costs:
+    """Numbers with many digits, some of them 0."""
+
+    def some(count: int) -> tuple[float, ...]:
+        return tuple(random.choice((0.0, random.random(), 3 * random.random())) for _ in range(count))
+
+    return Costs(*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages))
+
+
+@pytest.mark.slow
+@given(st.one_of(schedules(), named_schedules()), st.integers(1, 3), st.integers(0, 1_000))
+def test_waves_give_the_bits_of_the_loop(schedule: Schedule, repeats: int, seed: int) -> None:
+    program = build(lower(schedule), repeats)
+    tables = simulation._tables(program, costs_of(schedule.num_stages, Random(seed)))
+    times = simulation.wave_times_s(program, tables)
+    if times is None:
+        assert simulation.wave_end_s(program, tables) is None
+        with pytest.raises(ScheduleError, match="Deadlock"):
+            simulation._loop(program, tables)
+        return
+    start_s, end_s = simulation._loop(program, tables)
+    assert times[0].tobytes() == start_s.tobytes()
+    assert times[1].tobytes() == end_s.tobytes()
+    assert simulation.wave_end_s(program, tables) == end_s.max()
+
+
+@pytest.mark.slow
+@given(st.integers(0, 20))
+def test_a_wide_pipeline_goes_in_waves_and_gives_the_same_timeline(seed: int) -> None:
+    random = Random(seed)
+    stages = simulation.WIDE + random.randrange(4)
+    lowered, costs = lower(one_f_one_b(stages, 1 + random.randrange(9))), costs_of(stages, random)
+    program = build(lowered)
+    start_s, end_s = simulation._loop(program, simulation._tables(program, costs))
+    timeline = simulate(lowered, costs)
+    assert makespan_s(lowered, costs) == end_s.max()
+    times = {program.action(node): (start_s[node], end_s[node]) for node in range(len(program.op))}
+    assert len(timeline.spans) > stages
+    assert all(times[span.action] == (span.start_s, span.end_s) for span in timeline.spans)
+
+
+def test_a_deadlock_of_many_workers_is_named() -> None:
+    """The last update of the first stage comes before what it waits for."""
+    schedule = lower(one_f_one_b(simulation.WIDE, 2))
+    first = list(schedule.body[0])
+    place = first.index(parse_action("0RECV_B0"))
+    row = (first[place], *first[:place], *first[place + 1 :])
+    with pytest.raises(ScheduleError, match="Deadlock, 16 workers"):
+        makespan_s(replace(schedule, body=(row, *schedule.body[1:])), Costs.uniform(simulation.WIDE))
+
+
+@given(st.one_of(schedules(), named_schedules()))
+def test_lowering_gives_the_rows_of_the_plain_one(schedule: Schedule) -> None:
+    assert [tuple(row) for row in lower(schedule).body] == lowered_rows(schedule)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 4))
+def test_rows_take_turns(stages: int, microbatches: int, k: int, frozen: int) -> None:
+    frozen = min(frozen, stages - 1)
+    groups = [range(m, min(m + k, microbatches)) for m in range(0, microbatches, k)]
+    single = [range(m, m + 1) for m in range(microbatches)]
+    for made, parts, warmups in (
+        (k_f_k_b(stages, microbatches, k, frozen), groups, [stages - 1 - s for s in range(stages)]),
+        (slack(stages, microbatches, k, frozen), single, [k * (stages - 1 - s) for s in range(stages)]),
+        (gpipe(stages, microbatches, frozen), [range(microbatches)], [1] * stages),
+    ):
+        plain = tuple(row_in_turns(s, parts, warmup, s >= frozen) for s, warmup in enumerate(warmups))
+        assert made.body == plain
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 3))
+def test_interleaved_rows_warm_up_and_then_take_turns(workers: int, microbatches: int, chunks: int) -> None:
+    for worker, row in enumerate(interleaved(workers, microbatches, chunks).body):
+        count = microbatches * chunks
+        rounds = max(1, microbatches // workers)
+        warmup = min((chunks - 1) * -(-microbatches // rounds) + 2 * (workers - 1 - worker), count)
+        ops = [action.op for action in row_in_turns(0, [[i] for i in range(count)], warmup)]
+        assert [action.op for action in row] == ops
+        assert len(set(row)) == 2 * count

@@ -1,0 +1,116 @@
+"""What a loss_fn averages over, and what it fails with, where only the workers hold the model's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+from raypipe.errors import CaptureError, ConfigError, DataError
+from raypipe.preflight import random_outputs
+
+pytestmark = pytest.mark.engine
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trainer(loss_fn: Any, target: torch.Tensor, **given: Any) -> raypipe.PipelineTrainer:
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    fields = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 2, "weights_on": "workers", **given}
+    return raypipe.PipelineTrainer(
+        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=loss_fn,
+        train_data=torch.utils.data.TensorDataset(inputs, target),
+        pipeline=raypipe.PipelineConfig(partitioner="parameters", **fields),
+        run_config=SimpleNamespace(name="run", storage_path=None),
+    )  # fmt: skip
+
+
+CLASSES = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+IGNORING = torch.tensor([0, -100, 1, 2, -100, -100, 1, 0])
+
+
+def in_python(reduction: str, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Looks at values, so that it cannot be traced."""
+    kept = [i for i in range(len(target)) if int(target[i]) != -100]
+    return cross_entropy(output[kept], target[kept], reduction=reduction)
+
+
+def likelihood(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Takes probabilities only, and cannot be traced."""
+    if float(output.min()) < 0 or float(output.max()) > 1:
+        raise ValueError("no probabilities")
+    return nn.functional.binary_cross_entropy(output, nn.functional.one_hot(target, 3).float())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "expected"),
+    [
+        (partial(in_python, "sum"), CLASSES, "sum"),
+        (partial(in_python, "mean"), CLASSES, "mean"),
+        (partial(in_python, "mean"), IGNORING, "valid_tokens"),
+        (likelihood, CLASSES, "mean"),
+    ],
+)
+def test_a_loss_that_cannot_be_traced_is_tried_on_drawn_outputs(loss_fn: Any, target: Any, expected: str) -> None:
+    assert trainer(loss_fn, target)._prepared().settings.loss_reduction == expected
+
+
+def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output[:, None] - output[None]).pow(2).mean() + cross_entropy(output, target)
+
+
+def test_a_loss_that_compares_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
+        trainer(spread, CLASSES).plan()
+    trainer(spread, CLASSES, num_microbatches=1).plan()
+
+
+def test_a_sum_that_is_said_to_be_a_mean_is_refused() -> None:
+    with pytest.raises(ConfigError, match="averages over samples, but this one adds up"):
+        trainer(nn.CrossEntropyLoss(reduction="sum"), CLASSES, loss_reduction="mean").plan()
+
+
+def test_a_loss_that_can_neither_be_traced_nor_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_outputs, "MOST_BYTES", 8)
+    loss_fn = partial(in_python, "sum")
+    with pytest.raises(ConfigError, match=r"cannot be tried.*loss_reduction='mean'.*num_microbatches=1"):
+        trainer(loss_fn, CLASSES).plan()
+    trainer(loss_fn, CLASSES, loss_reduction="sum").plan()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (CLASSES + 3, r"out of bounds.*Number the classes of the target from 0"),
+        (torch.zeros(8, 2), "loss_fn cannot take an output of"),
+    ],
+)
+def test_an_error_of_the_first_step_is_raised_before(target: torch.Tensor, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        trainer(cross_entropy, target).plan()
+
+
+@pytest.mark.parametrize("reduction", ["auto", "mean", "per_microbatch", "valid_tokens"])
+def test_a_loss_that_draws_is_refused_without_weights_and_with_one_micro_batch(reduction: str) -> None:
+    """Nothing else would try it: the client holds no weights to verify stages with."""
+    pipeline = raypipe.PipelineConfig(
+        minibatch_size=8, num_microbatches=1, weights_on="workers", loss_reduction=reduction
+    )
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 4))
+    trainer = raypipe.PipelineTrainer(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        loss_fn=lambda output, target: (output - target).pow(2).mean() * torch.rand(()),
+        train_data=data, optimizer=torch.optim.SGD, pipeline=pipeline,
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="loss_fn draws random numbers"):
+        trainer.plan()

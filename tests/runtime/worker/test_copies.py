@@ -1,0 +1,317 @@
+"""In-memory copies: they arrive whole or not at all, any worker can be restored from them, and sending is paced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raypipe.data.stream import Mark
+from raypipe.engine.copy import CopyHeader, copy_source
+from raypipe.engine.io.checkpoint import load_stage
+from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.local import LocalFleet
+from raypipe.errors import StageLostError
+from raypipe.ir.report import StepReport
+from raypipe.run.journal import Journal
+from raypipe.run.loop import LoopSetup, run_loop
+from raypipe.run.plans.blueprint import assemble
+from raypipe.run.requests import Requests
+from raypipe.runtime.worker import copy_transfer
+from raypipe.runtime.worker.copies import COPY_GROUPS, CopyServer, StageKey, WorkerCopies
+from raypipe.runtime.worker.copy_transfer import (
+    LEAST_BYTES,
+    LEAST_SHARE,
+    MOST_BYTES,
+    PARCEL_BYTES,
+    SHARE,
+    RateLimiter,
+    RemoteCopy,
+    Tally,
+)
+from raypipe.runtime.worker.loading import joined
+from raypipe.runtime.worker.orders import Fence
+from raypipe.runtime.worker.worker import _StageActor
+from tests.engine.copy.stages import Stage, same
+from tests.runs.test_given_data import ResumablePairs
+from tests.runs.test_given_data import trainer_of_streams as trainer
+
+KEY = StageKey(3, 0)
+WAIT_S = 60.0
+
+
+class _Worker(CopyServer):
+    """An actor with one stage that needs no links."""
+
+    def begin(
+        self, rows: int, holder: Any, generation: int = KEY.generation, holds: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self.stage = Stage("adamw", size=rows)
+        self._copies.begin(generation, [self.stage.program], [self.stage.state], holder, holds)
+
+    def step_and_copy(self, step: int) -> dict[str, torch.Tensor]:
+        self.stage.step()
+        found = self.stage.all()
+        self._copies.take(step)
+        return found
+
+    def keep(self, step: int) -> None:
+        """As for a change of the plan: there must be a copy."""
+        copy_transfer.PATIENCE_S = 0.2
+        self._copies.take(step, must=True)
+        self._copies.wait_until_taken()
+
+    def go_back_in_place(self, step: int, holder: Any) -> None:
+        """As after a failure, under the same plan."""
+        self.stage.back(copy_source([self._copies.piece(KEY.generation, KEY.stage, step)]))
+        self._copies.forget_after(step)
+        self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder, ())
+        self._copies.take(step, must=True)
+
+    def acknowledged(self) -> int:
+        nothing = StepReport(KEY.stage, 0, 1, None, None, 0.0, 0.0, 0.0, 0.0, (0, 0), 1)
+        ((found,),) = self._copies.noted([[nothing]], time.monotonic())
+        return -1 if found.copied is None else found.copied.step
+
+    def stop(self) -> None:
+        self._copies.close()
+
+    def forget(self) -> None:
+        self._forget_copies()
+
+    def go_back(self, actor: Any, step: int) -> dict[str, torch.Tensor]:
+        self.stage.back(remote(actor, KEY, step))
+        return self.stage.all()
+
+
+@pytest.fixture(scope="module")
+def pair(local_ray: None) -> Iterator[tuple[Any, Any]]:
+    made = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker)
+    actors = made.remote(), made.remote()
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=WAIT_S)
+
+
+def remote(actor: Any, owner: StageKey, step: int) -> StoredState:
+    copy = RemoteCopy(actor, "", owner.generation, owner.stage, step, ())
+    return copy_source([copy.opened(Tally())])
+
+
+def steps(actor: Any, *, held: bool) -> dict[StageKey, tuple[int, ...]]:
+    """After which it has copies, of its own stages or of others."""
+    return {StageKey(f.generation, f.stage): f.steps for f in get(actor.copies.remote()) if f.held == held}
+
+
+def wait_for(actor: Any, step: int) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while get(actor.acknowledged.remote()) < step:
+        assert time.monotonic() < end_s, "the copy did not arrive"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("rows", [5, PARCEL_BYTES // 12 + 100], ids=["small", "many parcels"])
+def test_a_copy_arrives_and_everybody_can_be_restored_from_it(pair: tuple[Any, Any], rows: int) -> None:
+    """The last two are kept. Who asks may be this process, the stage itself, or one that has nothing yet."""
+    worker, holder = pair
+    get(worker.begin.remote(rows, holder))
+    then = {}
+    for step in (1, 2, 3):
+        then[step] = get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+    assert steps(worker, held=False)[KEY] == (2, 3)
+    assert steps(holder, held=True)[KEY] == (2, 3)
+    for step in (3, 2):
+        source, fresh = remote(holder, KEY, step), Stage("adamw", size=rows)
+        load_stage(source, fresh.program, fresh.state)
+        assert same(fresh.all(), then[step])
+        assert same(get(worker.go_back.remote(holder, step)), then[step])
+    # The run goes back to step 2 and on from there; another plan's second copy ends those of this one.
+    before = get(worker.go_back.remote(holder, 2))
+    for step, held in ((3, (2, 3)), (4, (3, 4))):
+        assert not same(get(worker.step_and_copy.remote(step)), before)
+        wait_for(worker, step)
+        assert steps(holder, held=True)[KEY] == held
+    newer = KEY._replace(generation=KEY.generation + 1)
+    get(worker.begin.remote(rows, holder, newer.generation))
+    for step, owners in ((6, {KEY, newer}), (7, {newer})):
+        get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+        assert set(steps(holder, held=True)) == owners
+    get(holder.forget.remote())
+
+
+def test_what_is_not_held_is_told(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(StageLostError, match="The copy of stage 4 after step 7 cannot be read"):
+        remote(pair[1], StageKey(9, 4), 7)
+
+
+def test_a_holder_that_dies_ends_nothing_but_the_copy(local_ray: None, pair: tuple[Any, Any]) -> None:
+    worker = pair[0]
+    holder = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker).remote()
+    get(worker.begin.remote(PARCEL_BYTES // 12, holder))
+    ray.kill(holder)
+    get(worker.step_and_copy.remote(1))
+    get(worker.stop.remote())
+    assert steps(worker, held=False)[KEY] == (1,)
+    assert get(worker.acknowledged.remote()) == -1
+
+
+class _Mute:
+    """A holder that takes nothing and does not say so."""
+
+    def hold_copy(self, generation: int, header: bytes) -> bool:
+        return False
+
+    def hold_copy_part(self, *parcel: Any) -> bool:
+        time.sleep(WAIT_S)
+        return False
+
+
+def test_a_holder_that_does_not_answer_stops_no_step(local_ray: None, pair: tuple[Any, Any]) -> None:
+    """While it is waited for no further copy is taken; where there has to be one, it is given up."""
+    worker, holder = pair[0], ray.remote(num_cpus=0)(_Mute).remote()
+    get(worker.begin.remote(5, holder))
+    for step in (1, 2):
+        get(worker.step_and_copy.remote(step))
+    assert steps(worker, held=False)[KEY] == (1,)
+    get(worker.keep.remote(3))
+    assert steps(worker, held=False)[KEY] == (1, 3)
+    assert get(worker.acknowledged.remote()) == -1
+    get(worker.stop.remote())
+    ray.kill(holder)
+
+
+def test_a_stage_that_has_gone_back_in_place_keeps_its_copies(pair: tuple[Any, Any]) -> None:
+    """And those of later steps count no more, here and where they were sent."""
+    worker, holder = pair
+    get(worker.begin.remote(5, holder))
+    for step in (1, 2):
+        get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+    get(worker.go_back_in_place.remote(1, holder))
+    wait_for(worker, 1)
+    assert steps(worker, held=False)[KEY] == (1,)
+    assert steps(holder, held=True)[KEY] == (1,)
+    get(worker.step_and_copy.remote(2))
+    wait_for(worker, 2)
+    assert steps(worker, held=False)[KEY] == (1, 2)
+    get(holder.forget.remote())
+
+
+def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]) -> None:
+    worker = pair[0]
+    get(worker.begin.remote(5, None))
+    get(worker.step_and_copy.remote(4))
+    wait_for(worker, 4)
+
+
+@pytest.mark.parametrize("holds", [(), ((KEY.stage, KEY.piece),)])
+def test_who_is_no_longer_the_holder_of_a_stage_forgets_it_at_its_own_second_copy(
+    pair: tuple[Any, Any], holds: tuple[tuple[int, int], ...]
+) -> None:
+    """Not before: until all have a copy under the new links, all may have to go back to what it holds."""
+    worker, holder = pair
+    get(worker.begin.remote(5, holder))
+    get(worker.step_and_copy.remote(1))
+    wait_for(worker, 1)
+    get(holder.begin.remote(5, None, KEY.generation, holds))
+    for step, kept in ((2, True), (3, bool(holds))):
+        get(holder.step_and_copy.remote(step))
+        wait_for(holder, step)
+        assert (KEY in steps(holder, held=True)) == kept
+
+
+def test_whoever_takes_a_copy_hears_where_the_stream_goes_on() -> None:
+    """Of the first of several stages that reads one."""
+    stage, mark = Stage("sgd"), Mark(40, 2, 6, {"at": [6]})
+    names, copies = (*stage.program.parameters, *stage.program.buffers), WorkerCopies(lambda: False)
+    copies.begin(3, [stage.program], [stage.state], None, ())
+    copies.take(5, must=True, mark=lambda number: mark)
+    copies.wait_until_taken()
+    copies.take(8, must=True)
+    copies.wait_until_taken()
+    told = []
+    for step in (5, 8):
+        remote = RemoteCopy(None, "me", 3, stage.program.index, step, names)
+        source, moved, found = joined([remote], copies, "me", names)
+        assert (set(source.names), moved.total) == (set(names), 0)
+        told.append(found)
+    copies.close()
+    assert told == [mark, None]
+
+
+def test_a_copy_that_a_worker_keeps_has_the_mark_of_its_step(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "run", ResumablePairs(1000))
+    job = made._prepared()
+    blueprint = made._blueprint(job, 3, local=True)
+    plan = assemble(blueprint, job.planned)
+    fleet, actor = LocalFleet(blueprint.setup, plan.setup, job.tensors), object.__new__(_StageActor)
+    actor._fence, actor._copies = Fence(), WorkerCopies(lambda: False)
+    try:
+        run_loop(LoopSetup(fleet, blueprint.spec, plan, Journal("run", ""), Requests()))
+        actor._executor = executor = fleet.executors[0]
+        actor._copies.begin(7, [work.program for work in executor.works.values()], executor.states, None, ())
+        actor.keep_copy(0, 3, False)
+        found = CopyHeader.from_json(actor.copy_header(7, 0, 3))
+    finally:
+        actor._copies.close()
+        fleet.stop()
+    assert found.mark is not None
+    assert (Mark.of(found.mark).position, found.step) == (3 * 8, 3)
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self, busy_until_s: float = 0.0) -> None:
+        self.now_s, self._busy_until_s = 100.0, 100.0 + busy_until_s
+        self.stopped = False
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+
+    def pace(self) -> RateLimiter:
+        return RateLimiter(
+            lambda: self.now_s < self._busy_until_s, lambda: self.stopped, LEAST_BYTES, lambda: self.now_s, self.sleep
+        )
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "pause_s"),
+    [(0.0, 0.1 * (1 / SHARE - 1)), (2.0, 2.0), (1e6, 0.1 * (1 / LEAST_SHARE - 1))],
+    ids=["idle", "a message", "always busy"],
+)
+def test_the_pause_after_a_parcel(busy_s: float, pause_s: float) -> None:
+    clock = Clock(busy_s)
+    clock.pace().pause(0.1)
+    assert clock.now_s - 100.0 == pytest.approx(pause_s, abs=0.01)
+
+
+def test_it_ends_when_it_is_stopped() -> None:
+    clock = Clock(1e6)
+    clock.stopped = True
+    clock.pace().pause(10.0)
+    assert clock.now_s == 100.0
+
+
+def test_parcels_grow_on_a_quick_link_and_shrink_on_a_slow_one() -> None:
+    pace = Clock().pace()
+    for _ in range(9):
+        pace.sent(pace.parcel_bytes, 1e-4)
+    assert pace.parcel_bytes == MOST_BYTES
+    pace.sent(1, 9.0)  # the last parcel of a copy says nothing
+    assert pace.parcel_bytes == MOST_BYTES
+    for _ in range(9):
+        pace.sent(pace.parcel_bytes // 2, 1.0)  # as large as the whole copy
+    assert pace.parcel_bytes == LEAST_BYTES
