@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from ray.train import FailureConfig, ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -154,7 +155,9 @@ def place_taken(handle: RunHandle, folder: Path, cpus: int) -> Iterator[None]:
     other = placement_group([{"CPU": cpus}])
     try:
         with stopped_driver(folder):
-            _, place = living(driver_name("run"))[1]
+            process = handle.status().stages[1]["process"]  # worker 1 need not be actor 1 in a run that has grown
+            actors = living(driver_name("run")).values()
+            (place,) = [at for actor, at in actors if ray.get(actor.facts.remote())["process"] == process]
             kill(handle, 1)
             release([place])
             assert other.wait(WAIT_S)
