@@ -33,12 +33,12 @@ from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
 from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.cost.microbatch import MicrobatchChoice
 from raypipe.planner.cost.tolerance import EVEN, as_quick
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import Solver, fits_within, refilled
 from raypipe.planner.replay import equal_messages_s
 from raypipe.planner.search.compare_shapes import best_shape, of_shape, shape_reason
-from raypipe.planner.search.exhaustive import best_small, completed
 from raypipe.planner.search.make_plan import build_plan
 from raypipe.planner.search.predict import (
     NOTHING,
@@ -55,9 +55,9 @@ from raypipe.planner.search.recompute import best_recompute, is_open, most_recom
 from raypipe.planner.search.replica_cuts import check_workers_of_replicas, cut_for
 from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.search.request_schedule import spec_of
-from raypipe.planner.search.shape_search import ShapeError
-from raypipe.planner.search.sizes import Sizes, sizes_of
-from raypipe.planner.search.solvers import own_order_solver, solver_of
+from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
+from raypipe.planner.search.sizes import Sizes, chosen_sizes, sizes_of
+from raypipe.planner.search.solvers import branches, own_order_solver, solver_of
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
@@ -179,7 +179,52 @@ def _compared(problem: Problem) -> list[Decision]:
 
 def _quickest(problem: Problem, num_stages: int | None) -> Decision:
     """Find the best decision with this number of stages, for comparison only."""
-    return best_small(problem, num_stages) or _best_kind(problem, num_stages, attempt)
+    if num_stages is None or not _by_simulation(problem, num_stages):
+        return _best_kind(problem, num_stages, attempt)
+    search, shape, rough = ShapeSearch(problem), (1,) * num_stages, None
+    if not search.exact(shape):
+        with contextlib.suppress(PlanError):
+            rough = _best_kind(problem, num_stages, attempt)
+    try:
+        if rough is None:
+            found = search.best(shape)
+        else:
+            found = search.best(shape, rough.prediction.step_s, _on_all_nodes(problem, rough))
+    except ShapeError:  # the solver's refusal has all the numbers
+        return rough or _best_kind(problem, num_stages, attempt)
+    decision = found or rough
+    assert decision is not None, "any step is shorter than forever"
+    return decision
+
+
+def _on_all_nodes(problem: Problem, rough: Decision) -> Decision | None:
+    """Make a decision of ``attempt`` again with the cut of all nodes; None if that does not fit."""
+    graph, request = problem.profile.graph, rough.request
+    if problem.short is graph:
+        return rough
+    sizes = Sizes(rough.minibatch_size, rough.microbatch_size, rough.num_microbatches)
+    try:
+        return _settled(problem, request, rough.partition.num_stages, sizes, own_order_solver(request), graph)
+    except PlanError:
+        return None
+
+
+def _by_simulation(problem: Problem, num_stages: int) -> bool:
+    """Return True if plans with this number of stages are compared by ``ShapeSearch``.
+
+    Those are chains on few devices that are described or whose memory is limited, with one worker per stage.
+    """
+    request = problem.request
+    return (
+        num_stages <= min(FEW, len(problem.cluster.devices))
+        and (problem.bounded or problem.described)
+        and problem.searches
+        and request.partitioner in ("auto", "prefix_sum")
+        and not branches(problem.profile.graph)
+        and request.kind.synchronous
+        and not request.kind.several_stages
+        and not request.replicated
+    )
 
 
 def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
@@ -289,11 +334,24 @@ def _completed(problem: Problem, decision: Decision) -> Decision:
     if decision.prediction.source:
         return decision
     if decision.of_all:
-        return completed(problem, decision)
+        return dataclasses.replace(
+            decision, choice=_closed_form(problem, decision), prediction=predicted(decision, problem.links)
+        )
     num_stages, settled = decision.limits.num_stages, decision.request
     same_kind = (request for request in _kinds(problem, num_stages) if request.schedule == settled.schedule)
     sizes = Sizes(decision.minibatch_size, decision.microbatch_size, decision.num_microbatches, decision.choice)
     return in_full(problem, next(same_kind, settled), num_stages, sizes)
+
+
+def _closed_form(problem: Problem, decision: Decision) -> MicrobatchChoice | None:
+    """Return the closed form's choice of micro-batches, corrected to the number that simulation found."""
+    if problem.request.num_microbatches is not None or problem.times is None:
+        return None
+    try:
+        choice = chosen_sizes(problem, decision.request, decision.partition.num_stages)
+    except PlanError:  # no cut of the solver fits
+        return None
+    return choice.simulated(decision.num_microbatches, decision.microbatch_size, decision.prediction.step_s)
 
 
 def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decision:

@@ -60,14 +60,13 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
     searches = [ShapeSearch(each) for each in _with_recompute(problem)]
     shown = _always_shown(searches[0], wanted)
     decisions: list[Decision] = []
-    for shape in [*wanted, *_of_one_worker_each(problem, single, most, num_stages)]:
+    for shape in wanted:
         if shape not in shown and searches[0].at_least_s(shape) > best_s * (1 + EVEN):
             continue
         try:
             decision = _first(searches, shape, math.inf if shape in shown else best_s * (1 + 2 * EVEN))
         except ShapeError as refusal:
-            if max(shape) > 1 or not single:
-                rows.append(Candidate(shape, refused=str(refusal)))
+            rows.append(Candidate(shape, refused=str(refusal)))
             continue
         if decision is not None:
             decisions.append(decision)
@@ -142,19 +141,6 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
         return f"{what}; as fast as {other.kind} {shape}"
     how = f"{faster:.0%} faster than" if faster < 1 else f"{faster + 1:.1f} times as fast as"
     return f"{what}, {how} {other.kind} {shape}; {human_s(step_s)} against {human_s(other.step_s)}"
-
-
-def _of_one_worker_each(
-    problem: Problem, single: Sequence[Decision], most_stages: int, num_stages: int | None
-) -> list[Shape]:
-    """List the shapes with one worker per stage, to be searched too.
-
-    The list is empty if the cluster is not described, or if ``single`` came from an exhaustive search.
-    """
-    if not problem.described or (single and all(decision.of_all for decision in single)):
-        return []
-    counts = range(1, min(most_stages, len(problem.cluster.devices)) + 1)
-    return [(1,) * count for count in counts if num_stages in (None, count)]
 
 
 def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:

@@ -24,13 +24,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.ir.cluster import Cluster
 from raypipe.ir.communication import CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.schedule_spec import ScheduleKind
@@ -44,8 +42,10 @@ Shape = tuple[int, ...]
 """Workers by stage."""
 FEW_WORKERS = 8
 """Largest number of workers for which every shape is compared."""
-MOST_CUTS = 3000
+MOST_CUTS = 7000
 """Most cuts into one number of stages that are compared; see ``cuts_into``."""
+ROUNDING = 1 - 1e-9
+"""Factor of lower bounds, since sums in another order differ by rounding."""
 
 
 def shapes(workers: int, most_stages: int, most_each: int | None = None, num_stages: int | None = None) -> list[Shape]:
@@ -88,10 +88,10 @@ def _paying(workers: int) -> Iterator[Shape]:
     yield from _all(FEW_WORKERS)
 
 
-def cuts_into(graph: ModelGraph, num_stages: int) -> Ints | None:
+def cuts_into(graph: ModelGraph, num_stages: int, most: int = MOST_CUTS) -> Ints | None:
     """List cuts into ``num_stages`` stages.
 
-    All cuts are listed if there are at most ``MOST_CUTS``. Otherwise a subset of places is cut: the graph is divided
+    All cuts are listed if there are at most ``most``. Otherwise a subset of places is cut: the graph is divided
     into equal shares of seconds, parameters and activations, and the place with the fewest cut bytes is taken in each.
 
     Returns:
@@ -101,7 +101,7 @@ def cuts_into(graph: ModelGraph, num_stages: int) -> Ints | None:
     inner = len(columns_of(graph).places) - 2
     if inner < num_stages - 1:
         return None
-    chosen = range(1, inner + 1) if _number(inner, num_stages) <= MOST_CUTS else _thinned(graph, num_stages)
+    chosen = range(1, inner + 1) if _number(inner, num_stages) <= most else _thinned(graph, num_stages, most)
     cuts = [(0, *some, inner + 1) for some in itertools.combinations(chosen, num_stages - 1)]
     return np.array(cuts, dtype=np.int64)
 
@@ -110,10 +110,10 @@ def _number(places: int, num_stages: int) -> int:
     return math.comb(places, num_stages - 1)
 
 
-def _thinned(graph: ModelGraph, num_stages: int) -> list[int]:
+def _thinned(graph: ModelGraph, num_stages: int, most_cuts: int) -> list[int]:
     columns = columns_of(graph)
     inner = len(columns.places) - 2
-    most = next(count for count in range(inner, 0, -1) if _number(count, num_stages) <= MOST_CUTS)
+    most = next(count for count in range(inner, 0, -1) if _number(count, num_stages) <= most_cuts)
     most = max(most, num_stages - 1)
     grown = np.zeros(inner)
     for column in (columns.busy_s, columns.param_bytes, columns.activation_bytes):
@@ -129,9 +129,9 @@ def _thinned(graph: ModelGraph, num_stages: int) -> list[int]:
 
 
 class CutCosts(NamedTuple):
-    """Costs of all cuts at one micro-batch size, with stage s on device s.
+    """Costs of all cuts at one micro-batch size, on devices of speed 1 and without links.
 
-    Arrays have shape (cuts, stages), or (cuts, stages - 1) for hops, if no other shape is given.
+    Arrays have shape (cuts, stages) if no other shape is given.
 
     Attributes:
         graph: graph with the seconds of this size.
@@ -139,9 +139,7 @@ class CutCosts(NamedTuple):
         first: lowest stage that trains; shape (cuts,).
         forward_s, backward_s: seconds of one micro-batch.
         weight_s: seconds of the part of a split backward that no other stage waits for.
-        crossing_bytes: bytes of one sample that cross a hop.
-        latency_s: shape (1, stages - 1), equal for all cuts.
-        occupancy_s: seconds that a message occupies a link.
+        crossing_bytes: bytes of one sample that cross a hop; shape (cuts, stages - 1).
         held_bytes: bytes of parameters, of trainable parameters, of buffers, and of one sample's activations; shape
             (4, cuts, stages).
     """
@@ -153,40 +151,16 @@ class CutCosts(NamedTuple):
     backward_s: Floats
     weight_s: Floats
     crossing_bytes: Ints
-    latency_s: Floats
-    occupancy_s: Floats
     held_bytes: Ints
 
-    def of(self, cut: int) -> Costs:
-        """Convert one cut to the simulator's input."""
-        hops_s = (self.latency_s[0], self.occupancy_s[cut]) * 2
-        return _costs(self.forward_s[cut], self.backward_s[cut], self.weight_s[cut], hops_s)
+    def take(self, rows: Ints) -> CutCosts:
+        """Return the costs of some of the cuts."""
+        by_cut = [array[rows] for array in self[1:-1]]
+        return CutCosts(self.graph, *by_cut, self.held_bytes[:, rows])
 
 
-def _costs(forward_s: Floats, backward_s: Floats, weight_s: Floats, hops_s: Sequence[Floats]) -> Costs:
-    """Build the simulator's input.
-
-    Args:
-        forward_s, backward_s, weight_s: seconds by stage.
-        hops_s: seconds by hop: latency and occupancy forwards, then latency and occupancy backwards.
-    """
-    latency_s, occupancy_s, back_latency_s, back_occupancy_s = (tuple(way_s.tolist()) for way_s in hops_s)
-    return Costs(
-        forward_s=tuple(forward_s.tolist()),
-        backward_s=tuple(backward_s.tolist()),
-        backward_input_s=tuple(np.maximum(0.0, backward_s - weight_s).tolist()),
-        backward_weight_s=tuple(weight_s.tolist()),
-        forward_latency_s=latency_s,
-        backward_latency_s=back_latency_s,
-        forward_occupancy_s=occupancy_s,
-        backward_occupancy_s=back_occupancy_s,
-    )
-
-
-def cut_costs(
-    graph: ModelGraph, cluster: Cluster, cuts: Ints, microbatch_size: int, recompute: Sequence[bool] = ()
-) -> CutCosts:
-    """Compute the costs of cuts on devices of equal speed.
+def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> CutCosts:
+    """Compute the costs of cuts.
 
     Args:
         cuts: indices into the places of the graph, shape (cuts, stages + 1).
@@ -197,8 +171,7 @@ def cut_costs(
     stages = cuts.shape[1] - 1
 
     def by_stage(seconds: list[float]) -> Floats:
-        sums = np.append(0.0, np.cumsum(seconds))[positions]
-        by_cut: Floats = np.diff(sums, axis=1) / cluster.devices[0].speed
+        by_cut: Floats = np.diff(np.append(0.0, np.cumsum(seconds))[positions], axis=1)
         return by_cut
 
     forward_s = by_stage([node.forward_s for node in graph.nodes])
@@ -209,20 +182,9 @@ def cut_costs(
     first = (held_bytes[1] > 0).argmax(axis=1)
     if any(recompute):
         backward_s = backward_s + np.where(np.array(recompute) & (np.arange(stages) >= first[:, None]), forward_s, 0.0)
+    weight_s = np.where(np.arange(stages) > first[:, None], weight_s, backward_s)
     crossing = columns.cut_bytes[cuts[:, 1:-1]]
-    links = [cluster.link(stage, stage + 1) for stage in range(stages - 1)]
-    return CutCosts(
-        graph=graph,
-        positions=positions,
-        first=first,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        weight_s=np.where(np.arange(stages) > first[:, None], weight_s, backward_s),
-        crossing_bytes=crossing,
-        latency_s=np.array([[link.latency_s for link in links]]),
-        occupancy_s=crossing * microbatch_size / np.array([link.bandwidth_bytes_s for link in links]),
-        held_bytes=held_bytes,
-    )
+    return CutCosts(graph, positions, first, forward_s, backward_s, weight_s, crossing, held_bytes)
 
 
 def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints, slots: Ints) -> Ints:
@@ -250,46 +212,12 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     return total
 
 
-def least_s(costs: CutCosts, count: int, in_flight: Ints, *, splits: bool) -> Floats:
-    """Compute a lower bound of the simulated step of each cut, in seconds.
-
-    Args:
-        count: number of micro-batches.
-        in_flight: most micro-batches in flight, broadcast to (cuts, stages).
-        splits: True if backwards are split, so that lower stages wait for input gradients only.
-    """
-    stages = costs.forward_s.shape[1]
-    trains = np.arange(stages) >= costs.first[:, None]
-    forward_s, backward_s = costs.forward_s, np.where(trains, costs.backward_s, 0.0)
-    waited_s = np.maximum(0.0, backward_s - costs.weight_s) * trains if splits else backward_s
-    there_s = costs.occupancy_s + costs.latency_s
-    back_s = np.where(trains[:, :-1], there_s, 0.0)
-    none = np.zeros((len(forward_s), 1))
-    arrives_s = np.hstack([none, np.cumsum(forward_s[:, :-1] + there_s, axis=1)])
-    returns_s = np.hstack([none, np.cumsum(waited_s[:, :-1] + back_s, axis=1)])
-    round_s = forward_s + waited_s
-    beyond_s = np.hstack([round_s[:, 1:] + there_s + back_s, none])
-    round_s = round_s + np.cumsum(beyond_s[:, ::-1], axis=1)[:, ::-1]
-    rounds = np.where(trains, -(-count // in_flight), 1)
-    computes = np.maximum(arrives_s + count * (forward_s + waited_s) + returns_s, count * (forward_s + backward_s))
-    bounds = [computes.max(axis=1), (arrives_s + rounds * round_s * trains + returns_s).max(axis=1)]
-    if stages > 1:
-        sends_s = count * costs.occupancy_s + costs.latency_s
-        out_s = arrives_s[:, :-1] + forward_s[:, :-1] + sends_s + forward_s[:, 1:] + waited_s[:, 1:] + returns_s[:, 1:]
-        home_s = arrives_s[:, 1:] + round_s[:, 1:] + sends_s + waited_s[:, :-1] + returns_s[:, :-1]
-        bounds += [out_s.max(axis=1), np.where(trains[:, :-1], home_s, 0.0).max(axis=1)]
-    # Sums in another order differ by rounding.
-    least: Floats = np.max(bounds, axis=0) * (1 - 1e-9)
-    return least
-
-
 @dataclass(frozen=True, eq=False)
-class SizedCuts:
-    """Costs of all cuts of one shape with one number of micro-batches.
+class PlacedCuts:
+    """Costs of all cuts into stages on given devices, with one number of micro-batches.
 
     Attributes:
-        shape: workers by stage.
-        kind: properties of the requested schedule.
+        groups: devices of each stage, one per replica.
         number, size: number of micro-batches, and samples of each.
         costs: costs of the cuts, at speed 1 and without links.
         forward_s, backward_s, weight_s: seconds of one micro-batch, by cut and stage, on the slowest worker of a stage.
@@ -297,8 +225,7 @@ class SizedCuts:
         hops_s: latency and occupancy of a forward message, then of a backward one; each by cut and hop.
     """
 
-    shape: tuple[int, ...]
-    kind: ScheduleKind
+    groups: tuple[tuple[int, ...], ...]
     number: int
     size: int
     costs: CutCosts
@@ -308,32 +235,64 @@ class SizedCuts:
     reduce_s: Floats
     hops_s: tuple[Floats, ...]
 
+    def take(self, rows: Ints) -> PlacedCuts:
+        """Return the costs of some of the cuts."""
+        arrays = {name: getattr(self, name)[rows] for name in ("forward_s", "backward_s", "weight_s", "reduce_s")}
+        hops_s = tuple(way_s if len(way_s) == 1 else way_s[rows] for way_s in self.hops_s)
+        return replace(self, costs=self.costs.take(rows), hops_s=hops_s, **arrays)
+
     def of(self, cut: int) -> Costs:
         """Convert one cut to the simulator's input."""
-        hops_s = [way_s[cut] for way_s in self.hops_s]
-        costs = _costs(self.forward_s[cut], self.backward_s[cut], self.weight_s[cut], hops_s)
+        there, held, back, back_held = (tuple(way_s[cut].tolist()) for way_s in self.hops_s)
         reduce_s = tuple(self.reduce_s[cut].tolist())
-        return replace(costs, reduce_s=reduce_s) if any(reduce_s) else costs
+        return Costs(
+            reduce_s=reduce_s if any(reduce_s) else (),
+            forward_s=tuple(self.forward_s[cut].tolist()),
+            backward_s=tuple(self.backward_s[cut].tolist()),
+            backward_input_s=tuple(np.maximum(0.0, self.backward_s[cut] - self.weight_s[cut]).tolist()),
+            backward_weight_s=tuple(self.weight_s[cut].tolist()),
+            forward_latency_s=there,
+            backward_latency_s=back,
+            forward_occupancy_s=held,
+            backward_occupancy_s=back_held,
+        )
 
-    @cached_property
-    def bounds_s(self) -> Floats:
-        """Lower bound of the simulated step of each cut, in seconds, as in the module's docstring."""
-        workers, first = np.array(self.shape), self.costs.first
-        trains = np.arange(len(self.shape)) >= first[:, None]
+    def least_s(self, kind: ScheduleKind, in_flight: Ints | None = None) -> Floats:
+        """Compute a lower bound of the simulated step of each cut, in seconds, as in the module's docstring.
+
+        Args:
+            kind: properties of the schedule.
+            in_flight: most micro-batches that a stage has in flight, broadcast to (cuts, stages); None for no limit.
+        """
+        workers = np.array([len(group) for group in self.groups])
+        trains = np.arange(len(workers)) >= self.costs.first[:, None]
         forward_s, backward_s = self.forward_s, np.where(trains, self.backward_s, 0.0)
-        if not self.kind.synchronous:  # the pipeline is not drained after every step
-            of_stages: Floats = (self.number / workers * (forward_s + backward_s)).max(axis=1) * (1 - 1e-9)
-            return of_stages
-        latency_s, occupancy_s, back_latency_s, back_occupancy_s = self.hops_s
-        there_s, back_s = latency_s + occupancy_s, back_latency_s + back_occupancy_s
+        if not kind.synchronous:  # the pipeline is not drained after every step
+            return (self.number / workers * (forward_s + backward_s)).max(axis=1) * ROUNDING
+        waited_s = np.maximum(0.0, backward_s - self.weight_s) * trains if kind.splits_backward else backward_s
+        latency_s, held_s, back_latency_s, back_held_s = self.hops_s
+        there_s, back_s = latency_s + held_s, np.where(trains[:, :-1], back_latency_s + back_held_s, 0.0)
         none = np.zeros((len(forward_s), 1))
         arrives_s = np.hstack([none, np.cumsum(forward_s[:, :-1] + there_s, axis=1)])
-        returns_s = np.hstack([none, np.cumsum(backward_s[:, :-1] + np.where(trains[:, :-1], back_s, 0.0), axis=1)])
-        busy_s = -(-self.number // workers) * (forward_s + backward_s)
-        # In a split backward, gradients of parameters may be computed in parallel with lower stages' backwards.
-        behind_s = self.reduce_s if self.kind.splits_backward else np.maximum(returns_s, self.reduce_s)
-        bounds: Floats = (arrives_s + busy_s + behind_s).max(axis=1) * (1 - 1e-9)
-        return bounds
+        returns_s = np.hstack([none, np.cumsum(waited_s[:, :-1] + back_s, axis=1)])
+        each = -(-self.number // workers)
+        # Gradients of parameters may be computed while lower stages run backward, and in the next step's warm-up.
+        alone_s = each * (forward_s + backward_s) + self.reduce_s
+        bounds = [alone_s if kind.splits_backward else arrives_s + alone_s]
+        bounds.append(arrives_s + each * (forward_s + waited_s) + returns_s)
+        if workers.max() == 1 and len(workers) > 1:
+            round_s = forward_s + waited_s
+            beyond_s = np.hstack([round_s[:, 1:] + there_s + back_s, none])
+            round_s = round_s + np.cumsum(beyond_s[:, ::-1], axis=1)[:, ::-1]
+            if in_flight is not None:
+                rounds = np.where(trains, -(-self.number // in_flight), 1)
+                bounds.append(arrives_s + rounds * round_s * trains + returns_s)
+            sends_s, answers_s = self.number * held_s + latency_s, self.number * back_held_s + back_latency_s
+            out_s = arrives_s[:, :-1] + forward_s[:, :-1] + sends_s + forward_s[:, 1:] + waited_s[:, 1:]
+            home_s = arrives_s[:, 1:] + round_s[:, 1:] + answers_s + waited_s[:, :-1] + returns_s[:, :-1]
+            bounds += [out_s + returns_s[:, 1:], np.where(trains[:, :-1], home_s, 0.0)]
+        least: Floats = np.max([bound.max(axis=1) for bound in bounds], axis=0) * ROUNDING
+        return least
 
 
 def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) -> tuple[Floats, Floats]:

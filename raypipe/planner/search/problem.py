@@ -262,7 +262,7 @@ class Decision:
         graph: graph with seconds at the chosen micro-batch size.
         limits: limits of the cut, with the memory model of the schedule.
         choice: how the number of micro-batches was chosen; None if it was given, or follows from a fixed rule.
-        of_all: True if all cuts, numbers of micro-batches and schedules were enumerated, so nothing is left to search.
+        of_all: True if cuts of all nodes were compared by simulation, so that nothing is left to search.
         reasons: (choice, reason) pairs.
         candidates: shapes that were compared; empty if the number of replicas was given.
     """

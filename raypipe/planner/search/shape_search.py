@@ -1,12 +1,14 @@
-"""Search for the best plan of one shape (the number of workers of each stage), over cuts and numbers of micro-batches.
+"""Search for the best plan of one shape (the number of workers of each stage), by simulation of its step.
 
-    1. list candidates: cuts (of a long graph at selected places only) x numbers of micro-batches x {1f1b, slack}
-    2. compute a lower bound of the step of each; drop those that need too much memory
+    1. list candidates: orders of unlike devices x cuts x numbers of micro-batches x schedules
+    2. compute lower bounds of their steps; drop those that do not fit into memory
     3. simulate them in the order of their bounds, until the next bound is no better than the best simulated step
-    4. if places were left out, move the boundaries of the best cut while that shortens the step
+    4. if cuts were left out, move the boundaries of the best cut while that shortens the step
 
-Steps include the seconds in which replicas sum gradients. Nodes keep their own order here; ``with_branches`` of
-compare_shapes.py tries others.
+The candidates depend neither on memory nor on links: more memory only adds some that fit, and a faster link delays no
+message, so neither makes the best step longer. All cuts of a short graph are listed, and all orders of few devices; see
+``exact``. Steps include the seconds in which replicas sum gradients. Nodes keep their own order here;
+``with_branches`` of compare_shapes.py tries others.
 """
 
 from __future__ import annotations
@@ -22,20 +24,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, ComputeDevice, Link
+from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
-from raypipe.planner.cost.columns import columns_of
+from raypipe.planner.cost.columns import columns_of, workspace_bytes
+from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.cost.microbatch import all_sizes
+from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.chain import split_before
 from raypipe.planner.partition.fit import fits_within, refilled
-from raypipe.planner.replay import STEADY
+from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.search.cut_costs import CutCosts, Shape, SizedCuts, cut_costs, cuts_into, stage_bytes, way_s
+from raypipe.planner.search.cut_costs import (
+    MOST_CUTS,
+    CutCosts,
+    PlacedCuts,
+    Shape,
+    cut_costs,
+    cuts_into,
+    stage_bytes,
+    way_s,
+)
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
 from raypipe.planner.search.replica_cuts import exposed_s, groups_of, hides, slowest_link, summing_rates_s
@@ -45,8 +58,30 @@ from raypipe.planner.simulator import program_makespan_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Groups = tuple[tuple[int, ...], ...]
+"""Devices by stage."""
+_Cell = tuple[Groups, Ints, int, int]
+"""Devices by stage, cuts, number of micro-batches, and samples of each."""
+MOST_ORDERS = 128
+"""Most orders of unlike devices that are compared."""
+MOST_PLACED = 300_000
+"""Most combinations of an order, a cut and a number of micro-batches of which all are compared."""
+FEW_PLACED = 50_000
+"""Most combinations that are compared if those are not all."""
+LEAST_CUTS = 200
+"""Number of cuts that are compared in any case."""
 MOST_EACH = 16
-"""Most micro-batches per worker in the comparison."""
+"""Most micro-batches per worker in the comparison of shapes with replicas."""
+SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Values of r that are tried."""
+FEW_HOPS = 2
+"""Most hops for which every combination of these values is tried."""
+MOST_SIMULATED = 4000
+"""Most candidates of one shape that are simulated."""
+NEAR = 1.03
+"""Ratio to the best step up to which all cuts are compared with a number of micro-batches, if all are with none."""
+MOST_STARTS = 6
+"""Most candidates whose cuts are improved if not all cuts were listed, each of another order of devices."""
 MOST_ROUNDS = 20
 """Most rounds of moving to a better neighbouring cut."""
 
@@ -55,24 +90,45 @@ class ShapeError(PlanError):
     """Error if no plan of a shape is possible; its message is short, for a table."""
 
 
-class _Best(NamedTuple):
+class _Batch(NamedTuple):
+    """Candidates with one number of micro-batches, one order of devices and one kind of schedule.
+
+    Attributes:
+        placed: costs of all cuts, also of those that do not fit.
+        cuts: indices of the cuts that fit; the next three have one value for each of them.
+        bounds_s: lower bound of the step, in seconds.
+        requests: request with the schedule.
+        held: activations and messages that all stages hold together, in mini-batches.
+    """
+
+    placed: PlacedCuts
+    cuts: Ints
+    bounds_s: Floats
+    requests: Sequence[Request]
+    held: Sequence[float]
+
+
+class _Found(NamedTuple):
+    """Simulated candidate."""
+
     step_s: float
     request: Request
-    sized: SizedCuts
+    placed: PlacedCuts
     cut: int
+    held: float
 
 
 class ShapeSearch:
-    """Search over cuts and numbers of micro-batches for one shape at a time; costs are cached across shapes.
+    """Search over orders, cuts, micro-batches and schedules for one shape at a time; costs are cached across shapes.
 
     Args:
-        problem: problem whose request leaves no recomputation open; its replicas are ignored.
+        problem: problem whose request leaves no recomputation open; its replicas are ignored if a shape has several.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._cuts: dict[int, Ints | None] = {}
-        self._costs: dict[tuple[int, int], CutCosts] = {}
+        self._cuts: dict[tuple[int, int], Ints | None] = {}
+        self._costs: dict[tuple[int, int, int], CutCosts] = {}
         self._graphs: dict[int, ModelGraph] = {}
         self._reduced: dict[tuple[object, ...], Floats] = {}
         changing = problem.request.changing
@@ -80,9 +136,8 @@ class ShapeSearch:
 
     def at_least_s(self, shape: Shape) -> float:
         """Compute a lower bound of the step of plans of this shape, in seconds, without listing cuts."""
-        request = self._request(shape)
-        speed = math.fsum(count * speed for count, speed in zip(shape, self._speeds(shape), strict=True))
-        return min(self._problem.seconds(size) * count for count, size in _sizes(self._problem, request)) / speed
+        fastest = sorted((device.speed for device in self._problem.cluster.devices), reverse=True)[: sum(shape)]
+        return min(self._problem.seconds(size) * count for count, size in self._sizes(shape)) / math.fsum(fastest)
 
     def bound_s(self, shape: Shape) -> float:
         """Compute a tighter lower bound of the step of plans of this shape, in seconds: the least over all cuts.
@@ -90,43 +145,84 @@ class ShapeSearch:
         Raises:
             ShapeError: no plan of this shape is possible.
         """
-        return min(float(each.bounds_s.min()) for each in self._all_sized(shape))
+        return min(float(self._least_s(self._placed(*cell)).min()) for cell in self._cells(shape, self._few(shape)))
 
-    def best(self, shape: Shape, below_s: float = math.inf) -> Decision | None:
+    def exact(self, shape: Shape) -> bool:
+        """Return True if all cuts of the nodes' own order and all orders of the devices are compared."""
+        return max(shape) == 1 and self._number(shape) * len(self._sizes(shape)) <= MOST_PLACED
+
+    def best(self, shape: Shape, below_s: float = math.inf, start: Decision | None = None) -> Decision | None:
         """Find the best plan of this shape; None if every step takes ``below_s`` seconds or more.
 
-        Of the prediction, only ``step_s`` is filled in.
+        Of equally quick candidates, one whose micro-batches divide the mini-batch is preferred, then the one that holds
+        least. Of the prediction, only ``step_s`` is filled in.
+
+        Args:
+            start: a plan of this shape, whose cut is improved if there are too many to compare them all.
 
         Raises:
             ShapeError: no plan of this shape is possible, whatever its step time.
         """
-        request, sized = self._request(shape), self._all_sized(shape)
-        cuts = self._cuts_into(len(shape))
-        assert cuts is not None
-        whole = self._whole(shape, sized[0].costs)
-        best = self._least(shape, sized, whole, below_s)
-        if best is None:
-            if math.isinf(below_s) or not any(self._fitting(request, each, whole).any() for each in sized):
-                raise ShapeError(self._unfit(request, sized[-1]))
+        exact, whole, found = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1, list[_Found]()
+        if exact or whole or start is None:
+            cells = self._cells(shape, MOST_PLACED if exact else self._few(shape))
+            found = self._compared(cells, below_s)
+        if not exact:
+            starts = _starts(found) if start is None else [self._as_found(start), *_starts(found)]
+            found += map(self._moved, starts)
+            if whole and found:
+                best_s = min(one.step_s for one in found)
+                near = {one.placed.number for one in found if one.step_s <= best_s * NEAR}
+                cells = [cell for cell in self._cells(shape, MOST_PLACED) if cell[2] in near]
+                found += self._compared(cells, best_s)
+        best_s = min((one.step_s for one in found), default=math.inf)
+        if best_s >= below_s:
+            if not found and (math.isinf(below_s) or not any(self._may_fit(cell).any() for cell in cells)):
+                raise ShapeError(self._unfit(cells[-1]))
             return None
-        return self._decision(self._moved(shape, best))
+        minibatch, _, _ = microbatches(self._request(shape), len(shape))
+        best = min(
+            (one for one in found if one.step_s <= best_s * (1 + EVEN)),
+            key=lambda one: (minibatch % one.placed.number > 0, one.held, one.step_s),
+        )
+        return self._decision(best, exact=exact)
 
-    def _all_sized(self, shape: Shape) -> list[SizedCuts]:
-        """List the costs of all cuts, one entry for each number of micro-batches.
+    def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
+        """Simulate candidates of these cells until no bound is below the best step, or ``below_s``."""
+        least_s = [np.where(self._may_fit(cell), self._least_s(self._placed(*cell)), np.inf) for cell in cells]
+        first_s = [float(bounds_s.min()) for bounds_s in least_s]
+        found: list[_Found] = []
+        for at in np.argsort(first_s, kind="stable").tolist():
+            if first_s[at] >= below_s or len(found) >= MOST_SIMULATED:
+                break
+            placed = self._placed(*cells[at]).take(np.flatnonzero(least_s[at] < below_s))
+            more = list(itertools.islice(self._simulated(placed, below_s), MOST_SIMULATED - len(found)))
+            found += more
+            below_s = min([below_s, *(one.step_s for one in more)])
+        return found
+
+    def _cells(self, shape: Shape, most_cuts: int) -> list[_Cell]:
+        """List the arguments of ``_placed``: cuts, for each number of micro-batches and order of the devices.
 
         Raises:
-            ShapeError: the model cannot be cut so, or there are too few micro-batches.
+            ShapeError: the model cannot be cut so, there are too few micro-batches, or buffers forbid it.
         """
-        cuts = self._cuts_into(len(shape))
+        cuts = self._cuts_into(len(shape), most_cuts)
         if cuts is None:
             raise ShapeError(f"the model cannot be cut into {len(shape)} stages")
-        sizes = [size for size in _sizes(self._problem, self._request(shape)) if size[0] >= max(shape)]
+        sizes = [size for size in self._sizes(shape) if size[0] >= max(shape)]
         if not sizes:
             raise ShapeError(f"a step has fewer micro-batches than stage {shape.index(max(shape))} has workers")
-        return [self._sized(shape, cuts, *size) for size in sizes]
+        cells = [(groups, cuts, *size) for size in sizes for groups in self._orders(shape)]
+        if not self._whole(self._placed(*cells[0])).any():
+            raise ShapeError("a stage with several workers would change buffers in every forward")
+        return cells
 
     def _request(self, shape: Shape) -> Request:
-        return dataclasses.replace(self._problem.request, replicas=shape, num_stages=len(shape))
+        request = self._problem.request
+        if max(shape) == 1 and not request.replicated and request.replicas is not None:
+            return request
+        return dataclasses.replace(request, replicas=shape, num_stages=len(shape))
 
     def _kinds(self, shape: Shape) -> list[Request]:
         """List one request for each permitted schedule, the one that needs the least memory first."""
@@ -134,54 +230,118 @@ class ShapeSearch:
         if request.schedule != "auto":
             return [request]
         plain = request.as_1f1b()
-        return [plain] if len(shape) == 1 else [plain, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)]
+        if len(shape) == 1:
+            return [plain]
+        kinds = [plain, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)]
+        if max(shape) == 1 and self._problem.described:
+            kinds.append(dataclasses.replace(request, schedule="zb-h1", slack=None))
+        return kinds
 
-    def _speeds(self, shape: Shape) -> list[float]:
-        """List the speed of the slowest worker of each stage."""
-        devices = self._problem.cluster.devices
-        return [min(devices[i].speed for i in group) for group in groups_of(shape)]
+    def _schedules(self, placed: PlacedCuts) -> Iterator[list[Request]]:
+        """Yield the schedules to try, each as a list with one request per cut.
 
-    def _cuts_into(self, num_stages: int) -> Ints | None:
-        if num_stages not in self._cuts:
+        For a described cluster and one worker per stage these include slack: every combination on few hops, and slack
+        in proportion to the bytes of each hop on more.
+        """
+        shape = tuple(map(len, placed.groups))
+        kinds = self._kinds(shape)
+        cuts = len(placed.forward_s)
+        yield from ([request] * cuts for request in kinds)
+        if self._problem.request.schedule != "auto" or len(kinds) < 3:
+            return
+        every: list[list[tuple[int, ...]]]
+        hops = len(shape) - 1
+        if hops <= FEW_HOPS:
+            every = [[slack] * cuts for slack in itertools.product(SLACKS, repeat=hops)]
+        else:
+            crossing = placed.costs.crossing_bytes
+            share = crossing / np.maximum(1, crossing.max(axis=1, keepdims=True))
+            by_cut = [(1 + np.ceil((most - 1) * share)).astype(int).tolist() for most in SLACKS[1:]]
+            every = [[tuple(slack) for slack in rows] for rows in by_cut]
+        for slacks in every:
+            if max(slacks[0]) > max(placed.number, AUTO_SLACK):
+                continue
+            for kind in ("slack", "zb-h1"):
+                with_slack = {
+                    slack: dataclasses.replace(
+                        kinds[0], schedule=kind, slack=slack[0] if len(set(slack)) == 1 else slack
+                    )
+                    for slack in set(slacks)
+                }
+                yield [with_slack[slack] for slack in slacks]
+
+    def _orders(self, shape: Shape) -> list[Groups]:
+        """List the devices of each stage; several orders only with one worker per stage."""
+        if max(shape) > 1:
+            return [tuple(groups_of(shape))]
+        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
+        return [tuple((device,) for device in order) for order in orders]
+
+    def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
+        """List (micro-batches, samples of each) to compare for a shape, by increasing number."""
+        request = self._request(shape)
+        minibatch, size, count = microbatches(request, len(shape))
+        if request.num_microbatches is not None or self._problem.times is None or not request.kind.synchronous:
+            return [(count, size)]
+        sizes = [(n, b) for n, b in all_sizes(minibatch) if request.takes(minibatch, b)]
+        if max(shape) > 1:
+            lanes, most = request.num_lanes(len(shape)), MOST_EACH * sum(shape)
+            sizes = [(n, b) for n, b in sizes if max(shape) <= n <= most and (minibatch % n == 0 or n % lanes == 0)]
+        return sizes or [(count, size)]
+
+    def _number(self, shape: Shape) -> int:
+        """Count the pairs of a cut and an order of the devices; more than ``MOST_PLACED`` if there are many orders."""
+        places = len(columns_of(self._problem.profile.graph).places) - 2
+        cuts = 1 if self._problem.request.split_points else math.comb(places, len(shape) - 1)
+        orders = len(self._orders(shape))
+        return cuts * orders if orders < MOST_ORDERS else MOST_PLACED + 1
+
+    def _few(self, shape: Shape) -> int:
+        """Return the number of cuts to compare if there are too many to compare them all."""
+        if max(shape) > 1:
+            return MOST_CUTS
+        return max(LEAST_CUTS, FEW_PLACED // (len(self._orders(shape)) * len(self._sizes(shape))))
+
+    def _cuts_into(self, num_stages: int, most: int) -> Ints | None:
+        if (num_stages, most) not in self._cuts:
             graph, points = self._problem.profile.graph, self._problem.request.split_points
             if points:
                 inner = np.searchsorted(columns_of(graph).places, split_before(graph, points).cuts)
-                self._cuts[num_stages] = np.array([[0, *inner.tolist(), len(columns_of(graph).places) - 1]])
+                cuts: Ints | None = np.array([[0, *inner.tolist(), len(columns_of(graph).places) - 1]])
             else:
-                self._cuts[num_stages] = cuts_into(graph, num_stages)
-        return self._cuts[num_stages]
+                cuts = cuts_into(graph, num_stages, most)
+            self._cuts[num_stages, most] = cuts
+        return self._cuts[num_stages, most]
 
     def _costs_of(self, cuts: Ints, size: int) -> CutCosts:
-        stages = cuts.shape[1] - 1
-        known = cuts is self._cuts.get(stages)
-        if known and (stages, size) in self._costs:
-            return self._costs[stages, size]
+        key = (id(cuts), cuts.shape[1], size)
+        known = any(cuts is each for each in self._cuts.values())
+        if known and key in self._costs:
+            return self._costs[key]
         if size not in self._graphs:
             self._graphs[size] = self._problem.at(size, self._problem.profile.graph)
-        plain = Cluster((ComputeDevice(),) * stages, (Link(),))
-        costs = cut_costs(self._graphs[size], plain, cuts, size, self._problem.request.recomputed(stages))
+        costs = cut_costs(self._graphs[size], cuts, self._problem.request.recomputed(cuts.shape[1] - 1))
         if known:
-            self._costs[stages, size] = costs
+            self._costs[key] = costs
         return costs
 
-    def _sized(self, shape: Shape, cuts: Ints, count: int, size: int) -> SizedCuts:
-        costs, cluster = self._costs_of(cuts, size), self._problem.cluster
-        lanes, groups, speed = self._request(shape).num_lanes(len(shape)), groups_of(shape), self._speeds(shape)
-        forward_s, backward_s = costs.forward_s / speed, costs.backward_s / speed
-        reduce_s = np.stack(
-            [
-                self._reduce_s(costs, stage, lanes, len(group), speed[stage], slowest_link(cluster, group, group))
-                for stage, group in enumerate(groups)
-            ],
-            axis=1,
-        )
+    def _placed(self, groups: Groups, cuts: Ints, count: int, size: int) -> PlacedCuts:
+        problem, shape = self._problem, tuple(map(len, groups))
+        costs, cluster = self._costs_of(cuts, size), problem.cluster
+        lanes = self._request(shape).num_lanes(len(shape))
+        speed = [min(cluster.devices[i].speed for i in group) for group in groups]
+        reduce_s = np.zeros_like(costs.forward_s)
+        for stage, group in enumerate(groups):
+            if len(group) > 1:
+                link = slowest_link(cluster, group, group)
+                reduce_s[:, stage] = self._reduce_s(costs, stage, lanes, len(group), speed[stage], link)
         links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
         bandwidth = np.array([link.bandwidth_bytes_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
         sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
-        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in self._problem.request.codecs)
-        weight_s, hops_s, kind = costs.weight_s / speed, (*there_s, *back_s), self._problem.request.kind
-        return SizedCuts(shape, kind, count, size, costs, forward_s, backward_s, weight_s, reduce_s, hops_s)
+        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in problem.request.codecs)
+        seconds = costs.forward_s / speed, costs.backward_s / speed, costs.weight_s / speed
+        return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, (*there_s, *back_s))
 
     def _reduce_s(self, costs: CutCosts, stage: int, lanes: int, replicas: int, speed: float, link: Link) -> Floats:
         """Compute, by cut, the seconds for which a stage's replicas sum gradients after their last backward.
@@ -202,59 +362,56 @@ class ShapeSearch:
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         summed = sync_bytes[ends] - sync_bytes[starts]
         seconds: Floats = (beside_s + behind_s) * summed
-        if replicas > 1 and hides(request.kind):
+        if hides(request.kind):
             backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)
                 seconds[rows] = exposed_s(beside_s, backward_s, sync_bytes, first, ends[rows].tolist())
             seconds += behind_s * summed
-        seconds = np.where(summed > 0, seconds + 2 * link.latency_s * (replicas > 1), 0.0)
+        seconds = np.where(summed > 0, seconds + 2 * link.latency_s, 0.0)
         if any(costs is known for known in self._costs.values()):
             self._reduced[key] = seconds
         return seconds
 
-    def _whole(self, shape: Shape, costs: CutCosts) -> NDArray[np.bool_]:
-        """Mask the cuts that keep all nodes with changing buffers in stages of one worker; shape (cuts,).
+    def _least_s(self, placed: PlacedCuts) -> Floats:
+        """Compute a lower bound of the step of each cut with any permitted schedule, in seconds."""
+        kinds = [request.kind for request in self._kinds(tuple(map(len, placed.groups)))]
+        return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
 
-        Raises:
-            ShapeError: no cut does.
-        """
-        counts = self._changing[costs.positions]
-        changes: NDArray[np.bool_] = (counts[:, 1:] - counts[:, :-1]) > 0
-        kept: NDArray[np.bool_] = np.logical_not((changes & (np.array(shape) > 1)).any(axis=1))
-        if not kept.any():
-            raise ShapeError("a stage with several workers would change buffers in every forward")
+    def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
+        """Mask the cuts that keep all nodes with changing buffers in stages of one worker; shape (cuts,)."""
+        counts = self._changing[placed.costs.positions]
+        changes = (counts[:, 1:] - counts[:, :-1]) > 0
+        several = np.array([len(group) > 1 for group in placed.groups])
+        kept: NDArray[np.bool_] = np.logical_not((changes & several).any(axis=1))
         return kept
 
-    def _caps(self, request: Request) -> list[float]:
-        """List the memory limit of each stage in bytes: the least of its workers' limits; infinite without a limit."""
-        devices, limit = self._problem.cluster.devices, request.memory_limit_bytes
-        own = [
-            [cap for i in group if (cap := devices[i].memory_bytes) is not None]
-            for group in groups_of(request.replicas_of(request.num_stages or 1))
-        ]
-        return [min([math.inf if limit is None else limit, *caps]) for caps in own]
+    def _caps(self, groups: Groups) -> Floats:
+        """Return the memory limit of each stage in bytes, the least of its workers'; infinite without a limit."""
+        devices, limit = self._problem.cluster.devices, self._problem.request.memory_limit_bytes
+        of_all = math.inf if limit is None else limit
+        own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in groups]
+        return np.array([min([of_all, *caps]) for caps in own])
 
-    def _total_bytes(self, request: Request, sized: SizedCuts) -> Ints:
+    def _total_bytes(self, placed: PlacedCuts, request: Request) -> Ints:
         """Compute the bytes by cut and stage, without workspace and exchange, which are not sums over nodes."""
-        stages = len(request.replicas_of(request.num_stages or 1))
-        model = memory_model(request, stages, sized.number, sized.size)
-        depths = range(stages, 0, -1)
-        held = (np.array([model.in_flight(d) for d in depths]), np.array([model.activation_sets(d) for d in depths]))
-        return stage_bytes(sized.costs, model, *held, np.array(model.message_slots))
+        model = memory_model(request, len(placed.groups), placed.number, placed.size)
+        return stage_bytes(placed.costs, model, *map(np.array, _held(model, len(placed.groups))))
 
-    def _fitting(self, request: Request, sized: SizedCuts, whole: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        caps = self._caps(request)
-        if all(map(math.isinf, caps)):
-            return whole
-        plain = self._kinds(request.replicas_of(request.num_stages or 1))[0] if request.schedule == "auto" else request
-        fitting: NDArray[np.bool_] = whole & (self._total_bytes(plain, sized) <= np.array(caps)).all(axis=1)
+    def _may_fit(self, cell: _Cell) -> NDArray[np.bool_]:
+        """Mask the cuts that fit, without workspace and exchange, with the schedule that needs least; shape (cuts,)."""
+        placed = self._placed(*cell)
+        fitting, caps = self._whole(placed), self._caps(placed.groups)
+        if not np.isinf(caps).all():
+            thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
+            fitting = fitting & (self._total_bytes(placed, thriftiest) <= caps).all(axis=1)
         return fitting
 
-    def _unfit(self, request: Request, sized: SizedCuts) -> str:
-        """Describe the stage that lacks memory in the cut nearest to fitting, with the smallest micro-batches."""
-        plain = self._kinds(request.replicas_of(request.num_stages or 1))[0]
-        total, caps = self._total_bytes(plain, sized), np.array(self._caps(plain))
+    def _unfit(self, cell: _Cell) -> str:
+        """Describe the stage that lacks memory in the cut of a cell that is nearest to fitting."""
+        placed = self._placed(*cell)
+        thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
+        total, caps = self._total_bytes(placed, thriftiest), self._caps(placed.groups)
         lacking = total / caps
         cut = int(lacking.max(axis=1).argmin())
         stage = int(lacking[cut].argmax())
@@ -262,78 +419,107 @@ class ShapeSearch:
             return f"stage {stage} would need more than its {human_bytes(caps[stage])} while it runs"
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
-    def _least(
-        self, shape: Shape, sized: Sequence[SizedCuts], whole: NDArray[np.bool_], below_s: float
-    ) -> _Best | None:
-        """Find the quickest candidate that fits and takes less than ``below_s`` seconds."""
-        kinds = self._kinds(shape)
-        which = np.concatenate([np.full(len(whole), i) for i in range(len(sized))])
-        cut_of = np.tile(np.arange(len(whole)), len(sized))
-        least_s = np.concatenate(
-            [np.where(self._fitting(kinds[0], each, whole), each.bounds_s, np.inf) for each in sized]
-        )
-        best: _Best | None = None
-        for at in np.argsort(least_s, kind="stable").tolist():
-            if least_s[at] >= below_s:
-                break
-            each, cut = sized[which[at]], int(cut_of[at])
-            for request in kinds:
-                if request is not kinds[0] and not any(way[cut].any() for way in each.hops_s):
-                    continue  # nothing to hide
-                step_s = self._step_s(request, each, cut)
-                if step_s < below_s and self._fits(request, each, cut):
-                    best, below_s = _Best(step_s, request, each, cut), step_s
-        return best
+    def _simulated(self, placed: PlacedCuts, best_s: float) -> Iterator[_Found]:
+        """Simulate candidates that fit and whose bounds are below the best step, in the order of their bounds."""
+        if not len(placed.forward_s):
+            return
+        batches = [self._batch(placed, requests) for requests in self._schedules(placed)]
+        which = np.concatenate([np.full(len(batch.cuts), i) for i, batch in enumerate(batches)])
+        within = np.concatenate([np.arange(len(batch.cuts)) for batch in batches])
+        bounds_s = np.concatenate([batch.bounds_s for batch in batches])
+        for i in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[i] >= best_s:
+                return
+            batch, at = batches[which[i]], int(within[i])
+            request, cut = batch.requests[at], int(batch.cuts[at])
+            step_s = self._step_s(request, placed, cut)
+            if self._fits(request, placed, cut):
+                best_s = min(best_s, step_s)
+                yield _Found(step_s, request, placed, cut, batch.held[at])
 
-    def _step_s(self, request: Request, sized: SizedCuts, cut: int) -> float:
-        spec = spec_of(request, request.num_stages or 1, sized.number, int(sized.costs.first[cut]))
-        stages, costs = request.num_stages or 1, sized.of(cut)
+    def _batch(self, placed: PlacedCuts, requests: list[Request]) -> _Batch:
+        stages = len(placed.groups)
+        different = {id(request): request for request in requests}
+        models = {key: memory_model(each, stages, placed.number, placed.size) for key, each in different.items()}
+        rows = {key: _held(model, stages) for key, model in models.items()}
+        # One row stands for all cuts.
+        of_cuts = list(rows) if len(rows) == 1 else list(map(id, requests))
+        numbers = [np.array([rows[key][part] for key in of_cuts]) for part in range(3)]
+        fitting, caps = self._whole(placed), self._caps(placed.groups)
+        if not np.isinf(caps).all():
+            total = stage_bytes(placed.costs, next(iter(models.values())), *numbers)
+            fitting = fitting & (total <= caps).all(axis=1)
+        cuts = np.flatnonzero(fitting)
+        bounds_s = placed.least_s(requests[0].kind, numbers[0])[cuts]
+        held = np.broadcast_to((numbers[1].sum(axis=1) + numbers[2][:, 0]) / placed.number, len(requests))
+        return _Batch(placed, cuts, bounds_s, [requests[i] for i in cuts.tolist()], held[cuts].tolist())
+
+    def _step_s(self, request: Request, placed: PlacedCuts, cut: int) -> float:
+        stages, costs = len(placed.groups), placed.of(cut)
+        spec = spec_of(request, stages, placed.number, int(placed.costs.first[cut]))
+        if spec.of_kind.synchronous and not spec.replicas:
+            return equal_messages_s(spec, costs)
         if spec.of_kind.synchronous:
             return program_makespan_s(_program(spec, stages), costs)
         fewer, more = (program_makespan_s(_program(spec, stages, repeats), costs) for repeats in STEADY)
         return (more - fewer) / (STEADY[1] - STEADY[0])
 
-    def _fits(self, request: Request, sized: SizedCuts, cut: int) -> bool:
-        if not self._problem.bounded:
+    def _fits(self, request: Request, placed: PlacedCuts, cut: int) -> bool:
+        """Return True if a candidate fits with workspace and exchange, which ``_batch`` has not counted."""
+        caps, graph = self._caps(placed.groups), placed.costs.graph
+        if np.isinf(caps).all():
             return True
-        plan = self._decision(_Best(0.0, request, sized, cut))
-        return fits_within(plan.partition, plan.graph, plan.cluster, plan.limits, plan.limits.memory)
+        if request.replicated or not request.kind.synchronous:
+            plan = self._decision(_Found(0.0, request, placed, cut, 0.0))
+            return fits_within(plan.partition, plan.graph, plan.cluster, plan.limits, plan.limits.memory)
+        if not columns_of(graph).workspace.shape[1]:
+            return True
+        places = placed.costs.positions[cut].tolist()
+        total = self._total_bytes(placed, request)[cut].tolist()
+        return all(
+            nbytes + workspace_bytes(graph, range(start, stop), placed.size) <= cap
+            for nbytes, (start, stop), cap in zip(total, itertools.pairwise(places), caps.tolist(), strict=True)
+        )
 
-    def _moved(self, shape: Shape, best: _Best) -> _Best:
-        """Improve the best cut by moving its boundaries; return it unchanged if all places were tried before."""
-        places = len(columns_of(self._problem.profile.graph).places)
-        cuts = self._cuts_into(len(shape))
-        assert cuts is not None
-        if len(shape) == 1 or self._problem.request.split_points or len(cuts) >= math.comb(places - 2, len(shape) - 1):
+    def _as_found(self, decision: Decision) -> _Found:
+        """Convert a decision of another search to a candidate."""
+        partition, graph = decision.partition, self._problem.profile.graph
+        groups = tuple(stage.devices for stage in partition.stages)
+        positions = [*(stage.start for stage in partition.stages), len(graph.nodes)]
+        cuts = np.searchsorted(columns_of(graph).places, [positions])
+        placed = self._placed(groups, cuts, decision.num_microbatches, decision.microbatch_size)
+        return _Found(self._step_s(decision.request, placed, 0), decision.request, placed, 0, 0.0)
+
+    def _moved(self, best: _Found) -> _Found:
+        """Improve the cut of a candidate by moving its boundaries."""
+        if len(best.placed.groups) == 1 or self._problem.request.split_points:
             return best
-        here = cuts[best.cut]
+        places = columns_of(self._problem.profile.graph).places
         for _ in range(MOST_ROUNDS):
-            near = np.array(list(_neighbours(here.tolist())), dtype=np.int64).reshape(-1, len(here))
-            sized = self._sized(shape, near, best.sized.number, best.sized.size)
-            try:
-                whole = self._whole(shape, sized.costs)
-            except ShapeError:
+            here = np.searchsorted(places, best.placed.costs.positions[best.cut]).tolist()
+            near = np.array(list(_neighbours(here)), dtype=np.int64).reshape(-1, len(here))
+            placed = self._placed(best.placed.groups, near, best.placed.number, best.placed.size)
+            placed = placed.take(np.flatnonzero(self._least_s(placed) < best.step_s))
+            better = min(self._simulated(placed, best.step_s), key=lambda one: one.step_s, default=best)
+            if better.step_s >= best.step_s:
                 return best
-            better = self._least(shape, [sized], whole, best.step_s)
-            if better is None:
-                return best
-            best, here = better, near[better.cut]
+            best = better
         return best
 
-    def _decision(self, best: _Best) -> Decision:
-        request, sized, cluster = best.request, best.sized, self._problem.cluster
-        shape = request.replicas_of(request.num_stages or 1)
-        graph, places = sized.costs.graph, sized.costs.positions[best.cut].tolist()
-        limits = limits_of(request, len(shape), len(shape), sized.number, sized.size)
+    def _decision(self, best: _Found, *, exact: bool = False) -> Decision:
+        request, placed, cluster = best.request, best.placed, self._problem.cluster
+        stages, graph = len(placed.groups), placed.costs.graph
+        limits = limits_of(request, stages, stages, placed.number, placed.size)
         busy_s, pieces = columns_of(graph).busy_s, []
-        for stage, (group, speed) in enumerate(zip(groups_of(shape), self._speeds(shape), strict=True)):
-            start, stop = places[stage], places[stage + 1]
+        places = placed.costs.positions[best.cut].tolist()
+        for group, (start, stop) in zip(placed.groups, itertools.pairwise(places), strict=True):
+            speed = min(cluster.devices[i].speed for i in group)
             seconds = float(busy_s[start:stop].sum()) / speed / len(group)
             crossing = graph.nodes[start - 1].cut_bytes or 0 if start else 0
             pieces.append(Piece(range(start, stop), group, seconds, crossing))
-        how = "comparing cuts by simulation"
+        how = f"comparing {'all ' * exact}cuts by simulation"
         partition = make_answer(graph, cluster, limits, pieces, max(piece.period_s for piece in pieces), how)
-        minibatch, _, _ = microbatches(request, len(shape))
+        minibatch, _, _ = microbatches(request, stages)
         return Decision(
             request=request,
             graph=graph,
@@ -341,11 +527,53 @@ class ShapeSearch:
             limits=limits,
             partition=refilled(partition, graph, limits.memory),
             minibatch_size=minibatch,
-            microbatch_size=sized.size,
-            num_microbatches=sized.number,
+            microbatch_size=placed.size,
+            num_microbatches=placed.number,
             choice=None,
             prediction=dataclasses.replace(NOTHING, step_s=best.step_s),
+            of_all=max(map(len, placed.groups)) == 1,
         )
+
+
+def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the orders of ``count`` devices that differ in speeds, memory or links, that of the cluster first.
+
+    Devices are alike if they have equal speed, memory, links to the devices before them, and links to those that are
+    left. Of alike devices, the first in the cluster comes first.
+    """
+    devices = cluster.devices
+
+    def beyond(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(order) == count:
+            yield order
+            return
+        left = [i for i in range(len(devices)) if i not in order]
+        alike = set()
+        for i in left:
+            before = tuple(cluster.distance(i, j) for j in order)
+            after = sorted(
+                (cluster.distance(i, j), devices[j].speed, devices[j].memory_bytes or -1) for j in left if j != i
+            )
+            kind = (devices[i].speed, devices[i].memory_bytes, before, tuple(after))
+            if kind not in alike:
+                alike.add(kind)
+                yield from beyond((*order, i))
+
+    return beyond(())
+
+
+def _starts(found: Sequence[_Found]) -> list[_Found]:
+    """List the quickest candidates of the quickest orders of devices, at most ``MOST_STARTS``."""
+    by_order: dict[Groups, _Found] = {}
+    for one in sorted(found, key=lambda one: one.step_s):
+        by_order.setdefault(one.placed.groups, one)
+    return list(by_order.values())[:MOST_STARTS]
+
+
+def _held(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[int]]:
+    """Return micro-batches in flight by stage, activation sets by stage, and message slots (a list of one)."""
+    depths = range(stages, 0, -1)
+    return [model.in_flight(d) for d in depths], [model.activation_sets(d) for d in depths], [model.message_slots]
 
 
 @functools.lru_cache(maxsize=64)
@@ -353,26 +581,11 @@ def _program(spec: ScheduleSpec, num_stages: int, repeats: int = 1) -> Program:
     return build(lower(schedule_of(spec, num_stages)), repeats)
 
 
-def _sizes(problem: Problem, request: Request) -> list[tuple[int, int]]:
-    """List (micro-batches, samples of each) to compare for a request with given replicas, by increasing number."""
-    stages = request.num_stages or 1
-    minibatch, size, count = microbatches(request, stages)
-    if request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
-        return [(count, size)]
-    shape, lanes = request.replicas_of(stages), request.num_lanes(stages)
-    sizes = [
-        (n, b)
-        for n, b in all_sizes(minibatch)
-        if max(shape) <= n <= MOST_EACH * sum(shape)
-        and (minibatch % n == 0 or n % lanes == 0)
-        and request.takes(minibatch, b)
-    ]
-    return sizes or [(count, size)]
-
-
 def _neighbours(cut: Sequence[int]) -> Iterator[list[int]]:
-    """Yield cuts with one boundary moved by up to 8 places, which stays between its neighbours."""
+    """Yield cuts with one boundary moved by a power of two places, which stays between its neighbours."""
     for at in range(1, len(cut) - 1):
-        for move in (-8, -4, -2, -1, 1, 2, 4, 8):
-            if cut[at - 1] < cut[at] + move < cut[at + 1]:
-                yield [*cut[:at], cut[at] + move, *cut[at + 1 :]]
+        room = cut[at + 1] - cut[at - 1]
+        for move in (1 << power for power in range(room.bit_length())):
+            for place in (cut[at] - move, cut[at] + move):
+                if cut[at - 1] < place < cut[at + 1]:
+                    yield [*cut[:at], place, *cut[at + 1 :]]
