@@ -42,7 +42,7 @@ def make_answer(
         bottleneck_s: seconds per micro-batch of the slowest stage or cut.
         name: solver, for the reason.
     """
-    stages, start = [], 0
+    stages, start, whole_s = [], 0, []
     for index, piece in enumerate(pieces):
         held = sums_of(graph, piece.nodes)
         after = pieces[index + 1].input_bytes if index + 1 < len(pieces) else 0
@@ -58,11 +58,14 @@ def make_answer(
         ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
         stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))
         start += len(piece.nodes)
+        whole_s.append(_whole_s(graph, piece, again=limits.memory.recomputes(len(pieces) - index)))
     order: tuple[int, ...] = ()
     if not all(isinstance(piece.nodes, range) for piece in pieces):
         order = tuple(position for piece in pieces for position in piece.nodes)
         order = () if order == tuple(range(len(graph.nodes))) else order
-    reason = f"{_reason(graph, cluster, stages, bottleneck_s, limits.num_stages is not None)}; found by {name}"
+    bottleneck_s = max(bottleneck_s, *whole_s)
+    reason = _reason(cluster, stages, whole_s, bottleneck_s, fixed=limits.num_stages is not None)
+    reason = f"{reason}; found by {name}"
     return Partition(tuple(stages), reason, order, bottleneck_s)
 
 
@@ -81,14 +84,38 @@ def _stage(index: int, start: int, ends: tuple[str, str], held: Sums, piece: Pie
     )
 
 
-def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottleneck_s: float, fixed: bool) -> str:
-    worst = max(stages, key=lambda stage: stage.period_s)
+def _whole_s(graph: ModelGraph, piece: Piece, *, again: bool) -> float:
+    """Compute the seconds per micro-batch of a stage that may recompute its activations, which runs forwards twice."""
+    columns, nodes = columns_of(graph), list(piece.nodes)
+    busy_s = float(columns.busy_s[nodes].sum())
+    if not again or not busy_s:
+        return piece.period_s
+    return piece.period_s * (1 + float(columns.forward_s[nodes].sum()) / busy_s)
+
+
+def _reason(
+    cluster: Cluster,
+    stages: Sequence[Stage],
+    whole_s: Sequence[float],
+    bottleneck_s: float,
+    *,
+    fixed: bool,
+) -> str:
+    """Describe the slowest stage or cut.
+
+    Args:
+        whole_s: seconds per micro-batch of each stage, with recomputation.
+        bottleneck_s: the longest of these, or of the messages over a cut.
+        fixed: True if the number of stages was given.
+    """
+    worst = stages[max(range(len(stages)), key=whole_s.__getitem__)]
     used = [cluster.devices[i] for stage in stages for i in stage.devices]
-    ideal_s = float(columns_of(graph).busy_s.sum()) / math.fsum(device.speed for device in used)
+    speeds = [math.fsum(cluster.devices[i].speed for i in stage.devices) for stage in stages]
+    ideal_s = math.fsum(s * speed for s, speed in zip(whole_s, speeds, strict=True)) / math.fsum(speeds)
     takes = f"{bottleneck_s * 1e3:.4g} ms per micro-batch"
     over = f"{max(0.0, bottleneck_s / ideal_s - 1):.1%} more than if all workers had the same to do"
     replicas = [len(stage.devices) for stage in stages]
-    if worst.period_s < bottleneck_s * (1 - 1e-9):
+    if whole_s[worst.index] < bottleneck_s * (1 - 1e-9):
         text = f"sending over a cut takes longest, {takes}, {over}"
     elif len(stages) > 1:
         text = f"stage {worst.index} ({worst.first_node} ... {worst.last_node}) takes longest, {takes}, {over}"

@@ -57,7 +57,7 @@ from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request, 
 from raypipe.planner.search.request_schedule import spec_of
 from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 from raypipe.planner.search.sizes import Sizes, chosen_sizes, sizes_of
-from raypipe.planner.search.solvers import branches, own_order_solver, solver_of
+from raypipe.planner.search.solvers import WORTH, branches, own_order_solver, solver_of
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
@@ -220,7 +220,6 @@ def _by_simulation(problem: Problem, num_stages: int) -> bool:
         and (problem.bounded or problem.described)
         and problem.searches
         and request.partitioner in ("auto", "prefix_sum")
-        and not branches(problem.profile.graph)
         and request.kind.synchronous
         and not request.kind.several_stages
         and not request.replicated
@@ -334,13 +333,23 @@ def _completed(problem: Problem, decision: Decision) -> Decision:
     if decision.prediction.source:
         return decision
     if decision.of_all:
-        return dataclasses.replace(
-            decision, choice=_closed_form(problem, decision), prediction=predicted(decision, problem.links)
-        )
+        decision = dataclasses.replace(decision, choice=_closed_form(problem, decision))
+        decision = dataclasses.replace(decision, prediction=predicted(decision, problem.links))
+        other = _in_another_order(problem, decision) if branches(problem.profile.graph) else None
+        return other if other and step_s_of(other) < step_s_of(decision) * (1 - WORTH) else decision
     num_stages, settled = decision.limits.num_stages, decision.request
     same_kind = (request for request in _kinds(problem, num_stages) if request.schedule == settled.schedule)
     sizes = Sizes(decision.minibatch_size, decision.microbatch_size, decision.num_microbatches, decision.choice)
     return in_full(problem, next(same_kind, settled), num_stages, sizes)
+
+
+def _in_another_order(problem: Problem, decision: Decision) -> Decision | None:
+    """Make the decision with a solver that may execute nodes in another order; None if no such cut fits."""
+    sizes = Sizes(decision.minibatch_size, decision.microbatch_size, decision.num_microbatches, decision.choice)
+    try:
+        return in_full(problem, decision.request, decision.partition.num_stages, sizes)
+    except PlanError:
+        return None
 
 
 def _closed_form(problem: Problem, decision: Decision) -> MicrobatchChoice | None:

@@ -13,8 +13,9 @@ from raypipe.ir.communication import CodecCost
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Candidate, Plan
 from raypipe.ir.profile import Profile
+from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.search import Decision, decide, plan_of
-from raypipe.planner.search.cut_costs import cuts_into, shapes
+from raypipe.planner.search.cut_costs import MOST_CUTS, cuts_into, shapes
 from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request import microbatches
@@ -48,7 +49,7 @@ def test_a_long_graph_is_cut_between_places_that_share_it_out() -> None:
     graph = ModelGraph(tuple(op(i, output=64 if i % 10 == 9 else 4096) for i in range(200)))
     cuts = cuts_into(graph, 3)
     assert cuts is not None
-    assert len(cuts) <= 3000
+    assert len(cuts) <= MOST_CUTS
     assert set(range(10, 200, 10)) <= set(cuts[:, 1:-1].flatten().tolist()), "where least crosses"
     assert cuts_into(ModelGraph((op(0), op(1))), 3) is None
 
@@ -68,9 +69,10 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
         nodes = tuple(dataclasses.replace(node, backward_weight_s=node.forward_s / 3) for node in profile.graph.nodes)
         profile = dataclasses.replace(profile, graph=ModelGraph(nodes))
         search = ShapeSearch(Problem(request, profile, alone(4, 10.0), described=True))
-        for sized in search._all_sized(shape):
-            for cut, bound_s in enumerate(sized.bounds_s):
-                assert bound_s <= search._step_s(search._request(shape), sized, cut)
+        for cell in search._cells(shape, MOST_CUTS):
+            placed = search._placed(*cell)
+            for cut, bound_s in enumerate(placed.least_s(request.kind)):
+                assert bound_s <= search._step_s(search._request(shape), placed, cut)
         found = search.best(shape)
         assert found is not None
         assert found.prediction.step_s == pytest.approx(seconds_of(found)), "what is compared is what is predicted"
@@ -105,12 +107,12 @@ def test_data_parallelism_where_links_are_quick_and_replicated_stages_where_para
 @pytest.mark.slow
 def test_the_plan_has_the_table_and_keeps_it() -> None:
     plan = plan_of(decided(heavy_end(64 * MIB), 10.0, memory_limit_bytes=264 * MIB))
-    chosen, *others = plan.candidates
-    assert chosen.chosen
+    (chosen,) = [each for each in plan.candidates if each.chosen]
+    others = [each for each in plan.candidates if not each.chosen]
     assert chosen.workers == plan.partition.replicas == (1, 1, 1)
     assert plan.prediction is not None
     assert chosen.step_s == pytest.approx(plan.prediction.step_s)
-    assert all(each.refused or each.step_s >= chosen.step_s for each in others)
+    assert all(each.refused or each.step_s * (1 + EVEN) >= chosen.step_s for each in others)
     refused = {each.workers: each.refused for each in others}
     assert refused[4,] == "stage 0 would need 272.3 MiB of 264.0 MiB"
     assert not refused[3, 1], "three micro-batches in three lanes are one sum of gradients on its last stage"

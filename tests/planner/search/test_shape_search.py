@@ -1,4 +1,4 @@
-"""Exhaustive search: bounds and bytes of all cuts, and no richer cluster is slower."""
+"""Search over all cuts and orders of devices: bounds, bytes, and no richer cluster is slower."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.replay import equal_messages_s
 from raypipe.planner.search import Request, decide
-from raypipe.planner.search.cut_costs import cut_costs, least_s, stage_bytes
-from raypipe.planner.search.exhaustive import all_cuts
+from raypipe.planner.search.cut_costs import MOST_CUTS, stage_bytes
 from raypipe.planner.search.predict import costs_of, hops_of, stages_of
+from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request_schedule import memory_model, spec_of
+from raypipe.planner.search.shape_search import ShapeSearch
 
 MIB = 1 << 20
 REQUEST = Request(None, None, (), 48, None, num_samples=1000)
@@ -89,22 +90,25 @@ def test_cuts_cost_and_hold_what_they_do_one_by_one(schedule: str, seed: int) ->
     drawn = random.Random(seed)
     graph, stages, count, size = graph_of(drawn), drawn.randint(1, 3), drawn.randint(1, 9), drawn.randint(1, 4)
     cluster = Cluster.uniform(stages, bandwidth_bytes_s=drawn.choice([3e3, 3e4, 3e6]))
-    request = dataclasses.replace(BOUND_REQUEST, schedule=schedule, slack=3 if schedule == "slack" else None)
-    model, cuts = memory_model(request, stages, count, size), all_cuts(graph, stages)
-    assert cuts is not None
-    costs = cut_costs(graph, cluster, cuts, size)
+    request = dataclasses.replace(
+        BOUND_REQUEST, schedule=schedule, slack=3 if schedule == "slack" else None, num_microbatches=count
+    )
+    model = memory_model(request, stages, count, size)
+    search = ShapeSearch(Problem(request, Profile(graph, size), cluster, described=True))
+    ((groups, cuts, _, _),) = search._cells((1,) * stages, MOST_CUTS)
+    placed = search._placed(groups, cuts, count, size)
     depths = range(stages, 0, -1)
     in_flight, sets = (np.array([of(d) for d in depths]) for of in (model.in_flight, model.activation_sets))
-    nbytes = stage_bytes(costs, model, in_flight, sets, np.array([model.message_slots]))
-    bounds_s = least_s(costs, count, in_flight, splits=request.kind.splits_backward)
+    nbytes = stage_bytes(placed.costs, model, in_flight, sets, np.array([model.message_slots]))
+    bounds_s = placed.least_s(request.kind, in_flight)
     limits = Limits(num_stages=stages, memory=model)
     for cut in range(len(cuts)):
-        partition = cut_at(graph, cluster, limits, costs.positions[cut].tolist(), "test")
+        partition = cut_at(graph, cluster, limits, placed.costs.positions[cut].tolist(), "test")
         expected = costs_of(stages_of(graph, partition, cluster, limits), hops_of(partition, cluster, size))
-        found = costs.of(cut)
+        found = placed.of(cut)
         for name in ("forward_s", "backward_s", "forward_occupancy_s", "backward_latency_s"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name))
-        first = int(costs.first[cut])
+        first = int(placed.costs.first[cut])
         assert found.backward_weight_s[first:] == pytest.approx(expected.backward_weight_s[first:])
         assert nbytes[cut].tolist() == [stage.total_bytes for stage in memory_of(graph, partition, model)]
         step_s = equal_messages_s(spec_of(request, stages, count, first), found)
