@@ -177,3 +177,30 @@ def _free_speed(place: _Place, kinds: tuple[DeviceKind, ...], stages: int) -> fl
     """Compute an upper bound of the speed of ``stages`` more devices."""
     speeds = [kind.speed for kind, n in zip(kinds, place.counts, strict=True) for _ in range(len(kind.devices) - n)]
     return math.fsum(sorted(speeds, reverse=True)[: max(0, stages)])
+
+
+def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the orders of ``count`` devices that differ in speeds, memory or links, that of the cluster first.
+
+    Devices are alike if they have equal speed, memory, links to the devices before them, and links to those that are
+    left. Of alike devices, the first in the cluster comes first.
+    """
+    devices = cluster.devices
+
+    def beyond(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(order) == count:
+            yield order
+            return
+        left = [i for i in range(len(devices)) if i not in order]
+        alike = set()
+        for i in left:
+            before = tuple(cluster.distance(i, j) for j in order)
+            after = sorted(
+                (cluster.distance(i, j), devices[j].speed, devices[j].memory_bytes or -1) for j in left if j != i
+            )
+            kind = (devices[i].speed, devices[i].memory_bytes, before, tuple(after))
+            if kind not in alike:
+                alike.add(kind)
+                yield from beyond((*order, i))
+
+    return beyond(())

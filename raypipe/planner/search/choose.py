@@ -192,9 +192,32 @@ def _quickest(problem: Problem, num_stages: int | None) -> Decision:
             found = search.best(shape, rough.prediction.step_s, _on_all_nodes(problem, rough))
     except ShapeError:  # the solver's refusal has all the numbers
         return rough or _best_kind(problem, num_stages, attempt)
-    decision = found or rough
+    decision = _with_better_slack(problem, found) if found else rough
     assert decision is not None, "any step is shorter than forever"
     return decision
+
+
+def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
+    """Try other values of slack with the cut and the micro-batches of a decision."""
+    partition, best = decision.partition, decision
+    if problem.request.schedule != "auto" or not problem.described or partition.num_stages == 1:
+        return decision
+    for kind in ("slack", "zb-h1"):
+        request = decision.request
+        if request.schedule != kind:
+            request = dataclasses.replace(request, schedule=kind, slack=None)
+        request = _with_slack(problem, request, decision.graph, decision.limits, partition)
+        sizes = decision.num_microbatches, decision.microbatch_size
+        limits = limits_of(request, partition.num_stages, partition.num_stages, *sizes)
+        if problem.bounded and not fits_within(partition, decision.graph, problem.cluster, limits, limits.memory):
+            continue
+        other = dataclasses.replace(
+            decision, request=request, limits=limits, partition=refilled(partition, decision.graph, limits.memory)
+        )
+        step_s = seconds_of(other)
+        if step_s < step_s_of(best) * (1 - EVEN):
+            best = dataclasses.replace(other, prediction=dataclasses.replace(NOTHING, step_s=step_s))
+    return best
 
 
 def _on_all_nodes(problem: Problem, rough: Decision) -> Decision | None:

@@ -1,6 +1,10 @@
 """Comparison of data parallelism, pipelines and pipelines with replicas, by the seconds of a simulated step.
 
-A shape is the number of workers of every stage.
+A shape is the number of workers of every stage:
+
+    4 workers, up to 3 stages      2  3  4  |  1-2  2-1  1-3  3-1  2-2  |  1-1-2  1-2-1  2-1-1
+
+More workers add shapes and take none away, so the best plan for fewer workers is still a candidate with more.
 
     one worker per stage      decided as with num_replicas=1
     every other shape         ``ShapeSearch.best``, unless a lower bound shows that it cannot be the best
@@ -13,15 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Candidate
 from raypipe.ir.units import human_s
 from raypipe.planner.cost.tolerance import EVEN, as_quick
 from raypipe.planner.partition.antichain import antichain
-from raypipe.planner.search.cut_costs import Shape, shapes
+from raypipe.planner.search.cut_costs import Shape
 from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Decision, Problem, step_s_of
 from raypipe.planner.search.recompute import is_open, most_recompute, settled
@@ -35,8 +40,50 @@ WEIGHTS = (1.0, 4.0, 16.0)
 """Weights of the seconds of summing gradients, against those of computing, that ``with_branches`` tries. Weight 1 is
 right only if no stage waits for another. The first stage sums its gradients after everything else.
 """
+FEW_WORKERS = 8
+"""Largest number of workers for which every shape is compared."""
 MOST_ROWS = 12
 """Most rows of the table of shapes."""
+
+
+def shapes(workers: int, most_stages: int, most_each: int | None = None, num_stages: int | None = None) -> list[Shape]:
+    """List the shapes on at most ``workers`` workers in which some stage has several workers.
+
+    For more than ``FEW_WORKERS`` workers only these are listed, besides all shapes on up to ``FEW_WORKERS``: one stage;
+    two stages; three stages, the last with one worker; stages with equal numbers of workers; and one stage with several
+    workers among stages with one.
+
+    Args:
+        most_stages: largest number of stages that the model can be cut into.
+        most_each: most workers of a stage; None for no limit.
+        num_stages: number of stages of the shapes; None for any.
+    """
+    kept = (
+        shape
+        for shape in dict.fromkeys(_all(workers) if workers <= FEW_WORKERS else _paying(workers))
+        if 1 < max(shape) <= (most_each or workers) and len(shape) <= most_stages and num_stages in (None, len(shape))
+    )
+    return sorted(kept, key=lambda shape: (-sum(shape), len(shape), shape))
+
+
+def _all(workers: int) -> Iterator[Shape]:
+    for count in range(2, workers + 1):
+        for ends in itertools.product((False, True), repeat=count - 1):
+            places = [0, *(at for at, end in enumerate(ends, 1) if end), count]
+            yield tuple(b - a for a, b in itertools.pairwise(places))
+
+
+def _paying(workers: int) -> Iterator[Shape]:
+    every = range(1, workers + 1)
+    yield from ((count,) for count in every)
+    yield from ((first, second) for first in every for second in range(1, workers - first + 1))
+    yield from ((first, second, 1) for first in every for second in range(1, workers - first))
+    yield from ((each,) * stages for each in every for stages in range(1, workers // each + 1))
+    for several in every:
+        for single in range(1, workers - several + 1):
+            for before in (0, single // 2, single):
+                yield (1,) * before + (several,) + (1,) * (single - before)
+    yield from _all(FEW_WORKERS)
 
 
 def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision | None, tuple[Candidate, ...]]:

@@ -1,11 +1,4 @@
-"""Shapes and cuts to compare, with the costs, memory and lower bounds of all cuts at once as arrays.
-
-A shape is the number of workers of every stage:
-
-    4 workers, up to 3 stages      2  3  4  |  1-2  2-1  1-3  3-1  2-2  |  1-1-2  1-2-1  2-1-1
-
-More workers add shapes and take none away, and neither shapes nor cuts depend on links or memory. So the best plan for
-fewer workers or slower links is still a candidate with more workers or faster links.
+"""Cuts to compare, with their costs, memory and lower bounds at once as arrays.
 
 Lower bounds of the step order the candidates before simulation. For a stage, let
 
@@ -22,77 +15,41 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.ir.cluster import Link
 from raypipe.ir.communication import CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.partition.chain import split_before
+from raypipe.planner.search.problem import Problem
+from raypipe.planner.search.replica_cuts import exposed_s, hides, slowest_link, summing_rates_s
 from raypipe.planner.simulator import Costs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 """Workers by stage."""
-FEW_WORKERS = 8
-"""Largest number of workers for which every shape is compared."""
+Groups = tuple[tuple[int, ...], ...]
+"""Devices by stage."""
 MOST_CUTS = 7000
 """Most cuts into one number of stages that are compared; see ``cuts_into``."""
 ROUNDING = 1 - 1e-9
 """Factor of lower bounds, since sums in another order differ by rounding."""
 
 
-def shapes(workers: int, most_stages: int, most_each: int | None = None, num_stages: int | None = None) -> list[Shape]:
-    """List the shapes on at most ``workers`` workers in which some stage has several workers.
-
-    For more than ``FEW_WORKERS`` workers only these are listed, besides all shapes on up to ``FEW_WORKERS``: one stage;
-    two stages; three stages, the last with one worker; stages with equal numbers of workers; and one stage with several
-    workers among stages with one.
-
-    Args:
-        most_stages: largest number of stages that the model can be cut into.
-        most_each: most workers of a stage; None for no limit.
-        num_stages: number of stages of the shapes; None for any.
-    """
-    kept = (
-        shape
-        for shape in dict.fromkeys(_all(workers) if workers <= FEW_WORKERS else _paying(workers))
-        if 1 < max(shape) <= (most_each or workers) and len(shape) <= most_stages and num_stages in (None, len(shape))
-    )
-    return sorted(kept, key=lambda shape: (-sum(shape), len(shape), shape))
-
-
-def _all(workers: int) -> Iterator[Shape]:
-    for count in range(2, workers + 1):
-        for ends in itertools.product((False, True), repeat=count - 1):
-            places = [0, *(at for at, end in enumerate(ends, 1) if end), count]
-            yield tuple(b - a for a, b in itertools.pairwise(places))
-
-
-def _paying(workers: int) -> Iterator[Shape]:
-    every = range(1, workers + 1)
-    yield from ((count,) for count in every)
-    yield from ((first, second) for first in every for second in range(1, workers - first + 1))
-    yield from ((first, second, 1) for first in every for second in range(1, workers - first))
-    yield from ((each,) * stages for each in every for stages in range(1, workers // each + 1))
-    for several in every:
-        for single in range(1, workers - several + 1):
-            for before in (0, single // 2, single):
-                yield (1,) * before + (several,) + (1,) * (single - before)
-    yield from _all(FEW_WORKERS)
-
-
 def cuts_into(graph: ModelGraph, num_stages: int, most: int = MOST_CUTS) -> Ints | None:
     """List cuts into ``num_stages`` stages.
 
-    All cuts are listed if there are at most ``most``. Otherwise a subset of places is cut: the graph is divided
-    into equal shares of seconds, parameters and activations, and the place with the fewest cut bytes is taken in each.
+    All cuts are listed if there are at most ``most``. Otherwise a subset of places is cut: the graph is divided into
+    equal shares of seconds, parameters and activations, and the place with the fewest cut bytes is taken in each.
 
     Returns:
         indices into the places of the graph, its two ends included, shape (cuts, stages + 1); None if the graph has too
@@ -155,8 +112,15 @@ class CutCosts(NamedTuple):
 
     def take(self, rows: Ints) -> CutCosts:
         """Return the costs of some of the cuts."""
-        by_cut = [array[rows] for array in self[1:-1]]
-        return CutCosts(self.graph, *by_cut, self.held_bytes[:, rows])
+        return self._replace(
+            positions=self.positions[rows],
+            first=self.first[rows],
+            forward_s=self.forward_s[rows],
+            backward_s=self.backward_s[rows],
+            weight_s=self.weight_s[rows],
+            crossing_bytes=self.crossing_bytes[rows],
+            held_bytes=self.held_bytes[:, rows],
+        )
 
 
 def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> CutCosts:
@@ -268,7 +232,8 @@ class PlacedCuts:
         trains = np.arange(len(workers)) >= self.costs.first[:, None]
         forward_s, backward_s = self.forward_s, np.where(trains, self.backward_s, 0.0)
         if not kind.synchronous:  # the pipeline is not drained after every step
-            return (self.number / workers * (forward_s + backward_s)).max(axis=1) * ROUNDING
+            of_stages: Floats = (self.number / workers * (forward_s + backward_s)).max(axis=1) * ROUNDING
+            return of_stages
         waited_s = np.maximum(0.0, backward_s - self.weight_s) * trains if kind.splits_backward else backward_s
         latency_s, held_s, back_latency_s, back_held_s = self.hops_s
         there_s, back_s = latency_s + held_s, np.where(trains[:, :-1], back_latency_s + back_held_s, 0.0)
@@ -293,6 +258,98 @@ class PlacedCuts:
             bounds += [out_s + returns_s[:, 1:], np.where(trains[:, :-1], home_s, 0.0)]
         least: Floats = np.max([bound.max(axis=1) for bound in bounds], axis=0) * ROUNDING
         return least
+
+
+class CutTables:
+    """Cuts of one problem's graph and their costs, cached.
+
+    Args:
+        problem: problem whose request leaves no recomputation open.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._cuts: dict[tuple[int, int], Ints | None] = {}
+        self._costs: dict[tuple[int, int, int], CutCosts] = {}
+        self._graphs: dict[int, ModelGraph] = {}
+        self._reduced: dict[tuple[object, ...], Floats] = {}
+
+    def cuts_into(self, num_stages: int, most: int) -> Ints | None:
+        """List cuts like the function ``cuts_into``, or the only one of the request's split points."""
+        if (num_stages, most) not in self._cuts:
+            graph, points = self._problem.profile.graph, self._problem.request.split_points
+            if points:
+                inner = np.searchsorted(columns_of(graph).places, split_before(graph, points).cuts)
+                cuts: Ints | None = np.array([[0, *inner.tolist(), len(columns_of(graph).places) - 1]])
+            else:
+                cuts = cuts_into(graph, num_stages, most)
+            self._cuts[num_stages, most] = cuts
+        return self._cuts[num_stages, most]
+
+    def placed(self, groups: Groups, cuts: Ints, count: int, size: int, lanes: int) -> PlacedCuts:
+        """Compute the costs of cuts on given devices, with ``count`` micro-batches of ``size`` samples.
+
+        Args:
+            groups: devices by stage.
+            lanes: number of partial sums of gradients.
+        """
+        problem = self._problem
+        costs, cluster = self._costs_of(cuts, size), problem.cluster
+        speed = [min(cluster.devices[i].speed for i in group) for group in groups]
+        reduce_s = np.zeros_like(costs.forward_s)
+        for stage, group in enumerate(groups):
+            if len(group) > 1:
+                link = slowest_link(cluster, group, group)
+                reduce_s[:, stage] = self._reduce_s(costs, stage, lanes, len(group), speed[stage], link)
+        links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
+        bandwidth = np.array([link.bandwidth_bytes_s for link in links])
+        latency_s = np.array([link.latency_s for link in links])
+        sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
+        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in problem.request.codecs)
+        seconds = costs.forward_s / speed, costs.backward_s / speed, costs.weight_s / speed
+        return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, (*there_s, *back_s))
+
+    def _costs_of(self, cuts: Ints, size: int) -> CutCosts:
+        key = (id(cuts), cuts.shape[1], size)
+        known = any(cuts is each for each in self._cuts.values())
+        if known and key in self._costs:
+            return self._costs[key]
+        if size not in self._graphs:
+            self._graphs[size] = self._problem.at(size, self._problem.profile.graph)
+        costs = cut_costs(self._graphs[size], cuts, self._problem.request.recomputed(cuts.shape[1] - 1))
+        if known:
+            self._costs[key] = costs
+        return costs
+
+    def _reduce_s(self, costs: CutCosts, stage: int, lanes: int, replicas: int, speed: float, link: Link) -> Floats:
+        """Compute, by cut, the seconds for which a stage's replicas sum gradients after their last backward.
+
+        Args:
+            lanes: number of partial sums of gradients.
+            replicas: workers of the stage.
+            speed: speed of the slowest of them.
+            link: slowest link between them.
+        """
+        key = (id(costs), stage, lanes, replicas, speed, link)
+        if key in self._reduced:
+            return self._reduced[key]
+        request = self._problem.request
+        graph = costs.graph
+        beside_s, behind_s = summing_rates_s(replicas, lanes, link, request.sums_factor, shards=request.shards)
+        sync_bytes = columns_of(graph).before[1].astype(np.float64)
+        starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
+        summed = sync_bytes[ends] - sync_bytes[starts]
+        seconds: Floats = (beside_s + behind_s) * summed
+        if hides(request.kind):
+            backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
+            for first in np.unique(starts).tolist():
+                rows = np.flatnonzero(starts == first)
+                seconds[rows] = exposed_s(beside_s, backward_s, sync_bytes, first, ends[rows].tolist())
+            seconds += behind_s * summed
+        seconds = np.where(summed > 0, seconds + 2 * link.latency_s, 0.0)
+        if any(costs is known for known in self._costs.values()):
+            self._reduced[key] = seconds
+        return seconds
 
 
 def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) -> tuple[Floats, Floats]:

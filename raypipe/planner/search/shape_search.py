@@ -24,8 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, Link
-from raypipe.ir.graph import ModelGraph
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, workspace_bytes
@@ -34,32 +32,21 @@ from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
-from raypipe.planner.partition.chain import split_before
+from raypipe.planner.partition.device_order import device_orders
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.search.cut_costs import (
-    MOST_CUTS,
-    CutCosts,
-    PlacedCuts,
-    Shape,
-    cut_costs,
-    cuts_into,
-    stage_bytes,
-    way_s,
-)
+from raypipe.planner.search.cut_costs import MOST_CUTS, CutTables, Groups, PlacedCuts, Shape, stage_bytes
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
-from raypipe.planner.search.replica_cuts import exposed_s, groups_of, hides, slowest_link, summing_rates_s
+from raypipe.planner.search.replica_cuts import groups_of
 from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.search.request_schedule import memory_model, spec_of
 from raypipe.planner.simulator import program_makespan_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Groups = tuple[tuple[int, ...], ...]
-"""Devices by stage."""
 _Cell = tuple[Groups, Ints, int, int]
 """Devices by stage, cuts, number of micro-batches, and samples of each."""
 MOST_ORDERS = 128
@@ -127,10 +114,7 @@ class ShapeSearch:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._cuts: dict[tuple[int, int], Ints | None] = {}
-        self._costs: dict[tuple[int, int, int], CutCosts] = {}
-        self._graphs: dict[int, ModelGraph] = {}
-        self._reduced: dict[tuple[object, ...], Floats] = {}
+        self._tables = CutTables(problem)
         changing = problem.request.changing
         self._changing = np.append(0, np.cumsum([i in changing for i in range(len(problem.profile.graph.nodes))]))
 
@@ -207,7 +191,7 @@ class ShapeSearch:
         Raises:
             ShapeError: the model cannot be cut so, there are too few micro-batches, or buffers forbid it.
         """
-        cuts = self._cuts_into(len(shape), most_cuts)
+        cuts = self._tables.cuts_into(len(shape), most_cuts)
         if cuts is None:
             raise ShapeError(f"the model cannot be cut into {len(shape)} stages")
         sizes = [size for size in self._sizes(shape) if size[0] >= max(shape)]
@@ -302,76 +286,9 @@ class ShapeSearch:
             return MOST_CUTS
         return max(LEAST_CUTS, FEW_PLACED // (len(self._orders(shape)) * len(self._sizes(shape))))
 
-    def _cuts_into(self, num_stages: int, most: int) -> Ints | None:
-        if (num_stages, most) not in self._cuts:
-            graph, points = self._problem.profile.graph, self._problem.request.split_points
-            if points:
-                inner = np.searchsorted(columns_of(graph).places, split_before(graph, points).cuts)
-                cuts: Ints | None = np.array([[0, *inner.tolist(), len(columns_of(graph).places) - 1]])
-            else:
-                cuts = cuts_into(graph, num_stages, most)
-            self._cuts[num_stages, most] = cuts
-        return self._cuts[num_stages, most]
-
-    def _costs_of(self, cuts: Ints, size: int) -> CutCosts:
-        key = (id(cuts), cuts.shape[1], size)
-        known = any(cuts is each for each in self._cuts.values())
-        if known and key in self._costs:
-            return self._costs[key]
-        if size not in self._graphs:
-            self._graphs[size] = self._problem.at(size, self._problem.profile.graph)
-        costs = cut_costs(self._graphs[size], cuts, self._problem.request.recomputed(cuts.shape[1] - 1))
-        if known:
-            self._costs[key] = costs
-        return costs
-
     def _placed(self, groups: Groups, cuts: Ints, count: int, size: int) -> PlacedCuts:
-        problem, shape = self._problem, tuple(map(len, groups))
-        costs, cluster = self._costs_of(cuts, size), problem.cluster
-        lanes = self._request(shape).num_lanes(len(shape))
-        speed = [min(cluster.devices[i].speed for i in group) for group in groups]
-        reduce_s = np.zeros_like(costs.forward_s)
-        for stage, group in enumerate(groups):
-            if len(group) > 1:
-                link = slowest_link(cluster, group, group)
-                reduce_s[:, stage] = self._reduce_s(costs, stage, lanes, len(group), speed[stage], link)
-        links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
-        bandwidth = np.array([link.bandwidth_bytes_s for link in links])
-        latency_s = np.array([link.latency_s for link in links])
-        sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
-        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in problem.request.codecs)
-        seconds = costs.forward_s / speed, costs.backward_s / speed, costs.weight_s / speed
-        return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, (*there_s, *back_s))
-
-    def _reduce_s(self, costs: CutCosts, stage: int, lanes: int, replicas: int, speed: float, link: Link) -> Floats:
-        """Compute, by cut, the seconds for which a stage's replicas sum gradients after their last backward.
-
-        Args:
-            lanes: number of partial sums of gradients.
-            replicas: workers of the stage.
-            speed: speed of the slowest of them.
-            link: slowest link between them.
-        """
-        key = (id(costs), stage, lanes, replicas, speed, link)
-        if key in self._reduced:
-            return self._reduced[key]
-        request = self._problem.request
-        graph = costs.graph
-        beside_s, behind_s = summing_rates_s(replicas, lanes, link, request.sums_factor, shards=request.shards)
-        sync_bytes = columns_of(graph).before[1].astype(np.float64)
-        starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
-        summed = sync_bytes[ends] - sync_bytes[starts]
-        seconds: Floats = (beside_s + behind_s) * summed
-        if hides(request.kind):
-            backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
-            for first in np.unique(starts).tolist():
-                rows = np.flatnonzero(starts == first)
-                seconds[rows] = exposed_s(beside_s, backward_s, sync_bytes, first, ends[rows].tolist())
-            seconds += behind_s * summed
-        seconds = np.where(summed > 0, seconds + 2 * link.latency_s, 0.0)
-        if any(costs is known for known in self._costs.values()):
-            self._reduced[key] = seconds
-        return seconds
+        shape = tuple(map(len, groups))
+        return self._tables.placed(groups, cuts, count, size, self._request(shape).num_lanes(len(shape)))
 
     def _least_s(self, placed: PlacedCuts) -> Floats:
         """Compute a lower bound of the step of each cut with any permitted schedule, in seconds."""
@@ -533,33 +450,6 @@ class ShapeSearch:
             prediction=dataclasses.replace(NOTHING, step_s=best.step_s),
             of_all=max(map(len, placed.groups)) == 1,
         )
-
-
-def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of ``count`` devices that differ in speeds, memory or links, that of the cluster first.
-
-    Devices are alike if they have equal speed, memory, links to the devices before them, and links to those that are
-    left. Of alike devices, the first in the cluster comes first.
-    """
-    devices = cluster.devices
-
-    def beyond(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(order) == count:
-            yield order
-            return
-        left = [i for i in range(len(devices)) if i not in order]
-        alike = set()
-        for i in left:
-            before = tuple(cluster.distance(i, j) for j in order)
-            after = sorted(
-                (cluster.distance(i, j), devices[j].speed, devices[j].memory_bytes or -1) for j in left if j != i
-            )
-            kind = (devices[i].speed, devices[i].memory_bytes, before, tuple(after))
-            if kind not in alike:
-                alike.add(kind)
-                yield from beyond((*order, i))
-
-    return beyond(())
 
 
 def _starts(found: Sequence[_Found]) -> list[_Found]:

@@ -15,7 +15,8 @@ from raypipe.ir.plan import Candidate, Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.search import Decision, decide, plan_of
-from raypipe.planner.search.cut_costs import MOST_CUTS, cuts_into, shapes
+from raypipe.planner.search.compare_shapes import shapes
+from raypipe.planner.search.cut_costs import MOST_CUTS, cuts_into
 from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request import microbatches
