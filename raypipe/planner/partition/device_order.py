@@ -25,6 +25,8 @@ from raypipe.planner.partition.costs import Limits
 
 MAX_STATES = 128
 """Maximum number of states in free order; beyond it, kinds stay in the order of the cluster."""
+MOST_DEVICES = 16
+"""Most devices whose orders are listed one by one."""
 
 
 class DeviceKind(NamedTuple):
@@ -183,9 +185,13 @@ def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
     """Yield the orders of ``count`` devices that differ in speeds, memory or links, that of the cluster first.
 
     Devices are alike if they have equal speed, memory, links to the devices before them, and links to those that are
-    left. Of alike devices, the first in the cluster comes first.
+    left. Of alike devices, the first in the cluster comes first. Of more than ``MOST_DEVICES`` only the cluster's order
+    is yielded.
     """
     devices = cluster.devices
+    if len(devices) > MOST_DEVICES:
+        yield tuple(range(count))
+        return
 
     def beyond(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(order) == count:
@@ -203,4 +209,4 @@ def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
                 alike.add(kind)
                 yield from beyond((*order, i))
 
-    return beyond(())
+    yield from beyond(())

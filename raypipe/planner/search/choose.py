@@ -57,7 +57,7 @@ from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request, 
 from raypipe.planner.search.request_schedule import spec_of
 from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 from raypipe.planner.search.sizes import Sizes, chosen_sizes, sizes_of
-from raypipe.planner.search.solvers import WORTH, branches, own_order_solver, solver_of
+from raypipe.planner.search.solvers import FEW_NODES, WORTH, branches, own_order_solver, solver_of
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
@@ -235,11 +235,13 @@ def _on_all_nodes(problem: Problem, rough: Decision) -> Decision | None:
 def _by_simulation(problem: Problem, num_stages: int) -> bool:
     """Return True if plans with this number of stages are compared by ``ShapeSearch``.
 
-    Those are chains on few devices that are described or whose memory is limited, with one worker per stage.
+    Those are plans of few nodes and stages, with one worker per stage, on devices that are described or whose memory is
+    limited.
     """
     request = problem.request
     return (
         num_stages <= min(FEW, len(problem.cluster.devices))
+        and len(problem.profile.graph.nodes) <= FEW_NODES
         and (problem.bounded or problem.described)
         and problem.searches
         and request.partitioner in ("auto", "prefix_sum")
