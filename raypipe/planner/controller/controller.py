@@ -50,7 +50,7 @@ from raypipe.planner.controller.states import (
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.replay import routes_of
 
-FORMAT = 2
+FORMAT = 3
 """Version of the saved state's format."""
 
 
@@ -207,6 +207,8 @@ MOST_DOUBLINGS = 4
 OWN_CHANGE = 6
 """Steps after an undone switch within which a change of links is attributed to the switch itself: the driver is up to
 three steps ahead with its orders, and a change is detected after two."""
+LEAST_SHARE = 0.1
+"""Least seconds of a message that changes are relative to, over those of a micro-batch on the slowest stage."""
 MOST_NEWS_SEARCHES = 3
 """Most searches per retune interval that changes of links or stages may cause, in addition to the regular ones."""
 
@@ -285,13 +287,30 @@ def _change(state: State, event: StepInput, config: ControllerConfig) -> Answer:
     decision = ControllerDecision(step, Verdict.DRIFT, sentence(f"{seen.who} changed for good."), {"who": seen.who})
     if isinstance(state, Quiet) and step >= state.since + OWN_CHANGE:
         return Measure(replace(known, search_at=step)), [decision]
+    if isinstance(state, Quiet):
+        state = replace(state, drifted=step)
     return replace(state, known=known), [decision]
 
 
 def _end_quiet(state: State, event: StepInput, config: ControllerConfig) -> Answer:
-    if isinstance(state, Quiet) and event.done.step >= state.until:
-        return Measure(replace(state.known, search_at=event.done.step)), []
+    """End the state Quiet when its time is over, or if the links are not as they were before the undone switch."""
+    if not isinstance(state, Quiet):
+        return state, []
+    step = event.done.step
+    if step >= state.until or (state.drifted is not None and step > state.drifted and _differ(state, event, config)):
+        return Measure(replace(state.known, search_at=step)), []
     return state, []
+
+
+def _differ(state: Quiet, event: StepInput, config: ControllerConfig) -> bool:
+    """Return True if the links differ from those before the switch: a change that the switch back did not cause."""
+    measured = event.measure()
+    if measured is None or not state.links_s:
+        return False
+    now_s = measured.slowest_s(lambda link: link.transfer_s)
+    floor_s = LEAST_SHARE * max(measured.busy_s)
+    pairs = zip(state.links_s, now_s, strict=True)
+    return any(abs(now - then) > config.link_drift_threshold * max(then, floor_s) for then, now in pairs)
 
 
 def _judge(state: State, event: StepInput, config: ControllerConfig) -> Answer:
@@ -322,7 +341,7 @@ def _taken_back(known: Known, comparison: Comparison, event: StepInput, config: 
     known = replace(_requested(known, comparison.before, event, config), failed=failed)
     reason = f"{sentence(outcome(comparison, config.name))}. It did not pay: back, and no switch for {quiet} steps."
     decision = ControllerDecision(step, Verdict.UNDO, reason, gains(comparison, config.name), comparison.before)
-    return Quiet(known, step, step + quiet), [decision]
+    return Quiet(known, step, step + quiet, comparison.links_s), [decision]
 
 
 def _search_again(state: State, event: StepInput, config: ControllerConfig) -> Answer:
@@ -340,7 +359,8 @@ def _search_again(state: State, event: StepInput, config: ControllerConfig) -> A
     elif look.too_large:
         state = Measure(_requested(known, best, event, config))
     elif isinstance(state, Confirm):
-        comparison = Comparison(done.choice, best, look.gain, look.recent_s)
+        links_s = tuple(measured.slowest_s(lambda link: link.transfer_s))
+        comparison = Comparison(done.choice, best, look.gain, look.recent_s, links_s)
         state = Trial(_requested(known, best, event, config), comparison)
     else:
         look = look._replace(verdict=Verdict.WAIT, text=f"{look.text} It is used if the next step agrees.")

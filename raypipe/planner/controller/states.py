@@ -51,6 +51,7 @@ class Comparison:
         before, after: choice before and after the switch.
         predicted_gain: relative gain; 0.1 means that a step before the switch takes 1.1 times as long as one after it.
         before_s: seconds of the last steps before the switch, since the last change of the links.
+        links_s: seconds of a message before the switch, by hop and direction, without codecs.
         after_s: seconds of the steps after the switch, without the first, in which the pipeline changed.
         began: number of the first step with ``after``; None before that.
     """
@@ -59,6 +60,7 @@ class Comparison:
     after: Choice
     predicted_gain: float
     before_s: tuple[float, ...]
+    links_s: tuple[float, ...] = ()
     after_s: tuple[float, ...] = ()
     began: int | None = None
 
@@ -99,14 +101,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
-        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "after_s", "began")}
+        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "links_s", "after_s", "began")}
         return {"before": self.before.to_dict(), "after": self.after.to_dict(), **rest}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """Read what ``to_dict`` wrote."""
         ends = {name: Choice.from_dict(values[name]) for name in ("before", "after")}
-        seconds = {name: tuple(values[name]) for name in ("before_s", "after_s")}
+        seconds = {name: tuple(values[name]) for name in ("before_s", "links_s", "after_s")}
         return cls(**{**values, **ends, **seconds})
 
 
@@ -189,11 +191,15 @@ class Quiet:
     Attributes:
         since: step after which the switch was undone.
         until: step after which the state ends, and a search follows.
+        links_s: ``Comparison.links_s`` of the switch that was undone.
+        drifted: last step that showed a change, which may be that of the switch back; None before one.
     """
 
     known: Known
     since: int
     until: int
+    links_s: tuple[float, ...] = ()
+    drifted: int | None = None
 
 
 State = Measure | Confirm | Trial | Quiet
@@ -219,8 +225,8 @@ def state_to_dict(state: State) -> dict[str, Any]:
     match state:
         case Trial(_, comparison):
             values["comparison"] = comparison.to_dict()
-        case Quiet(_, since, until):
-            values |= {"since": since, "until": until}
+        case Quiet(_, since, until, links_s, drifted):
+            values |= {"since": since, "until": until, "links_s": links_s, "drifted": drifted}
     return values
 
 
@@ -246,5 +252,5 @@ def state_from_dict(values: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -
     if kind is Trial:
         return Trial(known, Comparison.from_dict(values["comparison"]))
     if kind is Quiet:
-        return Quiet(known, values["since"], values["until"])
+        return Quiet(known, values["since"], values["until"], tuple(values["links_s"]), values["drifted"])
     return Confirm(known) if kind is Confirm else Measure(known)
