@@ -207,6 +207,8 @@ MOST_DOUBLINGS = 4
 OWN_CHANGE = 6
 """Steps after an undone switch within which a change of links is attributed to the switch itself: the driver is up to
 three steps ahead with its orders, and a change is detected after two."""
+SEEN = 5
+"""Steps with another choice after which it must have shown up in the estimates of links."""
 LEAST_SHARE = 0.1
 """Least seconds of a message that changes are relative to, over those of a micro-batch on the slowest stage."""
 MOST_NEWS_SEARCHES = 3
@@ -297,7 +299,9 @@ def _end_quiet(state: State, event: StepInput, config: ControllerConfig) -> Answ
     if not isinstance(state, Quiet):
         return state, []
     step = event.done.step
-    if step >= state.until or (state.drifted is not None and step > state.drifted and _differ(state, event, config)):
+    # The switch back shows up as a change, until which estimates are those of the trial; at most SEEN steps after it.
+    seen = len(state.known.recent) == SEEN if state.drifted is None else step > state.drifted
+    if step >= state.until or (seen and _differ(state, event, config)):
         return Measure(replace(state.known, search_at=step)), []
     return state, []
 
