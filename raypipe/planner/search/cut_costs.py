@@ -164,11 +164,9 @@ class CutCosts(NamedTuple):
 
 
 def _costs(forward_s: Floats, backward_s: Floats, weight_s: Floats, hops_s: Sequence[Floats]) -> Costs:
-    """Build the simulator's input.
+    """Build the simulator's input from seconds by stage, and by hop.
 
-    Args:
-        forward_s, backward_s, weight_s: seconds by stage.
-        hops_s: seconds by hop: latency and occupancy forwards, then latency and occupancy backwards.
+    ``hops_s`` are latency and occupancy of forward messages, then latency and occupancy of backward messages.
     """
     latency_s, occupancy_s, back_latency_s, back_occupancy_s = (tuple(way_s.tolist()) for way_s in hops_s)
     return Costs(

@@ -122,12 +122,9 @@ def _some_fit(problem: Problem, cuts: Ints, count: int, size: int) -> bool:
 
 
 def _requests(problem: Problem, costs: CutCosts, count: int) -> Iterator[list[Request]]:
-    """Yield the schedules to try, each as a list with one request per cut.
+    """Yield the schedules to try with ``count`` micro-batches, each as a list with one request per cut.
 
     For a described cluster these include zb-h1, and slack in proportion to the bytes of each hop.
-
-    Args:
-        count: number of micro-batches.
     """
     request = problem.request
     cuts, hops = costs.crossing_bytes.shape

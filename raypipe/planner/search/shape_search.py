@@ -354,7 +354,7 @@ def _program(spec: ScheduleSpec, num_stages: int, repeats: int = 1) -> Program:
 
 
 def _sizes(problem: Problem, request: Request) -> list[tuple[int, int]]:
-    """List (micro-batches, samples of each) to compare for a request with given replicas, by increasing number."""
+    """List the (micro-batches, samples of each) to compare, fewest micro-batches first, for the request's replicas."""
     stages = request.num_stages or 1
     minibatch, size, count = microbatches(request, stages)
     if request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
