@@ -49,7 +49,7 @@ def check_combinations(config: PipelineFields) -> None:
 
 
 class Exclusion(NamedTuple):
-    """A field that has no effect, or is impossible, beside another one.
+    """A field that has no effect, or is impossible, together with the value of another one.
 
     Attributes:
         field: the field that is refused.
@@ -108,7 +108,7 @@ def _idle(name: str, *harmless: object) -> Callable[[PipelineFields], str]:
 
 
 def _if_open(codec: str) -> Callable[[PipelineFields], str]:
-    """Return the conflict of a codec that is "auto", and so left to the controller, if that can change nothing."""
+    """Return the conflict of a codec that is "auto" while the controller, which would choose it, can change nothing."""
     return lambda config: _controller_is_idle(config) if getattr(config, codec) == "auto" else ""
 
 

@@ -20,47 +20,46 @@ class PipelineFields:
             follows the available workers, and a number is the most there will be (docs/design/0037).
         num_replicas: workers per stage; a list gives one number per stage. The micro-batches of a stage are divided
             over its replicas, at least one for each, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one, or see replicated_buffers. With "zb-v" and
-            "interleaved" one number for all stages: the workers that hold the same stages. In synchronous schedules
-            with a stage on each worker "auto" compares data parallelism (one stage with several workers), pipelines and
-            stages with replicas by the seconds of a step, within memory, and takes the quickest; the plan shows the
-            comparison (docs/design/0009). If scaling_config gives a pair as num_workers, these are the most there
-            will be.
+            changes buffers in training (batch normalisation) has one worker, unless replicated_buffers is set. With
+            "zb-v" and "interleaved" all stages have the same number. "auto", for synchronous schedules with one stage
+            on each worker, compares data parallelism (one stage with several workers), pipelines and stages with
+            replicas by the seconds of a step, within memory, and takes the quickest; the plan shows the comparison
+            (docs/design/0009). If scaling_config gives a pair as num_workers, these numbers are maxima.
         replicated_buffers: True allows replicas of stages whose forwards change buffers (batch normalisation). Each
             replica keeps the buffers that its own micro-batches made; those of the first replica are saved and used in
             evaluation, and they differ from the buffers that one worker would have.
-        num_lanes: number of lanes for summing gradients: micro-batch m belongs to lane m % num_lanes, and lanes are
-            summed one after the other, to the same bits for any number of replicas up to this number. "auto" is 1, the
-            order of plain PyTorch, or with replicas the fewest that give every replica of a stage as many lanes; a
-            resumed run keeps them. Every replica holds num_lanes / num_replicas sums of gradients.
+        num_lanes: number of partial sums of gradients (lanes): micro-batch m of a step is added to lane m % num_lanes,
+            and lanes are added up one after the other, to the same bits for any number of replicas up to this number.
+            "auto" is 1, the order of plain PyTorch; with replicas, their least common multiple over the stages. A
+            resumed run keeps its lanes. Every replica holds num_lanes / num_replicas sums of gradients.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
             follows from the profile, or is 4 per stage with partitioner "parameters".
-        loss_reduction: average of the loss, by which micro-batches are weighted so that they add up to the loss of the
-            mini-batch: "mean" over samples (micro-batch i weighs b_i / B), "sum", "valid_tokens" (targets other than
-            -100), or a function (target) -> number of items. "auto" infers it when the run is planned: ignore_index,
-            class weights and shifted labels from the graph of the loss, tried on real rows; a loss that no weights
-            make right is refused. "per_microbatch" accepts such a loss: each micro-batch has its own, weighted by what
-            its main part averages over (labels of its cross entropy, else samples): the balance of experts is per
-            micro-batch. Evaluation weights mini-batches in the same way, and adds up sums.
+        loss_reduction: items over which the loss averages. They give each micro-batch a weight, so that the losses of
+            micro-batches add up to that of the mini-batch: "mean" over samples (micro-batch i weighs b_i / B), "sum",
+            "valid_tokens" (targets other than -100), or a function (target) -> number of items. "auto" infers it when
+            the run is planned: ignore_index, class weights and shifted labels from the graph of the loss, tried on real
+            rows. It refuses a loss that cannot be computed from micro-batches with any weights, such as the load
+            balancing of experts; "per_microbatch" computes such a loss for each micro-batch, weighted by the items of
+            its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in the same way.
         partitioner: "prefix_sum" cuts the profiled operations in their own order, "antichain" in any
             order that the model allows; "auto" takes the better of the two. "parameters" profiles nothing and gives
-            every stage about the same parameter bytes; a list of module names starts a new stage at each of them.
+            all stages about equal parameter bytes; a list of module names starts a new stage at each of them.
         profile_budget_s: seconds of processor time for measuring the model before the first run; a profile is
             cached, and reused with the same budget. Equal operations are measured once, and operations that are not
             measured are estimated; the plan's reasons give the numbers. A larger budget measures larger micro-batches.
         schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links require or, if the
             measured times of split backwards favour it, "zb-h1", and the controller changes it while the run trains.
-            "kfkb" runs Ada-Grouper as published: the controller changes k. "zb-h1" splits backwards and delays the part
-            that only the weights need: shorter steps for more memory after the first stage; if max_grad_norm is
-            None and no parameter is tied, its steps overlap. "interleaved" and "zb-v" (which splits backwards too) give
-            every worker several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages.
-            The controller does not change these two.
+            "kfkb" runs Ada-Grouper as published: the controller changes k. "zb-h1" splits backwards and delays the
+            gradients of weights: shorter steps for more memory after the first stage; if max_grad_norm is None and no
+            parameter is tied, its steps overlap. "interleaved" and "zb-v" (which splits backwards too) give every
+            worker several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages. The
+            controller does not change these two.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller changes it.
-        slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
-            number per hop. Asynchronous schedules take it too: more micro-batches in flight hide slower links,
-            and in "pipedream" need more weight versions and make gradients staler.
+        slack: r: number of forwards that a stage runs ahead of the next one, 1 being 1F1B; a list gives one number per
+            hop. Asynchronous schedules take it too: more micro-batches in flight hide slower links, and in "pipedream"
+            need more weight versions and make gradients staler.
         weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
             "2bw", which do not drain the pipeline between mini-batches). "pipedream" with a number updates as often as
             that many versions allow.
@@ -102,11 +101,11 @@ class PipelineFields:
             scale halved. At a scale of 1 ``on_nonfinite`` decides.
         compile_stages: the backend of torch.compile for the forward of each stage and its backward, in training:
             "inductor" generates kernels, which needs a C++ compiler on workers, or Triton on GPUs; "aot_eager" runs
-            torch's own, to the bits of plain PyTorch but for some sums of gradients (a convolution's bias, several
-            gradients of one activation; docs/design/0002); "off" compiles nothing. Backwards of compiled stages are one
-            piece: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws random
-            numbers (dropout) is not compiled, as the plan notes; nor is an nn.Sequential. The first step, and the
-            first of every other size of micro-batch, takes seconds more.
+            torch's kernels, to the bits of plain PyTorch except for some sums of gradients (a convolution's bias,
+            several gradients of one activation; docs/design/0002); "off" compiles nothing. Backwards of compiled stages
+            cannot be split: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws
+            random numbers (dropout) is not compiled, as the plan notes; nor is an nn.Sequential. The first step, and
+            the first of every other size of micro-batch, takes seconds more.
         max_grad_norm: clips the gradient norm of the whole model, which makes every step a barrier over all stages;
             None does not clip. If updates come more often than once per num_stages micro-batches, each stage clips its
             own norm to this times the root of its share of the parameters.
@@ -133,11 +132,11 @@ class PipelineFields:
         resource_timeout_s: seconds for which a run waits for workers that it needs, when it begins and when it
             resumes after a loss; its status names them, and the holders of the CPUs or GPUs. Then it ends with an
             error. None waits for ever. "auto" does so if an autoscaler may add nodes, or if scaling_config gives a pair
-            as num_workers, and waits 10 minutes otherwise. For a worker in place of a lost one, without which there is
-            a plan of fewer stages, a run waits 30 s at most.
-        worker_price_per_hour: price of the resources of one worker, in any currency: the run counts its cost while
-            it has workers, recoveries, waiting and spares included, in metrics, status, ``cost.json`` and
-            events.jsonl. None counts nothing, and neither do threads.
+            as num_workers, and waits 10 minutes otherwise. It waits at most 30 s for the replacement of a lost worker
+            if it can continue with fewer stages.
+        worker_price_per_hour: price of the resources of one worker, in any currency. The run reports its cost in
+            metrics, status, ``cost.json`` and events.jsonl; recoveries, waiting and spares are included. None reports
+            no cost, and neither do runs in threads.
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run if loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains the captured stages without that check.
@@ -145,10 +144,10 @@ class PipelineFields:
             holds it. "workers": the model, a function, is built here without memory for its parameters, and each worker
             fills those of its own stages: from ``init_from``, which then names safetensors files that all workers can
             read, or else by the initialisers of the modules: ``reset_parameters()``, ``init_weights()``, or a
-            ``_init_weights(module)`` as in transformers. Their draws follow from ``seed`` and the module, not from
-            the number of stages. A parameter that none of them sets, or that the constructor sets elsewhere, is refused
-            by name. The plan is made from shapes, and ``verify`` compares nothing. "auto" takes "workers" if
-            ``init_from`` has more bytes than half of this machine's memory.
+            ``_init_weights(module)`` as in transformers. Their random numbers follow from ``seed`` and the module, not
+            from the number of stages. A parameter that none of them sets, or that the constructor sets elsewhere, is
+            refused by name. The plan is made from shapes, and ``verify`` compares nothing. "auto" takes "workers" if
+            ``init_from`` has more bytes than half of the memory that this process may use.
 
     Raises:
         ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a

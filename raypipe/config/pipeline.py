@@ -30,7 +30,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),
 }
-"""Names of the fields that take names, besides "auto"."""
+"""Values, other than "auto", of the fields whose values are names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def failing_row(
 
     Args:
         run: the failing call, here on some of the rows; called once or twice for each halving.
-        arguments: all rows; inputs and columns have shape (samples, ...); a 0-d one belongs to every row.
-        error: failure on all rows.
+        arguments: all rows; inputs and columns have shape (samples, ...), or () for a value that all rows share.
+        error: error of the call on all rows.
     """
     tensors = [x for x in (*arguments.inputs, *arguments.columns.values()) if x is not None and x.dim()]
     if isinstance(error, RaypipeError) or ran_out(error) or any(len(x) != samples for x in tensors):
@@ -71,7 +71,7 @@ def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, 
     """Describe a row that fails alone, in one sentence.
 
     Args:
-        position: place of the row in the epoch's order.
+        position: position of the row in the epoch's order.
         columns: columns of the micro-batch.
         row: index into the columns.
     """

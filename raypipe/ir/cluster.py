@@ -56,7 +56,7 @@ class Link:
 
     Attributes:
         bandwidth_bytes_s: bytes per second.
-        latency_s: seconds from leaving to arrival.
+        latency_s: seconds from sending to arrival, in addition to bytes / bandwidth.
     """
 
     bandwidth_bytes_s: float = math.inf

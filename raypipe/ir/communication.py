@@ -142,20 +142,20 @@ def stage_sample(
 class LinkEstimate:
     """Estimate of one link in one direction, over a window of recent steps.
 
-    A message of ``raw_bytes`` without codec leaves an idle link ``occupancy_s`` after it was handed over, and arrives
-    ``latency_s`` after that; one that finds the link busy waits until it is free.
+    Without a codec, a message of ``raw_bytes`` keeps an idle link busy for ``occupancy_s``, and arrives ``latency_s``
+    later. A message that finds the link busy waits until it is free.
 
     Attributes:
         latency_s: half of the round trip that is not occupancy; the two directions cannot be separated.
         occupancy_s: median over the window.
-        ewma_s: exponentially weighted mean over the run of half the round-trip time.
+        ewma_s: half of the round-trip time, as an exponentially weighted mean over steps.
         p90_s: 90th percentile of latency plus occupancy, over messages.
         seconds_per_byte: occupancy per byte.
         draws_s: occupancy of each message of the window, oldest first. The link keeps order, so any variation delays
             later messages and counts as occupancy.
         split: True if latency and occupancy could be separated, by messages that queued or by their sizes. If False,
             occupancy_s is an upper bound.
-        reason: how they were separated, in words.
+        reason: explanation of ``split``, for reports.
     """
 
     hop: int
@@ -187,7 +187,7 @@ class CodecCost:
     Attributes:
         name: as in codec_forward and codec_backward.
         ratio: bytes before over bytes on the wire.
-        encode_s_per_byte, decode_s_per_byte: per byte before the codec, on the link's own thread.
+        encode_s_per_byte, decode_s_per_byte: seconds per byte before the codec, on the link's own thread.
     """
 
     name: str
@@ -217,21 +217,22 @@ NO_CODEC = CodecCost("none")
 
 
 CHUNK_BYTES = 8 << 20
-"""Chunk size over all lanes of a replica. A chunk costs two message latencies, and several are in memory at once."""
+"""Bytes of gradient sums that replicas exchange at a time, over all lanes of a replica. A chunk costs the latency of
+two messages, and several chunks are in memory at once."""
 CLOSED_AT = 1 / 8
-"""Fill level at which a chunk ends with the current use site, so that it does not wait for an earlier layer."""
+"""Fill level from which on a chunk is sent without waiting for gradients of an earlier layer."""
 
 
 def chunk_bytes(lanes: int, replicas: int) -> int:
-    """Return the chunk size in one lane; equal on all replicas of a stage."""
+    """Return the bytes of a chunk in one lane; equal on all replicas of a stage."""
     return max(64, CHUNK_BYTES // -(-lanes // replicas) // 64 * 64)
 
 
 def exchange_bytes(gradient_bytes: int, lanes: int, replicas: int) -> int:
     """Return the peak bytes that a replica holds for an exchange, in addition to its gradient sums.
 
-    Per own lane: a copy of the chunk, the chunks received, and their transfer buffers. For the totals: the local sum,
-    and that joined with the received one.
+    In each of its lanes: a copy of the chunk, the chunks received, and their transfer buffers. In addition the sum over
+    its own lanes, and the sum over all lanes.
 
     Args:
         gradient_bytes: gradients of the stage in one lane.

@@ -16,10 +16,10 @@ def from_plain(kind: Any, value: Any, path: str = "") -> Any:
     A dataclass that was built already stays as it is.
 
     Args:
-        path: where the value is in its document, for messages.
+        path: path of the value in its document, for messages.
 
     Raises:
-        ValueError: names the place and the value.
+        ValueError: names the path and the value.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or (value is None and type(None) in arguments):

@@ -20,7 +20,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.from_plain import from_plain
 
 Lines = tuple[tuple[int, int], ...]
-"""((fixed bytes, bytes per sample), ...); no line is zero."""
+"""Bytes as a function of the number of samples: the largest of these lines, (fixed bytes, bytes per sample)."""
 
 
 def most(lines: Iterable[tuple[int, int]], samples: int) -> int:
@@ -63,7 +63,7 @@ class Node:
         buffer_bytes: bytes of the module buffers that it is the first to use.
         source: source of the seconds: "measured", "estimated", or "" until profiled.
         workspace: temporary bytes while it runs, forward or backward, besides the activations that it and earlier nodes
-            keep, as the maximum of lines; () until profiled.
+            keep; () until profiled.
     """
 
     name: str
@@ -98,10 +98,9 @@ class ModelGraph:
     Attributes:
         nodes: in an order in which they can run.
         edges: (producer, consumer) positions; None if unknown, in which case only ``cut_bytes`` counts.
-        together: (earlier, later) positions that must share a stage, because what joins them cannot travel.
-        before: (earlier, later) positions that must keep this order, though nothing travels between them: sums of
-            gradients, which round differently in another one, and operations that would otherwise be free to run
-            anywhere.
+        together: (earlier, later) positions that must share a stage, because the value between them cannot be sent.
+        before: (earlier, later) positions that must keep this order, though no value passes between them: users of a
+            tensor, whose gradients are summed in this order, and operations that no edge would order.
 
     Raises:
         PlanError: a pair that is not two positions in execution order.

@@ -20,8 +20,8 @@ class StagePrediction:
 
     Attributes:
         devices: names of its devices, one per replica.
-        forward_s, backward_s: seconds per micro-batch; divided by the number of replicas and including the all-reduce,
-            unless replicas have rows of their own.
+        forward_s, backward_s: seconds per micro-batch. If replicas share a row of the schedule, they are divided by the
+            number of replicas, and include the all-reduce.
         weight_s: the part of backward_s that no other stage waits for (W).
         in_flight: most micro-batches between their F and their B, or W.
         fullest_at: the action at peak memory, as ``0F3``.
@@ -59,7 +59,7 @@ class HopPrediction:
 
     Attributes:
         message_bytes: size for one micro-batch, before any codec.
-        latency_s: seconds from send to arrival, including the codec.
+        latency_s: seconds in addition to occupancy_s until arrival: latency of the link, and the rest of the codec.
         occupancy_s: seconds for which the link, the encoder or the decoder is busy, whichever is longest.
         back_s: (latency, occupancy) of the gradient; None if equal.
     """
@@ -99,14 +99,15 @@ class Prediction:
         step_s: simulated seconds including all messages, without the optimizer's own time.
         bubble_fraction: share of worker time without computation.
         samples_per_s: training throughput.
-        one_f_one_b_s: the step with schedule 1f1b; None if the schedule is 1f1b, or if workers hold several stages, for
-            which 1f1b would need another partition or more workers.
+        one_f_one_b_s: the step with schedule 1f1b; None if the schedule is 1f1b, with one stage, or if workers hold
+            several stages, for which 1f1b would need another partition or more workers.
         bound: the bottleneck of the step, in words.
         source: origin of the nodes' seconds: "measured", "estimated" or "mixed".
         links: origin of bandwidths and latencies.
         stages, hops: in the order of the pipeline.
         curve: the numbers of micro-batches that were examined; empty if the number was given.
-        optimum, low, high, epsilon: N*, and the range within epsilon of it; 0 if the number was given.
+        optimum, low, high, epsilon: N*, the number of micro-batches with the shortest step, and the numbers between
+            which a step is at most a share of epsilon longer; 0 if the number was given.
         decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
             "memory", "simulation", "given" or "rule".
     """
@@ -231,7 +232,7 @@ class Plan:
         minibatch_size: samples per optimizer step.
         microbatch_size: samples per micro-batch; the last one of a mini-batch may be smaller.
         num_microbatches: ceil(minibatch_size / microbatch_size).
-        transport: how boundary tensors travel.
+        transport: transport of boundary tensors, as in PipelineConfig.
         generation: counts re-plans; messages of an older one are dropped.
         notes: warnings about this plan, one sentence each.
         reasons: (choice, reason) pairs, the verdict before the first semicolon; also facts: ("stage 0", its modules),
@@ -323,7 +324,7 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Count the most micro-batches that each stage holds between their F and their B on one worker."""
+    """Count the most micro-batches that each stage holds between their F and their B, or W, on one worker."""
     peaks = [0] * schedule.num_stages
     for row in schedule.rows():
         held = [0] * schedule.num_stages
@@ -339,9 +340,8 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
     """Return the idle share of worker time for equal stages, free links and whole backwards.
 
-    S stages on P workers, v = S / P on each: from M = P on, a worker waits for P - 1 of the smaller stages; with fewer
-    micro-batches it waits for the whole pipeline to fill (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is
-    1F1B).
+    Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
+    with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).
     """
     each = num_stages / num_workers
     slots = max(each * num_microbatches + num_workers - 1, num_microbatches + num_stages - 1)

@@ -64,7 +64,7 @@ def cost_of(plan: Plan, cluster: Cluster, num_steps: int = 0, tokens_per_sample:
     """Compute the cost of a plan; None if no device of the cluster has a price.
 
     Raises:
-        PlanError: a device that is used has no price, or the plan has no predicted step time.
+        PlanError: a device of a used host has no price, or the plan has no predicted step time.
     """
     if all(device.price_per_hour is None for device in cluster.devices):
         return None

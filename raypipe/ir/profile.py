@@ -1,8 +1,8 @@
 """Profile of a model: a graph with seconds in its nodes, their reliability, and their growth with the batch size.
 
 graph.nodes     seconds and kept bytes of each node, at ``microbatch_size`` samples; they add up to the whole model's
-raw_ratio       sum over the nodes as they were measured, over the whole; the nodes are scaled by its inverse
-seconds_by_size (1, t), (2, t), (4, t), ...: the whole model again, for the number of micro-batches
+raw_ratio       measured sum over the nodes / measured whole model; the nodes' seconds were divided by it
+seconds_by_size (1, t), (2, t), (4, t), ...: the whole model, for choosing the number of micro-batches
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Profile:
         graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source; the sum of the seconds
             is the whole model's, its loss included.
         microbatch_size: samples at which the seconds were taken.
-        seconds_by_size: (samples, forward and backward seconds of the whole model), by samples, some of them perhaps
-            more than ``microbatch_size``; with fewer than two entries, seconds are assumed proportional to samples.
+        seconds_by_size: (samples, forward and backward seconds of the whole model), sorted by samples, which may exceed
+            ``microbatch_size``; with fewer than two entries, seconds are assumed proportional to samples.
         raw_ratio: (forward, backward) sums of the nodes before scaling over the whole model; 1 if not scaled.
         device: description of the device that it was measured on.
         notes: warnings, one sentence each.

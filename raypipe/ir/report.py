@@ -61,15 +61,15 @@ class StepReport:
 
     Attributes:
         stage: the reporting stage.
-        step: optimizer step, counted from 0 over the run; for evaluation, the batch.
+        step: optimizer step, counted from 0 over the run; in evaluation, index of the batch.
         samples: samples of the mini-batch.
-        loss: loss of the mini-batch after loss_reduction, on every stage; in evaluation, and if norms are per stage, on
-            the last stage only, else None.
+        loss: loss of the mini-batch after loss_reduction. Every stage reports it; but in evaluation, and if norms are
+            per stage, only the last one does, and others report None.
         grad_norm: gradient norm of the whole model before clipping; None in evaluation and if norms are per stage.
         stage_grad_norm: gradient norm of this stage before clipping; None unless norms are per stage.
         norms: gradient norm of each parameter, if norms are per stage in a synchronous step; those of all stages give
             the norm of the model.
-        start_s, end_s: on the host's monotonic clock.
+        start_s, end_s: begin and end of the step, on the host's monotonic clock.
         busy_s: seconds in F, B, I and W.
         wait_s: seconds waiting for messages.
         sent_bytes: bytes sent to the next stage and to the previous one, after any codec.
@@ -84,7 +84,7 @@ class StepReport:
             on all stages but the last.
         skipped: loss or gradient was not finite, and no stage took the step.
         copying: the worker copied its state or sent a copy meanwhile, so that its times are not representative.
-        copied: the newest complete copy of this stage on its holder, if any.
+        copied: the newest complete in-memory copy of this stage's state, if any.
         lr: learning rate of the stage's first parameter group; None if the stage has no parameters or took no step.
         metrics: metrics by name, at the end of an evaluation, on the last stage.
         tokens: tokens of the mini-batch, if the stage reads token ids; see engine/stage/feed.py.
@@ -235,7 +235,7 @@ def merge_reports(
 _CODES = {"int": "q", "float": "d", "bool": "b"}
 _FIELDS = {field.name: str(field.type) for field in fields(StepRecord)}
 _SPARE = 8
-"""Records are dropped an eighth at a time: each time all that are kept move up."""
+"""Records are dropped an eighth of ``most`` at a time, because all that are kept move in memory each time."""
 
 
 class KeptRecords(Sequence[StepRecord]):

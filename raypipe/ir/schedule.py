@@ -170,8 +170,8 @@ def groups_in(homes: Homes) -> Homes:
 class Wiring:
     """Placement and update rules that determine the dependencies between actions.
 
-    A micro-batch belongs to a lane, and a lane to one replica of every stage, so that gradients which are summed up
-    by lane come out the same however many replicas there are.
+    A micro-batch belongs to a lane of gradient accumulation, and a lane to one replica of every stage. Gradients are
+    summed by lane, so that the result does not depend on the number of replicas.
 
     Attributes:
         homes: workers that hold each stage, by stage index.
@@ -179,12 +179,11 @@ class Wiring:
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
-        lanes: number of gradient-accumulation lanes; micro-batches are assigned to them in turn. At least the number
-            of replicas of any stage.
+        lanes: number of lanes, at least that of replicas of any stage; micro-batches are assigned to them in turn.
         intervals: micro-batches per optimizer step by stage, if stages step more often than every update_interval,
             which is a multiple of each; empty otherwise. Every stage then computes a norm of its own.
-        frozen_alone: stages below ``first_trainable`` take no part in the norm of the others. If steps follow each
-            other without a flush, later stages need their forwards of the next update before they end this one.
+        frozen_alone: stages below ``first_trainable`` neither enter the norm of the others nor wait for it. Needed
+            without a flush between steps: later stages then wait for forwards of the next update from them.
 
     Raises:
         ScheduleError: a stage has no worker, or one twice; a worker shares some but not all of its stages; there are
@@ -317,9 +316,9 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
         stages, or of its own where norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
 
-    REDUCE_GRAD, REDUCE_NORM and STEP are in the row of every replica. So REDUCE_GRAD waits for backwards on all
-    replicas of its stage; a dependency on such an action means the one in the own row or, if it has none, those in all
-    rows.
+    REDUCE_GRAD, REDUCE_NORM and STEP are in the row of every replica. REDUCE_GRAD waits for backwards on all replicas
+    of its stage. A dependency on one of the three is on that action in the same row; if the row does not have it, on
+    that action in all rows that do.
 
     The model leaves out that the holders of a shared parameter exchange gradients in REDUCE_GRAD.
     """
@@ -370,12 +369,12 @@ def _of_all(stage: int, op: Op, microbatches: range) -> PackedRow:
 class Schedule:
     """Schedule: the order of actions on each worker, from one flush to the next; micro-batches are counted from 0.
 
-    A synchronous step has only a ``body``. An asynchronous schedule is the same type with more in
-    it: a prologue fills the pipeline, the body repeats, the epilogue drains it.
+    A synchronous step has only a ``body``. In an asynchronous schedule a prologue fills the pipeline, the body repeats,
+    and the epilogue drains it. To the micro-batch numbers in its rows is added:
 
-        prologue   base 0
-        body       base i * stride, for i = 0, 1, ... repeats - 1
-        epilogue   base repeats * stride
+        prologue   0
+        body       i * stride, for i = 0, 1, ... repeats - 1
+        epilogue   repeats * stride
 
     Attributes:
         kind: name with numbers, as ``ScheduleSpec.name``: ``kfkb k=2``.
@@ -417,7 +416,7 @@ class Schedule:
         return 1 + max((a.microbatch + shift for row, shift in parts for a in row if a.op is Op.F), default=-1)
 
     def _repr_html_(self) -> str:
-        """Draw the schedule in slots: F 1, B 2, I and W 1 each. An asynchronous schedule has its body twice."""
+        """Draw the schedule; F, I and W are one unit wide, B two. The body of an asynchronous one is drawn twice."""
         from raypipe.viz.timeline_svg import schedule_svg
 
         rows = self.rows(2 if self.prologue else 1)

@@ -30,7 +30,7 @@ class ScheduleKind:
         splits_backward: backwards are I and W instead of B.
         stages_per_worker: 1 or 2; None for ``chunks`` stages.
         searched: the controller searches its numbers if the user leaves them open.
-        memory_formula: planner.cost.memory has a formula for its activations; rows of other kinds are counted.
+        memory_formula: planner.cost.memory has a formula for its activations; for other kinds it counts in the rows.
     """
 
     takes: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class ScheduleSpec:
         chunks: v, stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
         overlap: no stage waits for the global gradient norm before its optimizer step, so that steps overlap if the
-            kind allows it. A property of the run: kinds that cannot overlap accept it too.
+            kind allows it; no effect on other kinds.
         update_interval: u of pipedream, micro-batches per update.
         replicas: workers by stage; empty for one each.
         lanes: gradient-accumulation lanes, at least as many as any stage has replicas.

@@ -1,9 +1,9 @@
-"""Segments and orders: the driver sends orders and receives reports, nothing else.
+"""Segments and orders. To a training pipeline the driver sends orders only; it receives reports.
 
     synchronous     | whole | whole | whole |               one mini-batch each, the pipeline runs empty between them
-    asynchronous    | fill | steady | steady | drain |      micro-batches of the next mini-batch are under way between
+    asynchronous    | fill | steady | steady | drain |      micro-batches of the next mini-batch are in flight between
 
-A segment is the unit of work in an order. It *completes* mini-batches: it contains their last backward. Their first
+A segment is the unit of work in an order. It *completes* the mini-batches whose last backward it contains; their first
 forwards may be in the segment before.
 """
 
@@ -71,7 +71,7 @@ class Segment:
         phase: part of the schedule; unless it ends empty, it also begins the next mini-batch, which has the samples
             that follow and the same micro-batch sizes.
         update_interval: micro-batches per update of the parameters, None for the whole mini-batch.
-        generation: generation of the plan.
+        generation: number of the plan.
         spec: schedule if it differs from the plan's own; WHOLE segments only.
     """
 

@@ -32,9 +32,9 @@ class PackedSpans(Sequence[Span]):
     """Spans of a simulated run; immutable, equal to the tuple of them.
 
     Args:
-        worker: by span, an array of type "i".
-        actions: by span.
-        start_s, end_s: by span, arrays of type "d".
+        worker: worker of each span, an array of type "i".
+        actions: action of each span.
+        start_s, end_s: seconds of each span, arrays of type "d".
     """
 
     __slots__ = ("actions", "end_s", "start_s", "worker")
@@ -136,7 +136,7 @@ class MessageSpan(NamedTuple):
 
 
 def messages_of(spans: Sequence[Span]) -> Iterator[MessageSpan]:
-    """Yield the messages whose both stages are in the timeline, in the order of their source spans."""
+    """Yield the messages whose sender and receiver are in the timeline, in the order of their source spans."""
     by_action = {span.action: span for span in spans if span.end_s - span.start_s >= 2e-9}
     for source in spans:
         stage, op, microbatch = source.action

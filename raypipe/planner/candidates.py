@@ -5,14 +5,15 @@
     r of slack   grown on the hop that shortens the period P most, then improved by trying neighbours
     zb-h1        r as with slack, if split backwards were timed
 
-P is the period of slack 1F1B per micro-batch; runs are consecutive stages with the hops between them:
+P is the period of slack 1F1B per micro-batch: T_s are the seconds of F and B on stage s, r_h is the slack of hop h, and
+a run is a range of consecutive stages with the hops between them:
 
     P = max(max T_s, max over runs (sum T_s + sum of round trips) / (1 + sum r_h))
 
 With R_s replicas of stage s, T_s becomes T_s / R_s, and the denominator R_first + sum r_h R_(h + 1), the micro-batches
 that all replicas of the run have in flight.
 
-Choices within half a percent of the best count as equal: then the one that holds the fewest micro-batches is taken.
+Of choices within half a percent of the best, the one that holds the fewest micro-batches is taken.
 """
 
 from __future__ import annotations

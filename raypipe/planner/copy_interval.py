@@ -29,7 +29,7 @@ class CopyCosts(NamedTuple):
     """Measured costs of a copy, on the stage with the highest costs.
 
     Attributes:
-        step_s: duration of a step while no copy is under way.
+        step_s: duration of a step without copying.
         cost_s: extra time of all steps during a copy.
         sent_s: time from the first to the last byte of a sent copy.
     """

@@ -3,7 +3,7 @@
     workers available         0     1     2     3     4     5     6         num_workers=(2, 5), the plan for 5 uses 4
     used by the run           waits waits 2     3     4     4     4
     one spare                                               yes   yes       if it survives failures
-    requests to autoscaler    5 places until it has them, fewer if growing would no longer pay
+    requests to autoscaler    5 workers until it has them, fewer if growing would no longer pay
 
 Replicas are added and removed first, then stages. num_workers=(1, 3), two stages 2-1:
 
@@ -17,9 +17,9 @@ Regrouping keeps the stages and changes the numbers of replicas, after the loss 
     2-1, lanes 2    worker 1 is lost             1-1: worker 0 runs all micro-batches of stage 0
     2-2, lanes 2    workers 2 and 3 are lost     1-1: one of the two replicas of stage 0 takes stage 1
 
-Gradients are summed in the same lanes, so that no bit depends on the number of replicas (``schedule.replicas``).
-Replicas are counted by group of workers, one group per stage. If workers hold several stages there are fewer groups,
-all of equal size: a lost worker leaves one worker of every other group without work.
+The number of lanes (partial sums of gradients) stays, so that no bit depends on the number of replicas; see
+``schedule.replicas``. Replicas are counted by group of workers, one group per stage. If workers hold several stages
+there are fewer groups, all of equal size: a lost worker leaves one worker of every other group without work.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
     """Make the decision of the present plan on these workers, as a baseline for other cuts; without a prediction.
 
     Args:
-        request: request with a settled schedule, for the plan's stages and micro-batches.
+        request: request with a chosen schedule, for the plan's stages and micro-batches.
         line: a device for each stage, in their order.
     """
     request = dataclasses.replace(request, recompute=plan.recompute or False)
@@ -269,7 +269,7 @@ class RepartitionQuery(NamedTuple):
 
     Attributes:
         plan: plan that the stages run now.
-        profile: profile calibrated to the stages' first settled seconds.
+        profile: profile that is calibrated to the stages' measured seconds, see ``calibrated``.
         line: workers in the order of the stages.
         speeds: present speeds of the workers.
         spec: current schedule.
@@ -295,7 +295,7 @@ class Offer(NamedTuple):
 
     Attributes:
         cut: the new cut.
-        generation: generation of the plan that it was made for.
+        generation: number of the plan that it was made for.
         gain: expected gain of the move.
         why: reason for messages.
     """

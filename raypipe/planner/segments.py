@@ -149,16 +149,14 @@ def flowing_segments(
 
 
 def draining_segment(flow: Flow, at: Position) -> Segment:
-    """Return the segment that completes the mini-batches under way, after a segment that does not end empty."""
+    """Return the segment that drains the pipeline, after a segment that does not end empty."""
     return _flowing(flow, at, flow.num_to_drain, Phase.DRAIN)
 
 
 def _next_phase(num_to_drain: int, until: int, flowing: bool, *, soon: bool) -> tuple[int, Phase]:
-    """Return (mini-batches, phase) of the next segment.
+    """Return (mini-batches, phase) of the next segment, if the pipeline must be empty after ``until`` mini-batches.
 
-    Args:
-        until: mini-batches until the pipeline must be empty.
-        soon: True if it has to drain as soon as possible.
+    ``flowing`` is True if it is not empty now, ``soon`` if it has to drain as soon as possible.
     """
     if flowing:
         return (num_to_drain, Phase.DRAIN) if soon or until <= num_to_drain else (1, Phase.STEADY)

@@ -1,10 +1,9 @@
 """Simulation of a lowered schedule: from rows of actions and their seconds to a Timeline, as of a measured run.
 
-A worker runs one action at a time, in the order of its row. A SEND hands its message to the link and
-does not block the worker; a link carries one message per direction at a time (``occupancy_s``), in the order
-of the SENDs, and the message arrives ``latency_s`` after it has left. A RECV waits
-for its message. Rows and links have fixed orders, so no event queue is needed: one pass in an order
-that respects every wait gives all times.
+A worker runs one action at a time, in the order of its row. A SEND hands its message to the link and does not block the
+worker. A link carries one message per direction at a time (``occupancy_s``), in the order of the SENDs, and the message
+arrives ``latency_s`` later. A RECV waits for its message. Rows and links have fixed orders, so no event queue is
+needed: one pass in an order that respects every wait gives all times.
 
 Left out: the processor time of packing and unpacking, limits on the receiver's buffers, several links
 that share one wire, the exchange of gradients of tied parameters, and the time of REDUCE_NORM (which is still a
@@ -51,7 +50,7 @@ class Costs:
         forward_s, backward_s: by stage, seconds of the whole forward (F) and backward (B) of a micro-batch.
         backward_input_s, backward_weight_s: by stage, seconds of the input and weight parts (I and W) of a backward;
             empty means half of backward_s each.
-        forward_latency_s, backward_latency_s: by hop, seconds from leaving to arrival; empty means 0.
+        forward_latency_s, backward_latency_s: by hop, seconds from the end of occupancy to arrival; empty means 0.
         forward_occupancy_s, backward_occupancy_s: by hop, seconds for which a message occupies the link; empty means 0.
         step_s: by stage, seconds of the optimizer step; empty means 0.
         reduce_s: by stage, seconds in which its replicas sum gradients after their last backwards; empty means 0.

@@ -1,4 +1,4 @@
-"""Transition of a running job to a plan: the member that becomes each worker, and the source of its state.
+"""Transition of a running job to a plan: the member (process) that becomes each worker, and the source of its state.
 
     after a loss           stage 0   worker 0: 20, 21                 step 21 lacks stage 1, so all load step 20:
                            stage 1   (lost)   worker 0 holds: 20      stage 0 from worker 0, stage 1 from worker 0
@@ -26,8 +26,7 @@ class Layout(NamedTuple):
     """Workers of a plan.
 
     Attributes:
-        generation: generation of the plan. Plans of one generation have the same stages, but their numbers of replicas
-            may differ.
+        generation: number of the plan. Plans of one generation have the same stages, but perhaps other replicas.
         homes: workers of each stage.
     """
 
@@ -72,7 +71,7 @@ class Copy(NamedTuple):
 
     Attributes:
         holder: process that holds the copies; not interpreted here.
-        generation, num_stages: generation and number of stages of the plan that they belong to.
+        generation, num_stages: number, and number of stages, of the plan that they belong to.
         stage: number of the stage in that plan.
         steps: steps after which a complete copy was made.
         piece: 0 for state that is equal on all replicas, n for the slices of the n-th replica.
@@ -217,7 +216,7 @@ def _of_stages(copies: Sequence[Copy], stages: Iterable[int], step: int) -> tupl
 
 
 def _by_piece(copies: Sequence[Copy], stages: Iterable[int]) -> Iterator[list[Copy]]:
-    """Yield the copies of each piece that makes up the state of these stages."""
+    """Yield, for each piece of the state of these stages (see Copy), the list of its copies."""
     for stage in stages:
         here = [copy for copy in copies if copy.stage == stage]
         for piece in range(1 + max((copy.pieces for copy in here), default=0)):

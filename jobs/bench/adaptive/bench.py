@@ -5,15 +5,15 @@
     b   four stages that sleep 10 and 20 ms, M = 16, at most 6 micro-batches on a stage: a link that is taken for 25 ms
         by every message, hop 0, then 1, then 2, then none; 40 steps each
 
-Fixed plans run each phase for fewer steps, whose mean counts for all of the phase; the adaptive runs count every step,
-those in which the controller had not yet answered among them. All take turns, round by round, there and back. The
-oracle takes the best fixed plan of each phase, chosen in another round than the one that it is timed in,
-for the least of many noisy numbers is shorter than any plan is; but a plan chosen so may not be the best.
-``vs_oracle_of_means`` takes the least mean of all rounds, so that the truth is between the two. With the controller
-frozen (retune_interval_steps=0) b must miss its mark: ``frozen_fails`` is 1 then.
-``free_link_penalty`` is of runs that live at the same time and take turns of eight steps on a free link, the first and
-last of which are not counted: the adaptive one's over the best fixed plan's, from the first steps on.
-``free_link_best_took_turns`` is 0 where the phases' own best plan for a free link was not among those.
+A fixed plan runs fewer steps of each phase, and their mean counts for the whole phase. The adaptive run counts every
+step, also those before the controller reacts. All take turns in every round, in one order and then in the reverse. The
+oracle is the best fixed plan of each phase. It is chosen in another round than the one in which it is timed, because
+the least of many noisy measurements is too small; but a plan chosen so may not be the best. ``vs_oracle_of_means``
+takes the least mean over all rounds, so that the truth is between the two. With the controller frozen
+(retune_interval_steps=0) b must miss its target: then ``frozen_fails`` is 1. ``free_link_penalty`` is the step of the
+adaptive run over that of the best fixed plan on a free link, from the beginning of the runs. They live at the same time
+and take turns of eight steps, of which the first and the last do not count. ``free_link_best_took_turns`` is 0 if the
+best fixed plan of a's first phase is not among them.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     gbytes_per_second   bytes read and written by encoding and by decoding / seconds of both
     ratio               bytes of the tensor / bytes on the wire
     relative_error      |x' - x| / |x|, Euclidean, for normally distributed x
-    fraction_of_copy    on a GPU: gbytes_per_second / that of a copy there; of 64 MiB, elsewhere 4 MiB
+    fraction_of_copy    on a GPU: gbytes_per_second / that of a copy on the device
 
-Seconds on the host are processor seconds of the one thread, so that other work on the machine counts little; on a GPU
-they are wall time. A codec shortens a message if its seconds are fewer than those of the bytes that it saves: the
-break-even rate is the link's Mbit/s above which it does not pay, if neither is hidden by computation.
+Figures are of 64 MiB on a GPU, else of 4 MiB. Seconds on the host are processor seconds of one thread, so that other
+work counts little; on a GPU they are wall time. A codec shortens a message if it takes less time than sending the bytes
+that it saves: the break-even rate is the bandwidth in Mbit/s above which it takes more, if computation hides neither.
 """
 
 from __future__ import annotations

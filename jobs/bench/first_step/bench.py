@@ -1,9 +1,9 @@
-"""The first minute: a whole process of one step on two workers, ours and Ray Train's TorchTrainer, in turns.
+"""Seconds of a whole process that trains one step on two workers: ours and Ray Train's TorchTrainer, in turns.
 
     cold    ours with an empty profile cache       warm    ours with what the run before it has kept
 
-``cold_*`` and ``warm_*`` are our seconds over TorchTrainer's of the same round, the median over rounds. Ours leaves the
-cut and the micro-batches to the planner; TorchTrainer gives each worker half of the mini-batch.
+``cold_*`` and ``warm_*`` are the median over rounds of our seconds over TorchTrainer's in the same round. In ours the
+planner chooses the cut and the micro-batches; TorchTrainer gives each worker half of the mini-batch.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
     step_s_*                 seconds of a step: forwards, backwards of all micro-batches, AdamW; under bf16 autocast
         plain                plain PyTorch
         stage, two_stages    ours, in threads with the same GPU; messages between two go through host memory
-        torch, torch_two_stages   torch.distributed.pipelining in one process, which hands tensors over as they are
+        torch, torch_two_stages   torch.distributed.pipelining in one process, which passes tensors without copies
     *_over_plain             seconds over those of plain PyTorch
     tokens_per_second_*      of a step
     mfu_*                    operations of the model, each counted once, over the peak of the GPU's data sheet
     peak_over_plain          peak memory of the device, one stage over plain PyTorch
-    peak_over_plan           the same of one stage with precision="bf16", over the bytes of its plan
+    peak_over_plan           peak memory of one stage with precision="bf16", over the bytes that its plan predicts
     seconds_over_plan        a step of "stage" over that of its plan, which estimates it from the data sheet
 
-The seconds of two stages include the cost of messages, but no second GPU. All take turns. Without a GPU nothing is
-measured; --device cpu tests the benchmark, with figures that do not apply to a GPU. A GPU whose data sheet is not
-known here needs --peak-tflops for mfu_*. If kernels are short the host is the limit: --where shows its operations.
+Two stages pay for messages, but share the one GPU. All take turns. Without a GPU nothing is measured; --device cpu
+tests the benchmark, with figures that do not apply to a GPU. A GPU whose data sheet is not known here needs
+--peak-tflops for mfu_*. If kernels are short, the host is the bottleneck: --where lists its operations.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """Our pipeline against torch's over a slow link: two namespaces, one stage on each, the same model and micro-batches.
 
-    auto     PipelineTrainer.fit on two raylets, schedule "auto": the controller measures the link and turns the slack
+    auto     PipelineTrainer.fit on two raylets, schedule "auto": the controller measures the link and sets the slack
     codec    the same with both codecs on "auto"
     torch    torch.distributed.pipelining over gloo through the same wire: its seven schedules
     plan     torch's own runtime with the schedule that "auto" ended with
     zb-v     at the highest rate, ours with two stages on each worker: twice the messages, a smaller bubble
 
 Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
-ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
+ours and torch's take turns. Only the last ``counted`` steps count; before them the controller finds its schedule.
 With ``--emulated`` the blocks sleep instead, so that a stage takes 17.8 ms forward and 35.5 ms back per micro-batch;
-all blocks sleep less by what a lone block takes besides its sleep. Such stages have processors of their own, which the
-runtimes' threads take nothing from. Figures end in ``_emulated`` then.
+sleeps are shorter by the overhead of a block that runs alone. Such stages compete with the runtimes' threads for no
+processor. Their figures end in ``_emulated``.
 
-The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
-goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step. A stage's seconds per forward and
-backward are those of the traced step, times what all counted steps were busy over what the traced one was; where that
-step ran whole backwards, half of one counts as what could wait. Every step ends with the optimizer's, in torch's
-seconds and in ours: ``fraction_of_limit`` counts it, ``fraction_of_bare_limit`` takes it for nothing.
-``fraction_of_whole_limit`` leaves backwards whole, as the bound of this benchmark did before "auto" could part them.
+The limit is the shortest possible step of a lossless schedule, computed from the stages' seconds in our runs and from
+the goodput of the link, measured with a flow of its own. ``fraction_of_limit`` is the limit over our step. A stage's
+seconds per forward and backward are those of the traced step, scaled by the busy time of all counted steps over that of
+the traced one; if that step ran whole backwards, half of each counts as W. Torch's steps and ours include the
+optimizer's: ``fraction_of_limit`` counts it in the limit, ``fraction_of_bare_limit`` does not.
+``fraction_of_whole_limit`` is the limit with whole backwards, as before "auto" could split them.
 """
 
 from __future__ import annotations

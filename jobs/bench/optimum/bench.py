@@ -4,11 +4,11 @@
     python jobs/bench/optimum
     python jobs/bench/optimum --quick
 
-Cases are drawn: 2 to 4 unequal stages, one per worker, 2 to 8 micro-batches, links from free to slower than a stage,
-and memory for S micro-batches per stage, which is what the first stage of 1F1B and every stage of ZB-H1 hold, for more,
-or on every stage for a different number. Two optima are proven for each: with whole backwards, and with backwards that
-are split into input and weight gradients. A figure of 1.03 is a step 3 % longer than the optimum; all steps are the
-simulator's.
+Cases are drawn at random: 2 to 4 unequal stages, one per worker, 2 to 8 micro-batches, and links from free to slower
+than a stage. Memory is for S micro-batches per stage (as the first stage of 1F1B and every stage of ZB-H1 hold), for
+more, or for a different number on every stage. Two optima are proven for each case: with whole backwards, and with
+backwards that are split into input and weight gradients. A figure of 1.03 is a step 3 % longer than the optimum; all
+steps are the simulator's.
 
     auto      the planner's choice of an order, from the kinds with whole backwards or from all
     listed    the best of a dozen list schedules, which the planner does not have yet (listed.py)

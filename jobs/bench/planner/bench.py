@@ -1,7 +1,7 @@
 """Time of a whole decision on long chains: ``planner.search.decide``, which ``raypipe plan`` calls.
 
-Stages, micro-batches, cut and schedule are chosen and the step is predicted; nothing is captured or profiled. Processor
-seconds of this process, medians: the machine may do something else meanwhile.
+Stages, micro-batches, cut and schedule are chosen and the step is predicted; nothing is captured or profiled. Figures
+are medians of processor seconds of this process, so that other work on the machine counts little.
 """
 
 from __future__ import annotations

@@ -8,18 +8,18 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
     node        the raylet of a stage's node is killed, with the health checks that docs/cluster.md recommends
     resize      2 -> 3 -> 1 -> 4 -> 2 stages on four raylets, spares warm
     overhead    copies of 1 GB per stage over a wire of 2 Gbit/s, in turns with steps that have none
-    ray_train, torchft    a killed worker of theirs: whole replicas of 96 MB of state, two workers
+    ray_train, torchft    one of two workers is killed; each is a replica of a model with 96 MB of state
 
     --part sigkill --megabytes 96     only these parts; nothing is recorded
     --way warm                        only this way
-    --at-step 4 --megabytes 10        a stage of a run of its own is killed at this step, while its spare starts (warm),
-                                      or without one (cold); prints the laps of each recovery, and records nothing
-    --folder FOLDER                   parts are kept there and not measured again; all of them make the record
-    --folder FOLDER --kept            those that are there make the record, which names what has not been measured
+    --at-step 4 --megabytes 10        kill a stage of a separate run at this step, while its spare starts (warm) or
+                                      without one (cold); print the times of each recovery, and record nothing
+    --folder FOLDER                   keep parts there and do not measure them again; all of them make the record
+    --folder FOLDER --kept            make the record of the parts that are there; it names those not measured
 
     *_seconds*          median over trials; *_max is the largest
-    lost_steps          that the final records lack
-    redone_steps_*      steps that all stages did again, and redone_seconds_* what they take; means
+    lost_steps          steps that the final records lack
+    redone_steps_*      mean number of steps that all stages did again; redone_seconds_*: mean seconds of these
     resize_bytes_*      bytes that moved over those of the layers whose worker changed
     *_overhead          1.02 is 2 % of a step
     equal               1: parameters are those of undisturbed runs, to the bit

@@ -1,10 +1,10 @@
-"""Cost of a retune: steps that run other rows than the step before, against the steps around them that do not.
+"""Cost of a retune: steps that run another schedule than the step before, against the steps just before and after them.
 
-Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place sets more
-slack every few steps; on a free link no amount of it beyond 2 makes a step longer or shorter, so what is left is the
-exchange. Every setting is new to the run: its rows are made, checked, sent and stored too. ``retune_ms_s*`` is the
-median, over all turned steps, of what each took more than the median of the steps just before and after it;
-``others_ms_s*`` is the same for steps that were not turned. ``same_processes`` is 1 when no stage changed its process.
+Stages on Ray actors sleep 10 and 20 ms, and links are free. In place of the controller, a script sets more slack every
+few steps. On a free link slack beyond 2 does not change the length of a step, so any difference is the cost of the
+change. Every setting is new to the run, so its rows are also built, checked, sent and stored. ``retune_ms_s*`` is the
+median, over the steps with a change, of their excess over the median of the steps just before and after;
+``others_ms_s*`` is the same for steps without a change. ``same_processes`` is 1 if no stage changed its process.
 """
 
 from __future__ import annotations

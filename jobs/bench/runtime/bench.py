@@ -1,9 +1,9 @@
 """Cost of our runtime: measured step / ideal step on emulated accelerators, and torch's own runtime beside it.
 
-A block sleeps 10 ms forward and 20 ms backward, as a process does that waits for its accelerator, and hands on
-256 KB per micro-batch. One block per stage, so an ideal step takes (M + S - 1)(f + b), where f and b are
-medians of one lone process that calls time.sleep, just before. The ratio to a lone process that runs those blocks
-one after the other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``), are given too.
+A block sleeps 10 ms forward and 20 ms backward, like a process that waits for its accelerator, and outputs 256 KB per
+micro-batch. With one block per stage an ideal step takes (M + S - 1)(f + b), where f and b are medians of a single
+process that calls time.sleep just before. Two other ratios: to a single process that runs these blocks one after the
+other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``).
 
     ours    PipelineTrainer.fit on Ray: run folder, metrics, progress line and optimizer step included
     torch   torch.distributed.pipelining, 1F1B over gloo on the loopback, optimizer step included

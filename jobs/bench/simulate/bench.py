@@ -1,8 +1,8 @@
 """Time of the simulator, and error of its predictions against measured steps.
 
 Speed: generation, lowering and simulation of 1F1B, each trial in a process of its own; 64 stages and 4096
-micro-batches are 1.6 million actions, 1024 stages 25 million. ``seconds_*`` is the sum of the three, as a planner
-needs them for one candidate; a timeline with every span is timed apart.
+micro-batches are 1.6 million actions, 1024 stages 25 million. ``seconds_*`` is the sum of the three, which a planner
+needs for one candidate; a timeline with every span is timed separately.
 
 Prediction: |predicted - measured| / measured, where predicted is the makespan of ``PipelineTrainer.simulate()``,
 computed before the run, and measured the median step of that run. Median over runs of

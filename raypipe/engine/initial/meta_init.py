@@ -52,13 +52,13 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 class Writes(TorchFunctionMode):
-    """Record the last in-place write to each parameter without memory, and if an initialiser made it.
+    """Recorder of the last in-place write to each parameter without memory, and of its origin: an initialiser or not.
 
-    torch.nn.init reads is_meta and then skips some fills: such a read counts as a write. Parameters report the CPU
-    as their device, so that constructors make other tensors there.
+    torch.nn.init reads is_meta and then skips some fills, so such a read counts as a write. Parameters report the CPU
+    as their device, so that constructors allocate other tensors there.
 
     Attributes:
-        first: by id of a parameter, the module and the name that it was registered under first.
+        first: by id of a parameter, the module and the name under which it was registered first.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
     Args:
         make: function without arguments that builds the model.
-        seed: of the run; random buffers follow from it.
+        seed: seed of the run, from which random buffers follow.
 
     Returns:
         The model, and the writes of its constructor.
@@ -248,8 +248,8 @@ def empty_like_on_host(like: torch.Tensor) -> torch.Tensor:
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """Replace parameters on the meta device by CPU tensors without memory while the model is traced.
 
-    On the meta device the trace would be another: `torch.arange(n, device=h.device)` would make its numbers on meta in
-    every stage. Tied parameters stay tied.
+    A trace on the meta device would contain it: every stage would run `torch.arange(n, device=h.device)` on meta. Tied
+    parameters stay tied.
     """
     held: dict[int, nn.Parameter] = {}
     places = [
@@ -284,12 +284,12 @@ OF_CONSTRUCTION = -1
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """Parameters as the initialisers of their modules make them, as a StateSource; this travels.
+    """StateSource of parameters that the initialisers of their modules compute; it can be sent to workers.
 
     Attributes:
-        model: on the meta device.
+        model: model on the meta device.
         owners: by parameter, the path of the module that initialises it and its name there.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     model: nn.Module
@@ -300,7 +300,7 @@ class ModuleInit:
 
     @classmethod
     def of(cls, model: nn.Module, writes: Writes, seed: int) -> ModuleInit:
-        """Check that initialisers set every parameter of a model that ``build_on_meta`` built.
+        """Create the source of a model that ``build_on_meta`` built, and check that initialisers set every parameter.
 
         Raises:
             ConfigError: names a parameter that has no initialiser, or that the constructor sets outside of one.
@@ -327,7 +327,7 @@ class ModuleInit:
         return TensorInfo(bare.dtype, tuple(bare.shape), 0, math.prod(bare.shape) * bare.dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See StateSource. Never more than the parameters of one module are made at a time."""
+        """See StateSource. Only the parameters of one module are in memory at a time."""
         by_module: dict[str, dict[str, str]] = {}
         for name in names:
             path, local = self.owners[name]
@@ -346,7 +346,7 @@ class ModuleInit:
         return parameter
 
     def _initialised(self, path: str) -> dict[str, torch.Tensor]:
-        """Make the parameters of one module; what no initialiser sets is NaN."""
+        """Compute the parameters of one module; values that no initialiser sets are NaN, or 0 in integer tensors."""
         module = self.model.get_submodule(path)
         bare = {name: p for name, p in module._parameters.items() if p is not None}
         real = {id(p): nn.Parameter(_unset_like(p), requires_grad=p.requires_grad) for p in bare.values()}

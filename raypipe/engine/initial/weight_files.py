@@ -1,10 +1,10 @@
-"""Weights in safetensors files, of which every stage reads its own: by name, one tensor at a time.
+"""Weights in safetensors files; every stage reads its own tensors by name, one at a time.
 
     model.safetensors                                        one file
     DIR/model.safetensors.index.json, model-00001-of-...     a folder of Hugging Face, with an index or one file
     runs/lm, runs/lm/checkpoints/step_0000100                a run of raypipe, or one of its checkpoints
 
-Looking for them reads headers, and a few bytes of each tensor for a checksum of the whole.
+Locating the tensors reads headers, and a few bytes of each tensor for a checksum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 MOST_INDEX_BYTES = 1 << 28
 SAMPLE_BYTES = 256
-"""Read of the beginning, the middle and the end of every tensor for a checksum."""
+"""Bytes that a checksum reads at the beginning, the middle and the end of every tensor."""
 
 
 class StoredTensor(NamedTuple):
@@ -49,12 +49,12 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Tensors of files under the names of a model, as a StateSource; the tensors do not travel with it.
+    """StateSource of tensors in files. Sent to a worker, it has their locations; the worker reads the files.
 
     Attributes:
-        tensors: by name in the model.
-        like: by name in the model, the type that it has there, to which numbers are converted, and its strides.
-        samples: by name in the model, the checksum of a few of its bytes when it was found, see SAMPLE_BYTES.
+        tensors: location of each tensor, by its name in the model.
+        like: by name, the tensor's dtype and strides in the model, to which values are converted.
+        samples: by name, the checksum of a few of its bytes (SAMPLE_BYTES) when the tensor was located.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -65,7 +65,7 @@ class WeightFiles:
 
     @classmethod
     def as_stored(cls, tensors: Mapping[str, StoredTensor], title: str) -> WeightFiles:
-        """Read in the types of the files."""
+        """Create a source whose tensors keep the dtypes of the files."""
         bare = {name: torch.empty(x.info.shape, dtype=x.info.dtype, device="meta") for name, x in tensors.items()}
         return cls.like_model(tensors, bare, title)
 
@@ -73,7 +73,7 @@ class WeightFiles:
     def like_model(
         cls, tensors: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor], title: str
     ) -> WeightFiles:
-        """Read in the types and the layout of a model's own tensors."""
+        """Create a source whose tensors get the dtypes and strides of ``own``, a model's tensors by name."""
         like = {name: (own[name].dtype, own[name].stride()) for name in tensors}
         return cls(tensors, like, {name: _checksum(sample) for name, sample in _samples(tensors)}, title)
 
@@ -86,7 +86,7 @@ class WeightFiles:
         return TensorInfo(dtype, shape, 0, math.prod(shape) * dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See StateSource. File by file, each from its beginning to its end; never more than one tensor is held."""
+        """See StateSource. Files are read one after the other, from beginning to end; one tensor is held at a time."""
         wanted = sorted(names, key=lambda name: (str(self.tensors[name].file), self.tensors[name].info.begin))
         with ExitStack() as stack:
             file: TensorFile | None = None
@@ -189,7 +189,7 @@ def _in_shards(folder: Place, title: str) -> dict[str, StoredTensor]:
 
 
 def _index(folder: Place, title: str) -> dict[str, str]:
-    """Name of a tensor -> file in the folder."""
+    """Read the index of a folder: name of each tensor -> file in the folder."""
     try:
         listed = json.loads(folder.read_bytes(INDEX, MOST_INDEX_BYTES))["weight_map"]
         good = all(isinstance(n, str) and isinstance(f, str) and "/" not in f for n, f in listed.items())
@@ -222,11 +222,11 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 
 def copy_tensors(write: Write, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file's bytes one after the other.
+    """Write a safetensors file of these tensors, piece by piece.
 
     Args:
-        tensors: by the names that they have in the new file.
-        metadata: of the new file.
+        tensors: tensors by their names in the new file.
+        metadata: metadata of the new file.
 
     Raises:
         CheckpointError: a file cannot be read.

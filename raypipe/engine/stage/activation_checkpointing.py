@@ -5,9 +5,9 @@
 
 Recomputation of a stage: between F and B (I, or W if no input requires a gradient) a micro-batch holds its arguments
 instead of its activations. Both forwards have the same bits: they use the weight version of the micro-batch and the
-same keyed draws. In-place changes take effect once: a buffer (a batch norm's statistics, the vectors of a spectral
-norm) is changed in F, and a copy of its old value in B; an input that the stage overwrites is changed in B, and a copy
-of it in F.
+same random numbers, keyed by step and micro-batch (``KeyedRandomness``). In-place changes take effect once: a buffer (a
+batch norm's statistics) is changed in F, and a copy of its old value in B; an input that the stage overwrites is
+changed in B, and a copy of it in F.
 
 F builds a graph too, and frees it: without one torch selects other kernels for some operations (an LSTM on a CPU),
 which round differently, and requires_grad of the outputs would be unknown. The first micro-batch shows what a forward
@@ -16,8 +16,8 @@ model's graph lists the buffers that may change.
 
 Chen et al., arXiv:1604.06174; per stage of a pipeline: GPipe, arXiv:1811.06965, section 2.3.
 
-Checkpoints in user models: torch lets the backward restore the state of the global generator. Keyed draws do not use
-that generator, and a backward is outside of `KeyedRandomness`, so the mask of a dropout would differ from the
+Checkpoints in user models: torch lets the backward restore the state of the global generator. Keyed random numbers do
+not use that generator, and a backward is outside of `KeyedRandomness`, so the mask of a dropout would differ from the
 forward's. The patched function enters the forward's key and draw number before it recomputes.
 
     tracing          the function is called directly: a graph has no use for recomputation
@@ -231,7 +231,7 @@ def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **k
 
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Wrap the function for its call in the backward; None if no draws are keyed and no tensors are bound."""
+    """Wrap the function for its call in the backward; None if no random numbers are keyed and no tensors are bound."""
     bind = _here.bind
     keyed = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KeyedRandomness)]
     if not keyed and bind is None:

@@ -77,7 +77,7 @@ def names_of(output: Any) -> tuple[Any, ...]:
 
 
 def part_of(output: Any, key: Any) -> torch.Tensor:
-    """Return the part of a key.
+    """Return the tensor under a key of ``parts_by_key``.
 
     Raises:
         ConfigError: it is not a tensor.
@@ -95,7 +95,7 @@ def check_metrics(metrics: Any) -> None:
     """Refuse metrics that cannot be called.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: names the metric.
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(
@@ -117,10 +117,10 @@ def check_metrics(metrics: Any) -> None:
 
 
 class EvalMetrics:
-    """The metrics of one evaluation after another.
+    """Metrics of a run, accumulated over one evaluation after another.
 
     Args:
-        metrics: by name; objects with state are copied.
+        metrics: functions and objects by name; objects are copied.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
@@ -186,11 +186,7 @@ class EvalMetrics:
 
 
 def _parts(name: str, result: Any) -> dict[str, Any]:
-    """Name the numbers of a metric as they are reported.
-
-    Raises:
-        StageError: the result is not a number, or two numbers have one name.
-    """
+    """Return a metric's numbers by the names in reports; StageError if two have one name, or a dict is empty."""
     if not isinstance(result, Mapping):
         return {name: result}
     parts = {f"{name}_{_NOT_OF_A_NAME.sub('_', str(key))}": value for key, value in result.items()}
@@ -240,12 +236,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def fields_of(values: Mapping[Any, Any], names: Sequence[Any], read: dict[Any, None] | None = None) -> Any:
-    """Make a Sequence of parts with indices only, else a Mapping.
+    """Wrap parts of an output for a metric: as a Sequence if all names are indices, else as a Mapping.
 
     Args:
-        values: by key: a number, or a name too.
-        names: of all parts in their order, also of those that are not in ``values``.
-        read: gets each key that is read.
+        values: parts by key; the key is an index or a name.
+        names: names of all parts in their order, also of those that are not in ``values``.
+        read: records each key that is read; None to record nothing.
     """
     numbered = all(isinstance(name, int) for name in names)
     return (_IndexedOutput if numbered else _NamedOutput)(values, names, read)

@@ -1,4 +1,4 @@
-"""Detection of changes in the measured seconds of links and stages, and of stage times that have settled.
+"""Detection of changes in the measured seconds of links and stages, and of settled stage times (no change for a while).
 
         ordinary step: the mean moves a little
   +---+
@@ -184,7 +184,7 @@ MEASURED_STEPS = 4
 
 
 class SteadyStageTimes:
-    """Detector of settled stage times.
+    """Detector of stage times that have settled: no change for SETTLED_STEPS steps.
 
     Args:
         drift_threshold: relative change of a stage's seconds that counts as a change.

@@ -19,8 +19,9 @@ class ControllerConfig:
     """Permissions and thresholds of the controller.
 
     Attributes:
-        mode: the requested schedule, which decides what may change: r and the splitting of backwards with "auto", k
-            with "kfkb", r with "slack" and "zb-h1". Codecs and M may change with any.
+        mode: the requested schedule, which decides what may change: slack (r) and the splitting of backwards with
+            "auto", the group size (k) with "kfkb", slack with "slack" and "zb-h1". Codecs, and M, the number of
+            micro-batches, may change with any.
         choice: initial choice.
         budgets: memory by stage.
         forward_codecs, backward_codecs: codecs that may be used besides "none", the one with the least loss first.

@@ -4,7 +4,8 @@ A link carries one message per direction at a time, in order. The clocks of its 
 
     arrived_i = clock + latency + left_i        left_i = max(sent_i, left_(i-1)) + occupancy_i
 
-``clock`` is how far the receiver's clock is ahead of the sender's. Three equations do not contain it:
+``clock`` is the lead of the receiver's clock over the sender's, and left_i the time at which message i has left the
+link. Three equations do not contain ``clock``:
 
 1. A message that is sent while another is on the wire arrives one occupancy after it:
    arrived_i - arrived_(i-1) = occupancy_i, on the receiver's clock alone.
@@ -145,11 +146,7 @@ def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: flo
 
 
 def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
-    """List the seconds per byte between the arrivals of successive messages that met on the link.
-
-    Args:
-        per_byte: present estimate of seconds per byte, by which it is decided whether two messages met.
-    """
+    """List the seconds per byte between the arrivals of successive messages that met, judged by an estimate of them."""
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     gaps = []
     for a, b in pairwise(messages):
@@ -163,12 +160,9 @@ def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
 
 
 def _late_gaps(messages: Sequence[LinkSample], most_s: float) -> list[float]:
-    """List the seconds per byte between arrivals like ``_gaps``, of messages that were slower than the quickest one.
+    """List the seconds per byte between arrivals for messages slower than the quickest one, which may have met another.
 
-    Such messages may have met another.
-
-    Args:
-        most_s: longest gap that is used.
+    Gaps of more than ``most_s`` seconds are left out.
     """
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     return [

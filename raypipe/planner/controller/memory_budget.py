@@ -2,8 +2,7 @@
 
     limit - fixed - extra  >=  activation sets * activation + in flight * input + waiting messages * message + workspace
 
-The counts are those of ``raypipe.planner.cost.memory``. ``extra`` is the excess of a measured peak over the computed
-one.
+The counts are those of ``raypipe.planner.cost.memory``; ``extra`` is the excess of a measured peak over the computed.
 """
 
 from __future__ import annotations

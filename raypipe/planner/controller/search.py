@@ -4,7 +4,7 @@
     codecs       used only if they beat the best lossless choice by min_gain, and only on hops where they save time
     M            if it may change, schedules are tried for every M near the measured one
 
-Choices within half a percent of the best count as equal; of these the one that holds the fewest micro-batches is taken.
+Of choices within half a percent of the best, the one that holds the fewest micro-batches is taken.
 Left out: the processor time that a codec takes from a stage on the same core.
 """
 
@@ -97,9 +97,7 @@ def _orders(
 ) -> Iterator[Choice]:
     """Yield the candidates without codecs that fit, for the number of micro-batches of ``measured``.
 
-    Args:
-        plain: current choice without codecs.
-        score: returns the seconds of a choice's step.
+    ``plain`` is the current choice without codecs, ``score`` returns the seconds of a choice's step.
     """
     query = ScheduleQuery(
         schedule=config.mode,
@@ -120,15 +118,10 @@ def _compressed(
     codecs: Mapping[tuple[str, bool], CodecCost],
     score: Callable[[Choice], float],
 ) -> Scored | None:
-    """Find the best choice with codecs: first the best codecs for all hops, then drop them on hops that gain nothing.
+    """Find the best choice with codecs; None if no codec may be used, or no codec saves time.
 
-    Args:
-        order: best choice without codecs.
-        codecs: codecs by (name, forward).
-        score: returns the seconds of a choice's step.
-
-    Returns:
-        the choice; None if no codec may be used, or none saves time.
+    It is searched from ``order``, the best choice without codecs: the best codecs for all hops are chosen first, and
+    then dropped on hops that gain nothing. ``codecs`` are by (name, forward).
     """
     hops = len(config.budgets) - 1
     if not hops or not (config.forward_codecs or config.backward_codecs):

@@ -1,7 +1,6 @@
-"""Columns of a graph: numbers of its nodes as arrays, and their sums over ranges of nodes; cached by graph.
+"""Columns of a graph: numbers of its nodes as arrays, and their sums over ranges of nodes.
 
-A decision needs the same numbers of a few graphs hundreds of times. Graphs are immutable, so the columns of the most
-recently used ones are cached.
+A decision needs the same numbers of a few graphs hundreds of times, so those of the latest graphs are cached.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ class Columns(NamedTuple):
         busy_s: seconds of one micro-batch, forward and backward.
         forward_s: the forward's part of it.
         param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
-        workspace: all nodes' lines: fixed bytes, bytes per sample, activations up to that node; shape (3, lines).
-        workspace_at: where each node's lines begin; shape (nodes + 1,).
+        workspace: lines of all nodes (``Node.workspace``): fixed bytes, bytes per sample, and bytes per sample of
+            activations up to that node; shape (3, lines).
+        workspace_at: first line of each node; shape (nodes + 1,).
         places: positions where the graph may be cut, and its two ends; shape (places,).
         cut_bytes: bytes of one sample that cross each place; 0 at the ends; shape (places,).
         before: sums of the four byte columns over the nodes before each position; shape (4, nodes + 1).

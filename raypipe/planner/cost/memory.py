@@ -2,7 +2,7 @@
 
     weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
     copies of weights, optimizer state and buffers                                if a run survives failures
-    16-bit leaves x versions                                                      if forwards compute in 16 bits
+    leaves (16-bit copies of parameters) x versions                               if forwards compute in 16 bits
     activations x micro-batches in flight | messages in and out | workspace       peak after the warm-up's last forward
 
 The number of micro-batches in flight follows from a stage's *depth*: the micro-batches that the workers from it to
@@ -11,17 +11,17 @@ the end can hold, per replica of the stage; without replicas stage s of S has de
     gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
     zb-h1  1 + the sum of r over all hops, wherever the stage is: between F and W
 
-each at most M. Under zb-h1, micro-batches beyond 1 + the sum of r over the hops after the stage wait only for W, and
-each counts twice: for the operands of its products, which are among its activations, and for the gradients of the
-results.
-With activation recomputation (``recompute``) a stage holds the activations of one micro-batch at a time, during its
-backward, and of the others only their inputs, which count as messages. Micro-batches that wait for W count as without.
-With 16-bit leaves only the leaves have versions; the weights are held once, in fp32.
-``pipedream`` is asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the trainable weights, u being
-the update interval; ``2bw`` keeps two.
+each at most M, the number of micro-batches; k is the group size, r the slack of a hop. Under zb-h1, micro-batches
+beyond 1 + the sum of r over the hops after the stage wait only for W. Each counts as two sets of activations: one for
+the inputs of its layers, and one for the gradients of their outputs.
+With activation recomputation (``recompute``) a stage holds the activations of one micro-batch, during its backward, and
+only the inputs of the others, which count as messages. Micro-batches that wait for W count as without recomputation.
+With leaves only the leaves have versions; the weights are held once, in fp32.
+``pipedream`` is asynchronous 1F1B. With one update every u micro-batches it keeps ceil(w / u) + 1 versions of the
+trainable weights, where w is the sum of r over the hops after the stage; ``2bw`` keeps two.
 
-For several stages on a worker (interleaved, zb-v) and for replicas the rows of the schedule are counted instead
-(``Resident``), which a worker runs in this order for any costs:
+For several stages on a worker (interleaved, zb-v), and for replicas, the numbers are counted in the rows of the
+schedule instead (``Resident``). A worker runs its row in order, whatever the costs:
 
     row of a worker   0F0 0F1 2F0 2F1 0F2 2B0 ...
     stage 0            1   2           3                micro-batches between F and B (or W)
@@ -32,13 +32,13 @@ the formula of zb-h1; and with recomputation a stage holds activations only from
 messages depends on costs; it is computed for equal stages and free links, with backwards twice as long as forwards. A
 worker's bytes are the sum of its stages' peaks; these need not coincide, so that the sum is an upper bound.
 
-The numbers per node are additive, so a part of a stage never needs more than the stage: partition solvers rely on
-that. Messages and workspace are exceptions: messages depend on the cut, and the workspace is a maximum over nodes, not
-a sum. ``partition.fit`` computes how much room the solvers must leave for both.
+Partition solvers rely on bytes that are sums over nodes, so that a part of a stage never needs more than the stage.
+Two parts are no sums: messages depend on the cut, and workspace is a maximum over nodes. ``partition.fit`` computes the
+room that the solvers must leave for both.
 
 Replicas of a stage exchange gradients during the last backward, when the activations of all other micro-batches have
-been released, or after it in asynchronous schedules. Only what this needs (``ir.exchange``) beyond the released bytes
-adds to the peak.
+been released, or after it in asynchronous schedules. Only the excess of the bytes of this exchange
+(``ir.communication.exchange_bytes``) over the released bytes adds to the peak.
 
 A received message is the input of its micro-batch and is kept until the backward; further ones wait in a queue.
 
@@ -80,10 +80,10 @@ class Resident:
 
     Attributes:
         in_flight: most micro-batches between their F and their B, or W, by stage.
-        activation_sets: peak number of micro-batches' activations, or of as many bytes, by stage.
+        activation_sets: peak bytes of activations, in units of those of one micro-batch, by stage.
         message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
         recomputed_sets: ``activation_sets`` of a stage with recomputation.
-        versions: of the weights, by stage; empty to use the schedule's formula.
+        versions: weight versions by stage; empty to use the schedule's formula.
     """
 
     in_flight: tuple[int, ...]
@@ -98,22 +98,22 @@ class MemoryModel:
     """Parameters of the memory model, apart from a stage's nodes and depth.
 
     Attributes:
-        spec: of a kind with a memory formula, or any other with ``resident``.
+        spec: schedule; a kind without a memory formula needs ``resident``.
         microbatch_size: b, samples.
-        weight_versions: copies of the weights; None follows the schedule.
-        version_limit: most copies that a stage has room for; None for no limit.
-        gradient_factor: bytes of gradients per byte of trainable parameters; of all stages, or by stage.
-        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2; of all
-            stages, or by stage, if it is sharded over replicas.
-        leaf_factor: bytes of the leaves that forwards use, per byte of parameters; 0 if the weights are the leaves.
-        state_copies: of weights, optimizer and buffers: its own, and those of another stage, assumed to be as large.
-        reserve_bytes: kept free on every device, for temporaries and the runtime; with several stages on a device, the
-            share of each.
-        resident: counted in the rows, for schedules without a formula; valid for one micro-batch count and stage count.
+        weight_versions: number of weight versions; None follows the schedule.
+        version_limit: most weight versions that a stage may keep; None for no limit.
+        gradient_factor: bytes of gradients per byte of trainable parameters; one number, or one per stage.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2; one
+            number, or one per stage if the state is sharded over replicas.
+        leaf_factor: bytes of the parameter copies that forwards use (leaves), per byte of parameters; 0 without copies.
+        state_copies: number of in-memory copies of weights, optimizer state and buffers: of the stage itself, and of
+            another one, assumed to be as large.
+        reserve_bytes: bytes kept free for temporaries and the runtime; of several stages on a device, the part of each.
+        resident: numbers counted in the rows of this schedule for one number of stages; None to use the formulas.
         recompute: activation recomputation: on all stages or none, or by stage.
 
     Raises:
-        PlanError: a kind without a formula, or a number out of range.
+        PlanError: a kind without a formula and without ``resident``, or a number out of range.
     """
 
     spec: ScheduleSpec = ONE_F_ONE_B
@@ -162,7 +162,7 @@ class MemoryModel:
         return min(spec.num_microbatches, wanted) if spec.of_kind.synchronous else wanted
 
     def activation_sets(self, depth: int) -> int:
-        """Return the peak number of micro-batches' activations, or of as many bytes, at this depth."""
+        """Return the peak bytes of activations at this depth, in units of those of one micro-batch."""
         again, in_flight, splits = self.recomputes(depth), self.in_flight(depth), self.spec.of_kind.splits_backward
         if self.resident is not None:
             return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
@@ -214,9 +214,9 @@ class MemoryModel:
         return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
-        """Return bytes by node, (4, nodes): per weight version, once, per micro-batch in flight, of gradients.
+        """Return bytes by node, shape (4, nodes): per weight version, once, per activation set, trainable parameters.
 
-        The last of them also determines the size of the optimizer state.
+        The last row determines the sizes of gradients and optimizer state; see ``at_depth``.
         """
         columns = columns_of(graph)
         once = columns.param_bytes - columns.trainable_bytes + columns.buffer_bytes
@@ -252,9 +252,9 @@ class StageMemory:
         activation_sets: number of micro-batches' activations in activation_bytes.
         message_bytes: inputs of the micro-batches in flight, and messages that wait at the stage.
         input_bytes: part of message_bytes that is one micro-batch's input.
-        leaf_bytes: all versions of the leaves, if they are not the weights.
+        leaf_bytes: all versions of the 16-bit parameter copies (leaves); 0 without copies.
         recompute: True with activation recomputation.
-        exchange_bytes: needed by replicas to sum their gradients, beyond what has been released by then.
+        exchange_bytes: bytes that replicas need to sum their gradients, beyond those that are released before.
     """
 
     stage: int
@@ -368,14 +368,11 @@ def stage_memory(
 
 
 def check_memory(stages: Sequence[StageMemory], limits: Sequence[int | None]) -> None:
-    """Raise PlanError if a stage needs more than its limit.
+    """Raise PlanError if a stage needs more than its limit; names the worst one, the action, and its bytes by purpose.
 
     Args:
         stages: memory of every stage.
         limits: bytes by stage, None for no limit.
-
-    Raises:
-        PlanError: names the stage furthest over its limit, the action, and the purpose of its bytes.
     """
     over = [(m.total_bytes - cap, m, cap) for m, cap in zip(stages, limits, strict=True) if cap is not None]
     excess, worst, cap = max(over, key=lambda row: row[0], default=(0, None, 0))
@@ -389,7 +386,7 @@ def check_memory(stages: Sequence[StageMemory], limits: Sequence[int | None]) ->
 
 
 FULL = 2
-"""Micro-batches per stage beyond which a step only repeats its steady state, if rounds are equal."""
+"""Micro-batches per stage beyond which a step only repeats its steady state, if the rounds of workers are equal."""
 
 _FLIGHT = np.zeros(len(OPS), dtype=np.int64)
 _FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
@@ -402,7 +399,7 @@ _AGAIN[[OP_CODE[Op.I], OP_CODE[Op.W]]] = 2, -2
 
 
 def resident_of(schedule: Schedule) -> Resident:
-    """Count the most that any worker of each stage holds at once.
+    """Count, by stage, the most that one of its workers holds at once.
 
     Args:
         schedule: compute actions only.
@@ -424,7 +421,7 @@ def resident_under(spec: ScheduleSpec, num_stages: int, workers: int) -> Residen
     """Count the contents of a schedule from its spec, as if all stages were trainable.
 
     Args:
-        workers: of the schedule, if each has several stages.
+        workers: number of workers, for schedules with several stages on each; ignored for others.
     """
     # Further micro-batches only repeat the steady state. The remainder is spread over the rounds: with as many rounds
     # as workers, no round gets longer by more than one.

@@ -1,4 +1,4 @@
-"""Number of micro-batches: the number matters, not the size of the mini-batch (after Hu, 2024).
+"""Choice of the number of micro-batches, by a model of the step time (after Hu, 2024).
 
 The slowest stage takes t(b) = sigma (b + b0) for a micro-batch of b samples: b0 is the size at which half of the time
 is overhead (``StageTime``; the measured sizes are used if a line does not fit). N micro-batches of a mini-batch of B
@@ -69,10 +69,10 @@ class StageTime:
 
 
 def fit_stage_time(measured: Mapping[int, float]) -> StageTime:
-    """Fit a line through the measured seconds by relative error, with non-negative coefficients.
+    """Fit a line through the measured seconds, by least squares of relative errors, with non-negative coefficients.
 
     Args:
-        measured: samples per micro-batch -> seconds; b0 shows only at small sizes.
+        measured: samples per micro-batch -> seconds. Small sizes are needed to see the constant overhead.
 
     Raises:
         PlanError: fewer than two sizes, or seconds that are not finite and positive.
@@ -102,7 +102,7 @@ class Hop:
     """The slowest transfer between two stages, one way.
 
     Attributes:
-        latency_s: per message.
+        latency_s: seconds per message, in addition to those of its bytes.
         seconds_per_sample: bytes per sample over the bandwidth.
         exposed: True if the schedule does not hide transfers (1F1B): each micro-batch waits for them too.
     """
@@ -121,10 +121,10 @@ class Pipe(NamedTuple):
     Attributes:
         hop: slowest transfer; None if transfers cost nothing.
         chunks: stages per worker; times are of all stages of a worker.
-        rounds: duration of a step of N micro-batches in units of t(b), without transfers; None for N + S - 1, or
-            N + (P - 1) / chunks.
-        in_rounds: with several stages per worker, as in interleaved: a number that is not a multiple of the workers is
-            taken only if no multiple is possible.
+        rounds: duration of a step of N micro-batches in units of t(b), without transfers; None for
+            N + (P - 1) / chunks, which is N + S - 1 with one stage per worker.
+        in_rounds: with several stages per worker, prefer multiples of the number of workers, as interleaved does: other
+            numbers are taken only if no multiple is possible.
     """
 
     num_stages: int
@@ -323,8 +323,7 @@ def choose_microbatches(
 def _curve(model: _Model, pipe: Pipe, bounds: Bounds, near: tuple[float, float]) -> list[CurvePoint]:
     """List the candidates, at least one of which is allowed.
 
-    Args:
-        near: range in which a candidate should be; if none is, numbers that do not divide the mini-batch are added.
+    If no divisor of the mini-batch is in the range ``near``, all numbers are candidates.
     """
     minibatch_size = model.minibatch_size
     in_rounds = math.lcm(bounds.multiple, pipe.num_workers) if pipe.chunks > 1 and pipe.in_rounds else bounds.multiple

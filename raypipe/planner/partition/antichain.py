@@ -9,7 +9,8 @@ every other node that something outside still needs they are the *augmented* ant
 outputs cross a cut at this state: each live tensor once, skip connections included. A chain has one state more than
 nodes; branches multiply.
 
-A stage is what is between two nested states. From the last stage to the first, one step of the device order at a time:
+A stage is the difference of two nested states. From the last stage to the first, one step of the device order at a
+time, where T_j is the time of all nodes in state j, and before and after are the devices in use:
 
     best[after][i] = min over states j that contain i of max(best[before][j], traffic(j), (T_j - T_i) / speed)
 
@@ -81,7 +82,7 @@ class _Wires(NamedTuple):
         followers: nodes that need this one.
         users: nodes that read its output.
         reads: nodes whose output it reads.
-        output_bytes: that stay alive until the last user has run.
+        output_bytes: bytes of the output, which stay alive until the last user has run.
         parted: pairs of ``together`` that begin here, less those that end here.
     """
 
@@ -197,7 +198,7 @@ class _Problem(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Values of the recurrence, by state of the lineup and state of the graph, and the choices that lead to them."""
+    """Values of the recurrence and the choices behind them; shape (states of the lineup, states of the graph)."""
 
     best_ps: Floats
     next_state: Ints

@@ -85,7 +85,7 @@ def check_workers(memory: Sequence[StageMemory], placement: Sequence[int], limit
     """Refuse a plan whose stages do not fit on their workers together.
 
     Args:
-        memory: by stage.
+        memory: memory of each stage.
         placement: worker of each stage.
         limits: bytes by worker, None for no limit.
 
@@ -116,8 +116,7 @@ def _shares(
 ) -> Iterator[Shares]:
     """Yield memory shares of the stages of each worker, in the order in which they are tried.
 
-    Args:
-        resident: bytes by stage of a cut that is too much for some worker.
+    ``resident`` are the bytes by stage of a cut that is too much for some worker.
     """
     workers, whole = stages_by_worker(placement), memory.node_parts(graph).sum(axis=1)
     equal = [int(memory.at_depth(whole, len(placement) - s)) + memory.reserve_bytes for s in range(len(placement))]

@@ -30,17 +30,17 @@ class Limits:
     """Bounds of a partition.
 
     Attributes:
-        num_stages: exact number; None to optimize it, at most one per device.
-        memory: schedule and sizes that decide a stage's bytes.
-        memory_limit_bytes: per device, on top of the device's own; None for none.
-        room_bytes: kept free on every device for boundary messages and workspaces; ``fit`` sets it.
+        num_stages: exact number of stages; None to optimize it, at most one per device.
+        memory: model of a stage's bytes, by schedule and sizes.
+        memory_limit_bytes: limit per device, in addition to the device's own; None for no limit.
+        room_bytes: bytes kept free on every device for boundary messages and workspaces; ``fit`` sets them.
         in_order: stage s is placed on device s, and all devices are used.
         sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
             ``in_order`` only. Empty for none.
         sums_factor: bytes exchanged by replicas per byte of gradients.
         shards: replicas exchange parameters after their steps instead of summed gradients (ZeRO-1).
-        codecs: of messages forwards and backwards.
-        max_states: ``antichain`` rejects graphs with more states (sets of executed nodes).
+        codecs: codec of forward messages, and of backward messages.
+        max_states: most states (sets of executed nodes) of a graph that ``antichain`` accepts.
     """
 
     num_stages: int | None = None
@@ -98,7 +98,7 @@ def node_picoseconds(graph: ModelGraph) -> Ints:
     """Return the picoseconds of forward plus backward of each node, for one micro-batch.
 
     Raises:
-        PlanError: nothing has been profiled.
+        PlanError: nothing has been profiled, or seconds are negative or not finite.
     """
     seconds = columns_of(graph).busy_s
     if not seconds.any():
@@ -127,8 +127,8 @@ def exchange_ps(
     """Compute the picoseconds for which a micro-batch occupies a link, over both directions.
 
     Args:
-        codecs: of messages forwards and backwards. Encoding, wire and decoding each keep a thread of its own busy, so
-            that the longest of the three counts.
+        codecs: codec of forward messages, and of backward messages. Encoding, sending and decoding each have a thread
+            of their own, so that the longest of the three counts.
     """
     if codecs == (NO_CODEC, NO_CODEC):
         ps_per_byte = EXCHANGE * PICO / bandwidth_bytes_s

@@ -33,8 +33,8 @@ class DeviceKind(NamedTuple):
     """Interchangeable devices.
 
     Attributes:
-        speed: relative to the profiled device.
-        capacity_bytes: for the nodes of one stage, None for no limit.
+        speed: speed of each, relative to the profiled device.
+        capacity_bytes: limit for the nodes of one stage, None for no limit.
         devices: positions in the cluster.
     """
 
@@ -48,8 +48,8 @@ class Step(NamedTuple):
 
     Attributes:
         before, after: states; 0 is the start.
-        kind: of the device that the stage is on.
-        bandwidth_bytes_s: to the stage behind it; infinite for the last stage.
+        kind: index of the device's kind.
+        bandwidth_bytes_s: bandwidth to the next stage; infinite for the last stage.
     """
 
     before: int
@@ -59,13 +59,14 @@ class Step(NamedTuple):
 
 
 class Lineup(NamedTuple):
-    """The automaton.
+    """Automaton of the possible orders of devices.
 
     Attributes:
-        kinds: of devices.
-        depths: stages so far, by state.
-        used_speed, free_speed: of the devices in use and of those that may still come, at most, by state.
-        steps: in order of depth.
+        kinds: kinds of devices.
+        depths: number of stages so far, by state.
+        used_speed, free_speed: upper bounds of the summed speed of the devices in use, and of those that may still be
+            added, by state.
+        steps: transitions in order of depth.
     """
 
     kinds: tuple[DeviceKind, ...]
@@ -129,9 +130,7 @@ def _straight(cluster: Cluster, limits: Limits) -> Lineup:
 def _walk(cluster: Cluster, limits: Limits, kinds: tuple[DeviceKind, ...], alike: bool, free: bool) -> Lineup:
     """Build the automaton breadth first, so that steps are in order of depth.
 
-    Args:
-        alike: True if all links are equal.
-        free: True if kinds may come in any order.
+    ``alike`` is True if all links are equal, ``free`` if kinds may come in any order.
     """
     most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
     start = _Place((0,) * len(kinds), -1)

@@ -1,16 +1,17 @@
 """Bottleneck-optimal partition of a chain, by probing prefix sums (after Lv et al., CCGrid'23).
 
 A probe tests whether every stage can stay within a period. It walks from the last stage to the first, because a
-stage's depth, and with it its weight versions and micro-batches in flight, counts from the end:
+stage's depth, and with it its weight versions and micro-batches in flight, counts from the end. A place is a position
+where the chain may be cut, or one of its two ends:
 
     place     0   1   2   3   4   5   6   7   8
-    reached                               x   x      x: some stages can cover all from here to the end
-    lo(e)     .   .   .   .   .   .   .   3   5      smallest place that a stage which ends at e may begin at
-    reached               x   x   x   x              one stage more: p with lo(e) <= p for the nearest e after p
+    reached                               x   x      places from which the stages so far can cover all nodes to the end
+    lo(e)     .   .   .   .   .   .   .   3   5      smallest place at which a stage that ends at place e may begin
+    reached               x   x   x   x              with one stage more: p with lo(e) <= p for the nearest e after p
 
-``lo`` only grows with e, for time and for memory, so the nearest reached place after p decides, and a probe
-costs O(places) per step of the lineup. The least period is then searched for in whole picoseconds, which makes
-the result exact. A cut whose traffic takes longer than the period is closed in that probe.
+``lo`` grows with e, both for time and for memory. So only the nearest reached place e after p has to be tested, and a
+probe takes O(places) for each transition of the device order (``Lineup``). A place whose messages take longer than the
+period is not cut in that probe. The least period is searched for in whole picoseconds, so that the result is exact.
 
 Only the abstract of the paper was available; this construction is ours.
 """
@@ -225,11 +226,7 @@ def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, k
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
-    """Find the stages of a partition that keeps the period; None if no partition does.
-
-    Args:
-        extra_bytes: bytes that are added to every memory limit.
-    """
+    """Find the stages of a partition that keeps the period, with ``extra_bytes`` added to each limit; else None."""
     lineup, places = problem.lineup, len(problem.chain.positions)
     earliest = _earliest(problem, period_ps, extra_bytes)
     numbers = np.arange(places)

@@ -23,14 +23,14 @@ kfkb         1F1B in groups of k                                 memory of k * (
 slack        1F1B that starts r_h forwards earlier per hop       memory of 1 + sum r_h, hides slow links
 interleaved  1F1B over several stages per worker                 more messages, smaller bubble
 zb-h1        slack with split backwards, their W put off         memory of 1 + sum r_h on every stage, smaller bubble
-zb-v         two stages per worker, there and back, B split      memory of 1f1b's first stage, no bubble but the fill
+zb-v         two stages per worker, in a V, with I and W         memory of 1f1b's first stage, no bubble but the fill
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
 
 Stages may have replicas: see ``replicas``, and ``side_by_side`` for workers with several stages.
 
-Left out: recomputation, and a limit on the messages
-that wait at a receiver: a stage without a backward is not throttled and may run a whole step ahead.
+Left out: recomputation, and a limit on the messages that wait at a receiver, so that a stage without a backward may run
+a whole step ahead.
 """
 
 from __future__ import annotations

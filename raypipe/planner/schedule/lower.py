@@ -71,9 +71,9 @@ class _Rules(NamedTuple):
 def lower(schedule: Schedule) -> Schedule:
     """Add sends, receives, gradient reduction and optimizer steps to a schedule of compute actions.
 
-    When a stage has done the last backward of an update (the last forward, if it trains nothing), it gets a
-    REDUCE_GRAD. When all stages of a worker have, they get REDUCE_NORM and STEP. Not earlier: the norm needs
-    every stage, so one that waits for a later part of its own row would wait forever.
+    After the last backward of an update (the last forward, if it trains nothing) a stage gets a REDUCE_GRAD. Once all
+    stages of the worker have theirs, REDUCE_NORM and STEP follow. Earlier they would deadlock: the norm needs the
+    gradients of every stage, among them those that the worker has yet to compute.
 
     Prologue, body and epilogue are lowered one by one; an update may begin in one and end in another.
 
@@ -288,9 +288,7 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
 def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Progress, wiring: Wiring) -> None:
     """Raise ScheduleError unless the body advances every stage by its stride.
 
-    Args:
-        before: progress before the body, with updates shifted by one repetition.
-        after: progress after the body.
+    That is, unless ``before``, the progress before the body with updates shifted by one repetition, equals ``after``.
     """
     for stage, update in sorted(before.keys() | after.keys()):
         expected, finished = before.get((stage, update), 0), after[stage, update]
@@ -315,10 +313,10 @@ def lowered_and_checked(schedule: Schedule) -> Schedule:
 
 
 def validate(lowered: Schedule, repeats: int = 1) -> None:
-    """Raise ScheduleError if a lowered schedule, with its body repeated ``repeats`` times, breaks a rule of the module.
+    """Check the four rules of the module on a lowered schedule, with its body repeated ``repeats`` times.
 
     Raises:
-        ScheduleError: names the action, its worker, its position in the row, and what to change.
+        ScheduleError: a rule is broken; names the action, its worker, its position in the row, and what to change.
     """
     program = build(lowered, repeats)
     _check_steps(program)

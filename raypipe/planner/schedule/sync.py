@@ -4,7 +4,7 @@ The rows have one stage per worker (several in ``interleaved``) and compute acti
 the last micro-batch. Two kinds hide slow links at the cost of memory; 1F1B is the smallest setting of both:
 
     kFkB    takes turns in groups of k micro-batches         (Ada-Grouper, arXiv:2303.01675, abstract)
-    slack   takes turns one by one, but warms up further: hop h may have r_h micro-batches under way
+    slack   takes turns one by one, but warms up further: stage h runs r_h forwards ahead of stage h + 1
 
 Every stage may have replicas, between which its micro-batches are dealt out (``replicas``): each replica warms up and
 takes turns with its own.
@@ -13,7 +13,7 @@ Interleaved 1F1B has several stages per worker, so that the pipeline fills and d
 shrinks by the number of chunks per worker, and every micro-batch crosses that many times more links (Narayanan et al.,
 arXiv:2104.04473, section 2.2, in the order of Megatron-LM).
 
-Left out: the time of anything. ``raypipe.planner.simulator`` computes what a schedule costs.
+Schedules have no times: ``raypipe.planner.simulator`` computes their seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def k_f_k_b(
         num_microbatches: M, per optimizer step.
         k: micro-batches per group.
         first_trainable: lowest stage with a backward.
-        replicas: of each stage.
+        replicas: replicas of each stage.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -110,7 +110,7 @@ def slack(
     first_trainable: int = 0,
     replicas: Replicas = SINGLE,
 ) -> Schedule:
-    """Build 1F1B with a longer warm-up: r_h micro-batches may be under way over hop h (stage h to h + 1).
+    """Build 1F1B with a longer warm-up: stage h runs r_h forwards more ahead of its backwards than stage h + 1.
 
     S=4, M=8, r=2, one slot per action:
 
@@ -126,11 +126,7 @@ def slack(
     (sum of T_s + 2 * sum of c_h) / (1 + sum of r_h), hops inside the run.
 
     Args:
-        num_stages: S.
-        num_microbatches: M, per optimizer step.
-        slack: r_h by hop, or one number for all hops.
-        first_trainable: lowest stage with a backward.
-        replicas: of each stage.
+        slack: r_h by hop, or one number for all hops. The other arguments are those of ``k_f_k_b``.
 
     Raises:
         ScheduleError: a number is out of range, or not one r_h for each hop.
@@ -157,11 +153,7 @@ def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]
 
 
 def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -> None:
-    """Raise ScheduleError if the numbers describe no pipeline.
-
-    Raises:
-        ScheduleError: no stage, no micro-batch, or nothing to train.
-    """
+    """Raise ScheduleError if there is no stage, no micro-batch, or nothing to train."""
     if num_stages < 1:
         raise ScheduleError(f"A pipeline needs at least one stage, not {num_stages}.")
     if num_microbatches < 1:
@@ -201,9 +193,7 @@ def _schedule(
 def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
     """Build the row of one worker: ``warmup`` groups forward, then one forward and one backward in turn, then the rest.
 
-    Args:
-        own: micro-batches of the worker, in their order.
-        sizes: sizes of the groups that they are divided into.
+    The worker's micro-batches, ``own``, are divided into groups of these sizes.
     """
     if not trains:
         return pack(np.full(len(own), stage), np.full(len(own), OP_CODE[Op.F]), own)

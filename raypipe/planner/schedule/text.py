@@ -16,7 +16,7 @@ from raypipe.planner.simulator import Costs, simulate
 
 
 def to_csv(schedule: Schedule, repeats: int = 1) -> str:
-    """Write the compute actions of every worker, one line each; actions that lowering added are left out."""
+    """Write the compute actions, one line per worker, with the body ``repeats`` times; leave out all other actions."""
     rows = schedule.rows(repeats)
     return "".join(",".join(str(a) for a in row if a.op in COMPUTE) + "\n" for row in rows)
 
@@ -50,11 +50,7 @@ def from_csv(text: str, kind: str = "csv", update_interval: int | None = None) -
 
 
 def _homes(rows: Sequence[Sequence[Action]]) -> list[int]:
-    """The worker of each stage, as the rows have it.
-
-    Raises:
-        ScheduleError: see ``from_csv``.
-    """
+    """Return the worker of each stage; ScheduleError as in ``from_csv``."""
     homes: dict[int, int] = {}
     for worker, row in enumerate(rows):
         for action in row:

@@ -10,11 +10,11 @@ S=4, M=8, r=1, one slot per action:
     2:  .  . F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
     3:  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
 
-Forwards and I alternate as forwards and backwards do in ``slack``; W of a micro-batch follows the I of the one l_s
-later, where l_s is the sum of r_h over the hops before stage s: early stages hold forwards in flight, late ones
-deferred W. So every stage holds at most
-min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages, r=1 and t_F = t_I = t_W a
-step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
+Forwards and I alternate as forwards and backwards do in ``slack``. W of a micro-batch follows the I of the l_s-th one
+after it, where l_s is the sum of r_h over the hops before stage s: early stages hold forwards in flight, late ones
+deferred W. So every stage holds at most min(M, 1 + sum of all r_h) micro-batches between F and W. With free links,
+equal stages, r=1 and t_F = t_I = t_W a step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds
+(S - 1) * (t_F + t_I + t_W).
 
 With overlapping steps, no stage waits for the global norm before its optimizer step. S=2, M=4, r=2:
 
@@ -26,8 +26,8 @@ parallelogram of the same paper, which validates the norm afterwards; here, clip
 Steps do not overlap with fewer than 1 + sum r_h micro-batches, because forwards of the next step would be held in
 addition to deferred W of this one; nor if a stage has no backward, because it could run ahead without bound.
 
-Replicas of a stage (``replicas``) have such rows of their own micro-batches, with W deferred by the number that all
-replicas of earlier stages together hold more. Their steps do not overlap.
+Each replica of a stage (``replicas``) has such a row of its own micro-batches. Its W are deferred by its share of
+sum r_h R_(h + 1) over the hops before, where R is the number of replicas. Steps of replicas do not overlap.
 
 ZB-V puts two stages on every worker, there and back, so that no worker waits once it has begun (section 6, and
 "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362). The first worker holds the first stage and the last
@@ -42,12 +42,13 @@ The order comes from a timetable of a pipeline that has been full forever, in sl
 A period of 6 slots has each of a worker's six actions once, in the turn F I W F I W of one stage and the other. Three
 slots from a stage to the next leave two for the message, and use up the memory of 2 P activations at any time.
 
-To fill and to drain it sooner than that, a step is played slot by slot: every worker takes what is due first among
-what is ready and finds room. Behind a worker's last forward, W waits for whatever others wait for.
+To fill and drain the pipeline sooner than in this timetable, the rows are built slot by slot: every worker runs, of its
+actions that are ready and fit into memory, the one that is due first. After its last forward, actions that another
+worker waits for come before W.
 
 A latency of up to two slots per hop is paid once in a step, while the pipeline fills and drains, not per micro-batch.
 
-Left out: what actions really take. All slots are equal, and links are free while the order is found.
+The model leaves out real durations: the order is found with equal slots and free links.
 """
 
 from __future__ import annotations
@@ -81,9 +82,8 @@ def zb_h1(
         num_stages: S.
         num_microbatches: M, per optimizer step.
         slack: r_h by hop, or one number for all hops; 1 is ZB-H1 of the paper, more hides slow links.
-        first_trainable: lowest stage with a backward; stages below have none, so none is put off for them.
-        overlap: steps may overlap.
-        replicas: of each stage.
+        first_trainable, replicas: as in ``sync.k_f_k_b``.
+        overlap: True if steps may overlap.
 
     Raises:
         ScheduleError: a number is out of range, or not one r_h for each hop.
@@ -112,12 +112,9 @@ def zb_h1(
 
 
 def _row(stage: int, own: NDArray[np.int64], warmup: int, lag: int, trains: bool) -> Row:
-    """Build the row of one worker.
+    """Build the row of one worker, for its ``own`` micro-batches.
 
-    Args:
-        own: its micro-batches, in order.
-        warmup: forwards before the first I.
-        lag: number of its own micro-batches by which W is deferred.
+    ``warmup`` is the number of forwards before the first I, ``lag`` that of own micro-batches by which W is deferred.
     """
     count = len(own)
     if not trains or not count:
@@ -135,7 +132,7 @@ PERIOD, HOP = 6, 3
 """Slots of the timetable from a micro-batch to the next, and from a stage to the next."""
 
 Turn = tuple[bool, int, int, Op]
-"""(can wait, slot in which it is due, stage, operation); slots of a worker are distinct."""
+"""(True after the last forward if no worker waits for it, slot in which it is due, stage, operation); slots differ."""
 
 
 def zb_v(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:

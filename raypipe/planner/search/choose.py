@@ -9,7 +9,7 @@
 t(b) is the time of a micro-batch of b samples. Settings of the user are kept. A number of stages at which nothing fits
 is skipped. If nothing fits at any number, the error is that of the largest number, which has the most memory.
 
-For one kind of schedule and one number of stages, it chooses micro-batches, cuts the model and chooses the slack:
+Two functions make a decision for one kind of schedule and one number of stages:
 
     attempt     for comparison: a coarse graph in the nodes' own order, and only the seconds of a step
     in_full     for the best decision: all nodes, other orders of execution too, and the whole prediction
@@ -94,8 +94,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
 def _best_of(problem: Problem, decisions: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
     """Choose the decision with the least step time (of equals the one with the fewest workers), and complete it.
 
-    Args:
-        table: compared shapes, to be part of the plan; empty if shapes were not compared.
+    The table of compared shapes becomes part of it; it is empty if shapes were not compared.
     """
     chosen = min(as_quick(decisions, step_s_of), key=lambda decision: sum(decision.partition.replicas))
     best = _completed(settled(problem, chosen.request.recomputes), chosen)
@@ -333,10 +332,7 @@ def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
 def _best_kind(
     problem: Problem, num_stages: int | None, settle: Callable[[Problem, Request, int | None], Decision]
 ) -> Decision:
-    """Find the best decision with this number of stages over all kinds of schedule.
-
-    Args:
-        settle: ``attempt`` or ``in_full``, called for each kind.
+    """Find the best of the decisions that ``settle`` (``attempt`` or ``in_full``) makes for each kind of schedule.
 
     Raises:
         PlanError: no kind fits; the error is that of the last kind tried, which needs the least memory.
@@ -392,7 +388,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decis
     """Make a decision for this request with a number of stages, to be compared with others.
 
     Args:
-        request: the problem's request, with a settled schedule.
+        request: the problem's request, with a chosen schedule.
         num_stages: None leaves the number to the solver.
 
     Raises:
@@ -404,7 +400,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decis
 
 
 def in_full(problem: Problem, request: Request, num_stages: int | None, sizes: Sizes | None = None) -> Decision:
-    """Make the decision with all nodes, a solver that may try other orders of execution, and the whole prediction.
+    """Make a decision from all nodes, by a solver that may try other orders of execution, with the whole prediction.
 
     Args:
         sizes: mini-batch and micro-batches that ``attempt`` chose; None chooses them here.

@@ -191,11 +191,7 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
 
 
 def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
-    """Pick data parallelism on the most workers and the most promising other shape, so that the table has both kinds.
-
-    Args:
-        wanted: shapes to choose from.
-    """
+    """Pick data parallelism on the most workers, and the most promising other shape: the table has both kinds."""
     bounds_s: dict[Shape, float] = {}
     for shape in wanted:
         if len(shape) > 1 and search.at_least_s(shape) < min(bounds_s.values(), default=math.inf):

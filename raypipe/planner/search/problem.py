@@ -258,7 +258,7 @@ class Decision:
     """Result of planning, before the stages are built.
 
     Attributes:
-        request: request with a settled schedule.
+        request: request with a chosen schedule.
         graph: graph with seconds at the chosen micro-batch size.
         limits: limits of the cut, with the memory model of the schedule.
         choice: how the number of micro-batches was chosen; None if it was given, or follows from a fixed rule.

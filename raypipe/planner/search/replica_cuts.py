@@ -113,7 +113,7 @@ def summing_rates_s(
 
     Each of R replicas sends (R - 1) / R of each of its L / R lanes, and then as much of the total. Messages to all
     peers share the bandwidth of one link, as they share a worker's network card; both directions run at once. Every
-    chunk waits for the latency of two messages. See ``engine.all_reduce``.
+    chunk waits for the latency of two messages. See ``engine.optim.all_reduce``.
 
     Args:
         link: slowest link between the replicas.
@@ -167,14 +167,11 @@ def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[i
 def check_workers_of_replicas(
     request: Request, num_stages: int, offered: int | None, *, described: bool = False
 ) -> None:
-    """Raise PlanError if there are too few workers for all replicas.
+    """Raise PlanError, with the numbers of offered and required workers, if they are too few for all replicas.
 
     Args:
         offered: number of offered workers; None if it is not limited.
         described: True if the workers are devices of a described cluster, for the message.
-
-    Raises:
-        PlanError: too few; names the numbers of offered and required workers.
     """
     counts, wanted = request.replicas_of(num_stages), request.workers_in_all(num_stages)
     if offered is not None and wanted > offered:
@@ -188,11 +185,7 @@ def check_workers_of_replicas(
 
 
 def check_shares(request: Request, num_stages: int, num_microbatches: int) -> None:
-    """Raise PlanError if a stage has more replicas than a step has micro-batches.
-
-    Raises:
-        PlanError: it has; names the fields.
-    """
+    """Raise PlanError, with the fields, if a stage has more replicas than a step has micro-batches."""
     most = max(request.replicas_of(num_stages))
     if num_microbatches < most:
         raise PlanError(

@@ -130,8 +130,7 @@ def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[in
 def _check_two_versions(request: Request, num_stages: int, num_microbatches: int, ahead: int) -> None:
     """Raise PlanError unless two weight versions suffice: a micro-batch must end within the next mini-batch.
 
-    Args:
-        ahead: forwards that stage 0 runs ahead of its backwards.
+    ``ahead`` is the number of forwards that stage 0 runs ahead of its backwards.
     """
     if num_microbatches < num_stages:
         raise PlanError(
@@ -293,7 +292,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
 
 
 def _sums(request: Request, policy: WeightPolicy, spec: ScheduleSpec, replicas: int) -> int:
-    """Count the sums of gradients that a worker holds: one per lane, or a single one (``engine.stage.gradients``)."""
+    """Count the sums of gradients that a worker holds: one per lane of its own, or one (``engine.stage.gradients``)."""
     alone = replicas == 1 and request.sums_factor == 1.0 and not policy.puts_off
     if alone and in_lane_order(0, policy.interval or spec.num_microbatches, spec.lanes):
         return 1

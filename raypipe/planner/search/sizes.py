@@ -1,9 +1,9 @@
 """Choice of the number of micro-batches for a given number of stages, from the slowest stage of a first cut.
 
 The first cut ignores memory limits. Memory is then tested for many numbers and sizes of micro-batches with few cuts: a
-stage's bytes grow with b x in_flight(depth), for micro-batches of b samples, and with the messages of b samples. If one
-size fits, all that need no more do. If one does not fit, all that need no less do not. A cut is searched only for the
-others.
+stage's bytes grow with b x in_flight(depth), for micro-batches of b samples, and with the messages of b samples. What
+needs no more than sizes that fit fits too, and what needs no less than sizes that do not fit does not fit either. Only
+for the others a cut is searched.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def sizes_of(problem: Problem, request: Request, num_stages: int | None) -> Size
     Otherwise, and for replicas and asynchronous schedules, they are those of ``microbatches``.
 
     Args:
-        request: the problem's request, with a settled schedule.
+        request: the problem's request, with a chosen schedule.
         num_stages: None leaves the number to the solver.
 
     Raises:

@@ -51,12 +51,7 @@ def own_order_solver(request: Request) -> Solver:
 
 
 def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
-    """Adapt a solver to a schedule with several stages on each worker; return it unchanged for other schedules.
-
-    Args:
-        request: request whose number of stages is set.
-        within: see ``in_chunks``.
-    """
+    """Adapt a solver to a schedule with several stages on each worker, as ``in_chunks``; return it for any other."""
     if not request.kind.several_stages:
         return solver
     assert request.num_stages is not None, "settled_workers has set it"
@@ -72,11 +67,7 @@ def quick_cut(request: Request) -> Solver:
 
 
 def _either(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Cut in the nodes' own order, unless another order is faster or is the only one that fits.
-
-    Raises:
-        PlanError: no order fits.
-    """
+    """Cut in the nodes' own order, unless another is faster or the only one that fits; PlanError if no order fits."""
     refusal, own = None, None
     try:
         own = prefix_sum(graph, cluster, limits)

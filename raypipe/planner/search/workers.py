@@ -60,11 +60,7 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
 
 
 def _replicas_of_all(request: Request) -> int:
-    """Return the number of replicas that all stages have.
-
-    Raises:
-        PlanError: the numbers of replicas differ between stages; names the field.
-    """
+    """Return the number of replicas of every stage; PlanError, with the field, if it differs between stages."""
     counts = request.replicas if isinstance(request.replicas, tuple) else (request.replicas or 1,)
     if len(set(counts)) > 1:
         raise PlanError(
@@ -126,7 +122,7 @@ def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | N
     """
     workers = request.workers(num_stages)
     each = num_stages / workers
-    if request.schedule == "interleaved":  # as in plan_text.smallest_bubble
+    if request.schedule == "interleaved":  # as in ir.plan.smallest_bubble
         return lambda n: max(n + (workers - 1) / each, (n + num_stages - 1) / each)
     if request.schedule == "zb-v":  # of six slots each, see schedule.zero_bubble
         return lambda n: max(6 * n + workers - 1, 3 * n + 4 * workers - 2) / 6

@@ -4,10 +4,11 @@
     "collective"    gloo groups of two; NCCL if workers compute on GPUs     process_group.py: process_group_channel.py
     "object_store"  objects in Ray's store, announced by actor calls        object_store.py
 
-A worker has one Endpoint (endpoint.py) for its whole life, and opens its channels through it for each generation of the
-plan. "auto" is "tcp", for the reasons in docs/design/0006-links.md. ``queued_channel.py`` is the sending thread that
-the channels share, ``listener.py`` the addresses of a worker, its listening sockets and the options of its connections,
-``link_probe.py`` a measurement of links while nothing trains.
+A worker has one Endpoint (endpoint.py) for its whole life, through which it opens new channels whenever it is
+configured. All workers count these openings: the number of the present one is the *generation* of the links. "auto" is
+"tcp", for the reasons in docs/design/0006-links.md. ``queued_channel.py`` is the sending thread that the channels
+share, ``listener.py`` a worker's listening sockets and the options of its connections, ``link_probe.py`` a measurement
+of links while nothing trains.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class LinkSetup:
     Attributes:
         me: number of this worker in the plan.
         addresses: addresses of the peers' endpoints, by worker number.
-        generation: number of times that links were opened before; messages of other numbers are dropped.
+        generation: number of times that links were opened before. Messages of a lower number are dropped; one of a
+            higher number is an error.
         run_id: unique id of the run, equal on all its workers.
         capacity: maximum number of tensors per message, by peer; equal on both ends.
         timeout_s: timeout for opening all links together.
@@ -57,7 +58,6 @@ class LinkSetup:
 
         Args:
             addresses: addresses of the endpoints of all workers, by worker number.
-            generation: number of times that links were opened before.
         """
         me, peers = placement.worker, placement.neighbours(programs)
         return cls(
@@ -78,7 +78,7 @@ class Endpoint(Protocol):
 
     @property
     def address(self) -> Any:
-        """Address of this endpoint, a plain value that may travel to the peers through Ray."""
+        """Address of this endpoint, a plain value that can be sent to the peers through Ray."""
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
         """Open the links to all peers, while each of them does the same; return one channel per peer, by worker number.

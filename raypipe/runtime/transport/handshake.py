@@ -8,9 +8,9 @@
       | <-------- welcome: HMAC(secret, "answerer", both) |   only after a valid proof
 
 Both HMACs cover the greeting and the challenge ("both"), so that neither can be replayed, reflected or moved to another
-run, generation, link or direction. A stranger learns nothing: the answerer's replies are shorter than what they reply
-to, and it reports an error in a greeting only after the caller's proof. A caller whose plan differs gets HMAC(secret,
-"other plan", both) instead of a welcome, so that both ends report the difference.
+run, generation, link or direction. A caller without the secret learns nothing, because an error in a greeting is
+reported only after the caller's proof. A caller whose plan differs gets HMAC(secret, "other plan", both) instead of a
+welcome, so that both ends report the difference. The challenge is shorter than the greeting: nothing is amplified.
 
 The frames that follow are neither encrypted nor authenticated (docs/design/0006-links.md).
 """
@@ -34,7 +34,7 @@ _CALLER, _ANSWERER, _OTHER_PLAN = (b"raypipe link %s\0" % role for role in (b"ca
 
 
 class Hello(NamedTuple):
-    """Greeting: identity of one connection. ``run`` is a ``run_digest``, ``sender`` and ``receiver`` are workers."""
+    """Greeting: identity of one connection. ``run`` is a ``run_digest``, ``generation`` that of LinkSetup."""
 
     run: bytes
     generation: int
@@ -47,7 +47,7 @@ class Hello(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Turn of a conversation: bytes to write to the connection, then the number of bytes to read from it, perhaps 0."""
+    """Step of a conversation: bytes to write to the connection, then the number of bytes to read from it, perhaps 0."""
 
     message: bytes
     wanted_bytes: int
@@ -123,7 +123,7 @@ def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> byt
     """Compute the HMAC that proves one role.
 
     Its input is unambiguous: greeting and challenge have fixed sizes, and the role ends with a zero byte. The key is a
-    digest of the secret: HMAC pads short keys with zeros, so that secrets would be equal up to trailing zeros.
+    digest of the secret, because HMAC pads short keys with zeros: secrets that differ in trailing zeros would be equal.
     """
     return hmac.digest(hashlib.sha256(secret).digest(), role + greeting + challenge, "sha256")
 

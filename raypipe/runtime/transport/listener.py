@@ -12,9 +12,9 @@ Connections do not use BBR if the system has another congestion control and none
     out   ======#########======>     BBR limits data in flight to twice what fits into the shortest round trip;
     back  <=ack===########======     a pipeline's link is full both ways, so acknowledgements queue after messages
 
-BBR then pauses in the middle of a message until they come, and every ten seconds for 200 ms to measure the round trip
-again. CUBIC counts losses instead, and fills the link (docs/design/0006 compares both). BBR suits one long flow over a
-path that loses packets; for stages connected by such a path, ``RAYPIPE_CONGESTION`` in their environment selects the
+BBR then pauses in the middle of a message until they arrive, and every ten seconds for 200 ms to measure the round trip
+again. CUBIC reacts to losses instead, and fills the link (docs/design/0006 compares both). BBR suits one long flow over
+a path that loses packets; for stages connected by such a path, ``RAYPIPE_CONGESTION`` in their environment selects the
 algorithm. Each end selects it for the data that it sends.
 """
 
@@ -138,7 +138,7 @@ _BACKLOG = 128
 
 
 class SocketListener:
-    """Listening sockets of one worker, for all generations of its life.
+    """Listening sockets of one worker, which all its links use until the worker ends.
 
     Args:
         host: address to listen on; IPv4 or IPv6.

@@ -4,7 +4,7 @@
     sending thread: header + payload = bytes, or an array
         | link_message(link, *pieces) ----------------------> group "links": copy out, inbox
         | link_message_acked(link, *pieces), every few messages ----> the same
-        | <-------------------------------- "taken": the window has room, objects of the store have no user left
+        | <-------------------------------- "taken": the window has room, and the store can delete the objects
     link_notify(hello | abort) -----------------------------> group "notices", which messages do not block
     link_watch(link), not answered while the link is open --> it fails if the other process dies
 

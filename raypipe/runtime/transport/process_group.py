@@ -6,12 +6,12 @@
     group 0 -> 1: rank 0 ===== payloads =============>  rank 1      made in the same order on both sides,
     group 1 -> 0: rank 1 <============ payloads ======  rank 0      smaller pairs of workers first
 
-Groups are made for one link and generation, never registered with torch.distributed, and never the default group: a
-link can end and be made anew while others live, in the same process.
+Groups are made for one link and one opening of it, never registered with torch.distributed, and never the default
+group: a link can end and be made anew while others live, in the same process.
 
-Ends prove that they have the run's secret before a group is made. **That keeps strangers out of the training, but they
-can still disturb it**: torch's store and gloo's ports accept any connection, and a message of a wrong size ends a
-process. Use this transport on a trusted network. The groups' own ports cannot be confined to a range.
+Ends prove that they have the run's secret before a group is made. **Other programs cannot join the training, but they
+can disturb it**: torch's store and gloo's ports accept any connection, and a message of a wrong size ends a process.
+Use this transport on a trusted network. The groups' own ports cannot be confined to a range.
 
 ``GlooGroup`` works around the limits of gloo:
 
@@ -60,7 +60,7 @@ MOST_POLL_S = 1e-3
 AWAIT_S = 0.01
 NO_END = timedelta(days=365)
 SEND_END = timedelta(minutes=10)
-"""Deadline of one send. It is needed: of sends during the peer's end, gloo never finished 1 in 300 to 1 in 25."""
+"""Deadline of one send. Without it, 1 in 300 to 1 in 25 sends while the peer ends would never finish in gloo."""
 _LOOKING = threading.Lock()
 """Lock for listing this process's sockets: two threads would count each other's temporary duplicates."""
 
@@ -86,7 +86,7 @@ class _At(NamedTuple):
 
     Attributes:
         sockets: address of its listener.
-        store: host and port.
+        store: host and port of its TCPStore.
         gpu: globally unique id of its GPU; "" if it computes on the CPU.
     """
 
@@ -117,10 +117,10 @@ class ProcessGroupEndpoint:
         self.address = _At(Address(*self._listener.address), at, gpu)
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
-        """Open the links as Endpoint.open.
+        """Open the links; see Endpoint.open.
 
         Raises:
-            LinkError: also if two workers share a GPU.
+            LinkError: as Endpoint.open, or two workers share a GPU.
             ConfigError: link_checksum="on" between GPUs.
         """
         me, peers = opening.me, {peer: _At(*address) for peer, address in opening.addresses.items()}
@@ -324,7 +324,7 @@ class NcclGroup:
 
 
 def _await_peer(store: Any, me: int, peer: int, incoming: socket.socket, deadline_s: float) -> None:
-    """Wait until the peer is about to create the groups too; it may still wait for another peer, and fail there.
+    """Wait until the peer is about to create the groups too; until then it may wait for another peer, and fail there.
 
     Raises:
         ConnectionError: the peer closed its connection, or did not come in time.

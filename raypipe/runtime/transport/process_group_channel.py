@@ -1,4 +1,4 @@
-"""Channels whose payloads go through process groups of torch; headers, proofs and ends go over sockets.
+"""Channels whose payloads go through process groups of torch; headers, handshakes and goodbyes go over sockets.
 
     sender              header ==socket==> | payload ==group==>
     receiver            header <==socket== | payload <==group== | decode --> inbox --> recv()
@@ -41,7 +41,7 @@ class PayloadGroup(Protocol):
     """Group of two ranks that moves bytes in one direction."""
 
     def send(self, payload: torch.Tensor) -> None:
-        """Send; return when the memory may be changed. ConnectionError if the link broke or was aborted."""
+        """Send, and return once the memory may be changed; ConnectionError if the link broke or was aborted."""
 
     def recv(self, payload: torch.Tensor) -> None:
         """Receive as many bytes as ``payload`` has; ConnectionError if the link broke or was aborted."""

@@ -4,9 +4,9 @@
     recv() <-- inbox    <-- receiving thread of the medium                             a subclass
     abort() --> first failure --> inbox, interrupt(reason)
 
-``send`` only queues a message. The sending thread describes, encodes and copies it and waits for the medium, while the
-caller computes. The receiving thread decodes, so that no codec ever runs in a thread that computes. Measured on
-emulated accelerators, a send in the calling thread cost that thread 0.3 ms of every 10 ms.
+``send`` only queues a message. The sending thread encodes and copies it, makes its header and waits for the medium,
+while the caller computes. The receiving thread decodes, so that no codec ever runs in a thread that computes. Measured
+on emulated accelerators, a send in the calling thread cost that thread 0.3 ms of every 10 ms.
 
 A subclass defines how to send a message and a goodbye, and how to end every wait in the medium from another thread. It
 puts received messages into ``inbox``, and calls ``peer_ended`` at the peer's goodbye.

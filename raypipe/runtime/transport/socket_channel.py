@@ -13,16 +13,16 @@ Sockets stay blocking and are woken by shutdown(2), which works from any thread.
 
 Messages are received into memory of a BufferPool, which reuses large blocks:
 
-    take() --> lease --> tensors of the stage, autograd's saved views, ...
-      ^                           | the last of them is freed, and the lease with it
-      +------ free blocks <-------+
+    take() --> block, lease --> tensors of the stage, autograd's saved views, ...
+      ^                                | the last of them is freed, and the lease with it
+      +--------- free blocks <---------+
 
 The C library itself reuses memory of up to 32 MiB. It returns larger memory to the system, and the next message needs
 new pages, which took 60 % of the time to receive 64 MiB.
 
-A block is free when the *storage* over it is freed, whatever held it: a tensor, a view, a graph. A storage made by
-``torch.frombuffer`` holds a reference to its source object, the lease, until it is freed, and a finalizer runs at the
-lease's end.
+A *lease* is a ctypes array over a block in use. ``torch.frombuffer`` makes a storage of it, which holds a reference to
+the lease until the last tensor, view or graph that uses the storage is freed. Then the finalizer of the lease returns
+the block to the free ones.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class SocketChannel(QueuedChannel):
 
     Args:
         name: shown in errors.
-        generation: number of the plan; older messages are dropped, a newer one is an error.
+        generation: see LinkSetup.
         max_tensors: most tensors that a message of this channel has; equal on both ends.
         outgoing, incoming: connected blocking sockets, which the channel owns from now on.
-        checksum: see PipelineConfig.link_checksum; "auto" checks TCP only, since Unix sockets do not leave the host.
+        checksum: see PipelineConfig.link_checksum; "auto" checks TCP only, because Unix sockets do not leave the host.
 
     Attributes:
         kinds: "tcp" or "unix", for outgoing and incoming.

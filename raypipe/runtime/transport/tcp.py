@@ -8,14 +8,14 @@ socket if both are on one machine and over TCP otherwise:
       | <-- handshake (handshake.py) -----> |   connections of strangers are closed
       | messages =========================> |
 
-The listener outlives generations. A connection with a greeting of an older generation, of another run or of no run is
-closed without effect on others; a living caller tries again until its own deadline, so workers may enter a generation
-in any order. A proven greeting of a *newer* generation makes this opening obsolete and ends it.
+The listener stays open when links are opened again, which counts as a new generation. A connection with a greeting of
+an older generation, of another run or of no run is closed without effect on others. Its caller tries again until its
+own deadline, so workers may begin to open in any order. A proven greeting of a *newer* generation ends this opening.
 
-A reset can keep the welcome from the caller, while the answerer, which sent it, assumes an open link. So the answerer
-checks its connections before it returns, and waits for another one if one was reset. If it returned before the reset,
-the caller's next connection is not accepted. So an end that saw a reset after the caller's proof waits DOUBT_S for the
-peer, not until its deadline, and then reports the link as lost: all links are opened again.
+If a connection is reset before the caller has read the welcome, the answerer, which sent it, still assumes an open
+link. So the answerer checks its connections before it returns, and waits for another one if one was reset. If the reset
+comes later, the answerer accepts no further connection. Therefore an end that saw a reset after the caller's proof
+waits only DOUBT_S for the peer, and then reports the link as lost: all links are opened again.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ drops connections, and the system itself retries only after 1, 3 and 7 s."""
 ACCEPTED_AT_ONCE = 16
 
 GUEST_S = 5.0
-"""Time limit of a caller's proof."""
+"""Time limit for a caller to prove that it has the secret."""
 
 DOUBT_S = 5.0
-"""Time limit for a peer to answer again after a reset, since it may assume that the link is open."""
+"""Time limit for a peer to connect or answer again after a reset."""
 
 GUESTS = 64
-"""Maximum number of unproven connections, besides those of peers. One more ends the oldest that has not sent a peer's
-greeting; if all have, the oldest."""
+"""Maximum number of unproven incoming connections, in addition to one for each peer. One more closes the oldest that
+has not sent a peer's greeting; if all have, the oldest."""
 
 _PENDING = (0, errno.EINPROGRESS, errno.EINTR)
 
@@ -182,7 +182,7 @@ class _Handshake:
 
 
 class _LinkOpener:
-    """State of one ``open_links``: one thread, one selector; strangers cannot prolong any wait."""
+    """State of one ``open_links``, in one thread with one selector. Connections without the secret delay nothing."""
 
     def __init__(
         self,
