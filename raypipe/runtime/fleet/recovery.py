@@ -272,6 +272,8 @@ class Recovery:
 
     def _resize(self, wanted: Resize, step: int) -> Recovered:
         """Apply a plan of another size: that of the request, or one made now for the requested size."""
+        if wanted.withdrawn:
+            raise PlanError(wanted.withdrawn)
         clock, fleet, plans, planned = Laps(), self._fleet, self._plans, wanted.planned
         made = plans.resized(wanted.num_stages, wanted.num_replicas) if planned is None else plans.assembled(planned)
         clock.lap("plan")
