@@ -50,7 +50,7 @@ from raypipe.planner.controller.states import (
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.replay import routes_of
 
-FORMAT = 2
+FORMAT = 3
 """Version of the saved state's format."""
 
 
