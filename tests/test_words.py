@@ -53,7 +53,9 @@ def unpicklers(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module for _ in [0] if node.module.split(".")[0] in UNPICKLERS]
+            names = [alias.name for alias in node.names]
+            writes = (node.module, names) == ("pickle", ["Pickler"])
+            found += [node.module for _ in [0] if node.module.split(".")[0] in UNPICKLERS and not writes]
             found += [f"torch.{a.name}" for a in node.names if (node.module, a.name) == ("torch", "load")]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and id(node) not in safe:
             found += [f"torch.{node.attr}" for _ in [0] if (node.value.id, node.attr) == ("torch", "load")]
@@ -82,6 +84,7 @@ def test_nothing_unpickles() -> None:
     [
         "import pickle",
         "def f():\n    from cloudpickle import loads",
+        "from pickle import Pickler, loads",
         "import torch\ntorch.load('x')",
         "torch.load('x', weights_only=False)",
         "torch.load('x', weights_only=safe)",
@@ -138,7 +141,8 @@ def test_riddles_are_found(source: str) -> None:
     assert not riddles(ast.parse("'''The closed form, decided by the free links.'''"))
 
 
-def test_reading_weights_only_is_no_unpickling() -> None:
+def test_reading_weights_only_is_no_unpickling_nor_is_writing() -> None:
+    assert unpicklers(ast.parse("from pickle import Pickler")) == []
     assert unpicklers(ast.parse("import torch\ntorch.load('x', weights_only=True)")) == []
 
 

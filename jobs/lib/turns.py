@@ -87,13 +87,13 @@ def blocks(seconds: Sequence[float], begin: int, turns: int, steps: int) -> list
 class _Run:
     """Run and its progress; a thread reads its output."""
 
-    def __init__(self, lab: Any, gate: Path, options: dict[str, Any]) -> None:
+    def __init__(self, lab: Any, script: str, gate: Path, options: dict[str, Any]) -> None:
         self.gate, self.done = gate, 0
         self.answer: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._ended, self._news = False, threading.Condition()
         self._lab, self._name = lab, options["name"]
-        self._process = lab.start(0, "bench/links/ours.py", json.dumps({**options, "gate": str(gate)}))
+        self._process = lab.start(0, script, json.dumps({**options, "gate": str(gate)}))
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -138,17 +138,21 @@ class _Run:
                 self._news.notify_all()
 
 
-def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, steps: int) -> dict[str, dict[str, Any]]:
+def in_turns(
+    lab: Any, script: str, pipelines: Mapping[str, dict[str, Any]], turns: int, steps: int
+) -> dict[str, dict[str, Any]]:
     """Train several pipelines at the same time, which take turns of a few steps.
 
     Args:
         lab: hosts of ``shaped.rig``, with one processor each.
+        script: script below jobs that trains one pipeline. Its argument is JSON with name, steps, pipeline, cpu and
+            gate. It prints "step N" after N steps, and at the end its result as JSON, with the "seconds" of each step.
         pipelines: name of a run -> fields of its PipelineConfig.
         turns: number of turns of each run.
         steps: number of steps of a turn; the first and the last one are not counted.
 
     Returns:
-        Result of bench/links/ours.py by name, with "turns": seconds of the counted steps by turn.
+        Result of the script by name of the run, with "turns": seconds of the counted steps by turn.
     """
     total = turns * steps
     with contextlib.ExitStack() as ends:
@@ -159,7 +163,7 @@ def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, step
             open_gate(gate, steps)
             # More than half of the rest of its host, so that the two stages are placed on two hosts.
             options = {"name": f"run{place}", "steps": total, "pipeline": pipeline, "cpu": round(0.52 * 0.48**place, 4)}
-            runs[name] = _Run(lab, gate, options)
+            runs[name] = _Run(lab, script, gate, options)
             runs[name].go_to(steps)
         for turn in range(1, turns):
             for name in list(runs)[:: -1 if turn % 2 else 1]:

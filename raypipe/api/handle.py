@@ -100,8 +100,9 @@ class RunHandle:
         return self._table().to_pandas()
 
     def timeline(self) -> Timeline | None:
-        """Return the predicted timeline of one step; None if the plan was made without a profile.
+        """Return the predicted timeline of one step of the plan in force, as after the last resize.
 
+        None if that plan has no predicted times: it was made without a profile, or replicas were lost or have joined.
         The measured timeline is written to the run's folder at the end of the run.
         """
         return self._connection.predicted()
@@ -179,7 +180,7 @@ class RunHandle:
         Raises:
             ConfigError: ``num_stages`` or ``num_replicas`` is not a possible number.
             PlanError: no such plan exists, no workers are available for it, or the resize took longer than
-                ``timeout_s``. Unless it took too long, the run continues unchanged.
+                ``timeout_s``. The run continues unchanged, unless the resize had begun by then.
         """
         if not _is_count(num_stages):
             raise ConfigError(f"num_stages={num_stages!r} is not possible: give an integer of at least 1.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import io
 import os
@@ -11,7 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing.reduction import ForkingPickler
+from pickle import Pickler
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +192,7 @@ class _Sink:
         return len(data)
 
 
-class _Trial(ForkingPickler):
+class _Trial(Pickler):
     """Pickler that accepts what Ray's pickler accepts, to try if a value can be sent.
 
     As Ray does, it pickles the content of functions and classes that another process cannot import. It skips tensors,
@@ -202,7 +201,6 @@ class _Trial(ForkingPickler):
 
     def __init__(self) -> None:
         super().__init__(_Sink())
-        self.dispatch_table = copyreg.dispatch_table  # without reducers for values that only a forked process can take
 
     def reducer_override(self, value: Any) -> Any:
         text = isinstance(value, io.TextIOWrapper) and not value.closed and not value.writable()

@@ -33,7 +33,7 @@ from raypipe.preflight.dry_run import NUM_ROWS, no_reads_of
 _OF_A_METRIC = "Let the model return what the metric needs of its parameters."
 
 
-def asked_by(
+def metric_reads(
     metrics: Mapping[str, Any], model: torch.nn.Module, example: Mapping[Any, torch.Tensor], precision: Precision
 ) -> MetricReads:
     """Record which outputs of a model that returns its own loss, and which data columns, metrics read.

@@ -29,7 +29,7 @@ from raypipe.preflight.dry_run import (
     rehearse,
     rehearse_evaluation,
 )  # fmt: skip
-from raypipe.preflight.metric_trial import asked_by, try_metrics
+from raypipe.preflight.metric_trial import metric_reads, try_metrics
 from raypipe.preflight.module import refuse_aliased_memory, refuse_frequencies, refuse_hooks, refuse_still_norms
 from raypipe.user_lines import quoted, short
 
@@ -103,7 +103,7 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
     metrics = arguments.metrics if evaluates else None
     precision, outputs = PRECISIONS[pipeline.precision], MetricReads()
     if metrics and loss_fn is None:
-        outputs = asked_by(metrics, built, by_name(columns, example), precision)
+        outputs = metric_reads(metrics, built, by_name(columns, example), precision)
     captured = capture(
         built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
         parts=pipeline.loss_reduction != "per_microbatch",

@@ -331,7 +331,7 @@ class Bench:
     @classmethod
     def of(cls, captured: Capture) -> Bench:
         (program,) = captured.programs(())
-        # Copies, because the user's may be used elsewhere meanwhile; the sink adds gradients to sums of its own.
+        # Parameters of its own over the same memory, so that the user's get no gradient; nothing here steps them.
         parameters = {
             name: torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
             for name, p in captured.parameters.items()

@@ -29,7 +29,7 @@ from raypipe.engine.io.checkpoint import (
     prune,
     score,
 )
-from raypipe.errors import CheckpointError, LeaseError, StageLostError
+from raypipe.errors import CheckpointError, LeaseError, RaypipeError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.run.lease import Lease
 from raypipe.run.reporting import Reporter
@@ -192,11 +192,14 @@ class Checkpoints:
             self.latest, self.latest_step = str(self._place / folder), step
             self._publish_success(step, self._clock() - begin_s)
             self._prune()
-        except CheckpointError as error:
+        except (LeaseError, StageLostError):  # the loop notices both, and saves again after a recovery
+            raise
+        except Exception as error:
             self._failures += 1
             self._discard(step, times_forgotten)
-            self._reporter.event("checkpoint failed", str(error), step=step)
-            message = f"The checkpoint after {step} steps was not saved: {error}"
+            reason = _described(error)
+            self._reporter.event("checkpoint failed", reason, step=step)
+            message = f"The checkpoint after {step} steps was not saved: {reason}"
             self._reporter.watcher.update(checkpoint_error=message)
             self._reporter.watcher.alert("checkpoint failed", f"{message} Training goes on.", step, self._failures)
             raise
@@ -227,14 +230,16 @@ class Checkpoints:
 
     def _score(self, step: int, metrics: Mapping[str, float]) -> None:
         folder = self._place / checkpoint_name(step)
-        if not folder.exists(MANIFEST):  # it could not be written
-            return
         try:
+            if not folder.exists(MANIFEST):  # it could not be written
+                return
             with self._completing():
                 if score(folder, metrics):
                     self._prune()
-        except CheckpointError as error:
-            message = f"It lacks its evaluation: {error}"
+        except LeaseError:  # the loop notices it
+            return
+        except Exception as error:  # noqa: BLE001  (an alert; the checkpoint has all that a run resumes from)
+            message = f"It lacks its evaluation: {_described(error)}"
             self._reporter.event("checkpoint failed", message, step=step)
             self._reporter.watcher.alert("checkpoint without its evaluation", message, step)
 
@@ -242,6 +247,10 @@ class Checkpoints:
         policy = self._policy
         for name in prune(self._place, policy.num_to_keep, policy.score_attribute, policy.score_order):
             self._reporter.event("delete checkpoint", f"num_to_keep is {policy.num_to_keep}", name=name)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import RaypipeError, StageError
 from raypipe.ir.communication import LinkEstimate
 from raypipe.ir.report import KeptRecords, StepRecord, StepReport
+from raypipe.ir.timeline import Timeline
 from raypipe.planner.controller import ControllerDecision
 from raypipe.run.spec import Outcome, PlanInForce
 from raypipe.run.status import Alert, RunStatus, Stages, with_alert
@@ -51,6 +52,9 @@ class Journal:
 
     Args:
         name, path: of the run and its folder.
+
+    Attributes:
+        predicted: simulated timeline of one step of the plan in force; None if that plan has no predicted times.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -60,6 +64,7 @@ class Journal:
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         self._interrupts, self._waits = 0, ""
+        self.predicted: Timeline | None = None
 
     @property
     def status(self) -> RunStatus:
@@ -114,7 +119,8 @@ class Journal:
         """Accept the controller's estimates of links, which a journal does not keep."""
 
     def planned(self, plan: PlanInForce) -> None:
-        """Accept a new plan, which a journal does not keep."""
+        """Keep the predicted timeline of a plan that is in force from now on."""
+        self.predicted = plan.predicted
 
     def counted(self, metric: str, value: float = 1.0) -> None:
         """Accept an increment of a metric, see raypipe.metrics, which a journal does not keep."""

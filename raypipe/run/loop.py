@@ -10,7 +10,7 @@ At intervals, and at the end, the loop saves a checkpoint. This module does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
 from raypipe.errors import RaypipeError, StageError
 from raypipe.ir.report import Numbers, StepRecord, StepReport, merge_reports
-from raypipe.ir.timeline import Timeline
+from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig
 from raypipe.planner.segments import Position
 from raypipe.run.checkpoints import Checkpoints
@@ -179,8 +179,7 @@ class _Loop:
         """Write the measured timeline, publish why the run ends at this step, and return the outcome."""
         progress, latest = self._progress, self._checkpoints.latest
         if progress.at.step > began_at:
-            spans = tuple(self._fleet.spans()) if self._ordering.traced else ()
-            measured = Timeline(spans, "measured", name=self._spec.name)
+            measured = Timeline(self._measured_spans(), "measured", name=self._spec.name)
             timelines = [timeline for timeline in (self._plan.predicted, measured) if timeline is not None]
             self._reporter.try_to(lambda: self._reporter.folder.write_timelines(timelines))
         self._control.end()
@@ -190,6 +189,17 @@ class _Loop:
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
         self._reporter.event(decision, reason, step=progress.at.step, checkpoint=latest)
         return Outcome(self._evaluation, latest, progress.at.step, stopped)
+
+    def _measured_spans(self) -> Sequence[Span]:
+        """Return the spans of the traced step; empty if no step was traced, or if a stage was lost since."""
+        if not self._ordering.traced:
+            return ()
+        try:
+            return tuple(self._fleet.spans())
+        except StageError as error:  # the steps and their checkpoint are complete: only a picture is missing
+            message = f"The run's timeline lacks what was measured: {error}"
+            self._reporter.complain("timeline", message, self._progress.at.step)
+            return ()
 
     def fail(self, error: BaseException) -> RunEnd | None:
         """Record an error that ends the run, and complete its newest checkpoint if possible.

@@ -25,6 +25,7 @@ class Resize:
         num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
         done: set once the request was answered.
         error: reason why the resize was refused or failed; None if it was done.
+        withdrawn: reason not to carry it out any more, because its caller has stopped waiting; "" before.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Resize:
         self.num_replicas = num_replicas
         self.done = threading.Event()
         self.error: RaypipeError | None = None
+        self.withdrawn = ""
 
     def answer(self, error: RaypipeError | None = None) -> None:
         self.error = error
@@ -62,6 +64,7 @@ class Requests:
         self._patience_s = 0.0
         self._over = False
         self._lock = threading.Lock()
+        self._halting = threading.Lock()  # held during a halt, and before ``_lock`` where a request is taken
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
 
@@ -107,7 +110,7 @@ class Requests:
         """Request a resize, and wait until it is done.
 
         Args:
-            timeout_s: maximum seconds to wait.
+            timeout_s: maximum seconds to wait. If the resize has not begun by then, it is withdrawn.
             num_stages, planned, reason, num_replicas: as in ``Resize``.
 
         Raises:
@@ -118,15 +121,43 @@ class Requests:
         with self._lock:
             if self._over:
                 raise PlanError("The run is over, so it cannot be resized.")
-            if self._resize is not None or self._fleet is None or self.stop_reason:
-                why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")
+            waiting = self._resize is not None and not self._resize.withdrawn
+            if waiting or self._fleet is None or self.stop_reason:
+                why = self.stop_reason or ("it is being resized" if waiting else "it has not begun")
                 raise PlanError(f"The run cannot be resized now: {why}. Try again later.")
             self._resize, fleet = resize, self._fleet
-        fleet.halt()
-        if not resize.done.wait(timeout_s):
-            raise PlanError(f"The run was not resized within {timeout_s:g} s; it may be so later: see its status.")
+        self._halt_for(fleet, lambda: self._resize is resize)
+        if not resize.done.wait(timeout_s) and not self._withdraw(resize, timeout_s):
+            raise PlanError(
+                f"The run was not resized within {timeout_s:g} s: the change has begun, and takes longer. Its status "
+                "shows the new stages once it is done."
+            )
         if resize.error is not None:
             raise resize.error
+
+    def _withdraw(self, resize: Resize, timeout_s: float) -> bool:
+        """Withdraw a resize that the loop has not taken, and answer it; return False if the loop has taken it.
+
+        It stays in the queue, because its request has halted the fleet: the loop takes it, and the run continues.
+        """
+        with self._lock:
+            if self._resize is not resize:
+                return resize.done.is_set()
+            resize.withdrawn = (
+                f"The run was not resized, because it did not come to the end of a step within {timeout_s:g} s; the "
+                "request was withdrawn. Look at its status for the reason, or give resize a longer timeout_s."
+            )
+            resize.answer(PlanError(resize.withdrawn))
+        return True
+
+    def _halt_for(self, fleet: _Haltable, wanted: Callable[[], bool]) -> None:
+        """Halt the fleet for a request, unless the loop has taken the request already.
+
+        The loop lets a halted fleet continue when it has dealt with the request. A later halt would last for ever.
+        """
+        with self._halting:
+            if wanted():
+                fleet.halt()
 
     def leave(self, nodes: Collection[str]) -> None:
         """Request that the stages on these nodes move soon, because the nodes are about to be removed."""
@@ -145,10 +176,8 @@ class Requests:
             self._halt_if_leaving()
 
     def _halt_if_leaving(self) -> None:
-        with self._lock:
-            fleet, leaving = self._fleet, bool(self._leaving)
-        if fleet is not None and leaving:
-            fleet.halt()
+        if (fleet := self._fleet) is not None:
+            self._halt_for(fleet, lambda: bool(self._leaving))
 
     def offer(self, offer: Offer) -> None:
         """Request a change to the offered partition of the stages. Outstanding orders are carried out first."""
@@ -202,13 +231,13 @@ class Requests:
 
     def take_leaving(self) -> frozenset[str]:
         """Return the nodes that are about to be removed, and clear them; empty without a request."""
-        with self._lock:
+        with self._halting, self._lock:
             nodes, self._leaving = frozenset(self._leaving), set()
         return nodes
 
     def take_resize(self) -> Resize | None:
         """Return the resize, which the caller must answer, and remove the request; None without a request."""
-        with self._lock:
+        with self._halting, self._lock:
             resize, self._resize = self._resize, None
         return resize
 
@@ -216,7 +245,8 @@ class Requests:
         """Refuse further resizes, and answer the resize that waits with a PlanError."""
         with self._lock:
             self._over, self._fleet = True, None
-        if (resize := self.take_resize()) is not None:
+            resize, self._resize = self._resize, None
+        if resize is not None and not resize.withdrawn:
             resize.answer(PlanError("The run ended before it could be resized."))
 
     def checkpoint(self) -> None:

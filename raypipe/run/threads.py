@@ -36,7 +36,6 @@ class ThreadConnection:
 
     def __init__(self, blueprint: Blueprint, planned: Planned, make_fleet: Callable[[PlanInForce], AnyFleet]) -> None:
         self._blueprint, self._planned = blueprint, planned
-        self._predicted: Timeline | None = None
         spec = self._spec = blueprint.spec
         self._make_fleet = make_fleet
         self._journal = Journal(spec.name, str(spec.place))
@@ -76,7 +75,7 @@ class ThreadConnection:
         raise PlanError(IN_THREADS)
 
     def predicted(self) -> Timeline | None:
-        return self._predicted
+        return self._journal.predicted
 
     def close(self) -> None:
         """End the run, if it has not ended, and wait for its thread."""
@@ -89,7 +88,7 @@ class ThreadConnection:
         try:
             with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
                 assembled = assemble(self._blueprint, self._planned)
-                self._predicted = assembled.predicted
+                self._journal.planned(assembled)
                 fleet = self._make_fleet(assembled)
                 try:
                     self._journal.begins(num_steps=self._spec.num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,24 @@ class Recovered:
         times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
         lost = {"lost": list(self.lost)} if self.lost else {}
         return {"replaced": list(self.replaced), **lost, **plan, **times, "moved_bytes": self.moved_bytes}
+
+
+class Laps:
+    """Stopwatch for consecutive phases, which starts when it is created.
+
+    Attributes:
+        laps_s: seconds of each phase, by name.
+    """
+
+    def __init__(self) -> None:
+        self._then_s = time.monotonic()
+        self.laps_s: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Record the time since the previous lap, or the start, as the duration of phase ``name``."""
+        now_s = time.monotonic()
+        self.laps_s[name] = now_s - self._then_s
+        self._then_s = now_s
 
 
 class Rollback(NamedTuple):

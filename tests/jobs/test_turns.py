@@ -53,6 +53,9 @@ print(json.dumps({"seconds": list(range(asked["steps"])), "cpu": asked["cpu"]}),
 """
 
 
+SCRIPT = "bench/any/train.py"
+
+
 class Lab:
     """Starts them where it stands; ``close`` ends them."""
 
@@ -62,6 +65,7 @@ class Lab:
         self._started = ExitStack()
 
     def start(self, host: int, script: str, asked: str) -> subprocess.Popen[str]:
+        assert script == SCRIPT
         process = subprocess.Popen([sys.executable, "-c", RUN, asked], stdout=subprocess.PIPE, text=True)
         self._started.enter_context(process)  # which waits for it
         self._started.callback(process.kill)
@@ -74,7 +78,7 @@ class Lab:
 def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
     with closing(Lab()) as lab:
-        found = in_turns(lab, {"a": {}, "b": {}}, turns=3, steps=4)
+        found = in_turns(lab, SCRIPT, {"a": {}, "b": {}}, turns=3, steps=4)
     assert {name: run["turns"] for name, run in found.items()} == {name: [[1, 2], [5, 6], [9, 10]] for name in "ab"}
     shares = [run["cpu"] for run in found.values()]
     assert 0.5 < shares[0] < 1
@@ -85,4 +89,4 @@ def test_a_run_that_ends_too_soon_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
     pipelines: dict[str, dict[str, Any]] = {"a": {}, "b": {"dies": True}}
     with closing(Lab()) as lab, pytest.raises(RuntimeError, match="run1 stands at step 10 of 12"):
-        in_turns(lab, pipelines, turns=4, steps=4)
+        in_turns(lab, SCRIPT, pipelines, turns=4, steps=4)

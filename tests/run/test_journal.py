@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from raypipe.ir.report import StepRecord
+from raypipe.ir.timeline import Timeline
 from raypipe.run import journal
 from raypipe.run.journal import Journal
 
@@ -44,3 +46,11 @@ def test_a_stop_request_wakes_waiting_readers() -> None:
     status = run.news(0, 600.0).status
     assert (status.state, status.message) == ("stopping", "enough")
     timer.join()
+
+
+def test_the_prediction_is_that_of_the_plan_in_force() -> None:
+    run, first = Journal("digits", "runs/digits"), Timeline((), "simulated")
+    assert run.predicted is None
+    for predicted in (first, Timeline((), "simulated"), None, first):
+        run.planned(SimpleNamespace(predicted=predicted))  # type: ignore[arg-type]
+        assert run.predicted is predicted

@@ -363,3 +363,19 @@ def test_callbacks_receive_the_end_although_another_part_fails_to_end(tmp_path: 
     with pytest.raises(OSError, match="not closed"):
         looped(made, 2, requests=FailsToEnd())
     assert listens.told[-1] == ("end", 2, "")
+
+
+class LostAtTheEnd(LocalFleet):
+    """Fleet that loses a stage after its last step and the checkpoint of it."""
+
+    def spans(self) -> Any:
+        raise StageLostError("Stage 1 died")
+
+
+def test_a_run_whose_steps_are_done_ends_well_although_a_stage_is_lost_then(tmp_path: Path) -> None:
+    journal = Journal("run", "")
+    outcome = looped(trainer(tmp_path, "run", "noisy", verify="off"), STEPS, LostAtTheEnd, journal=journal)
+    assert (outcome.step, outcome.stopped) == (STEPS, "")
+    assert find_checkpoint(Place.of(tmp_path / "run"))[0] is not None
+    assert [(alert.kind, alert.last_step) for alert in journal.alerts] == [("timeline", STEPS)]
+    assert "Stage 1 died" in journal.alerts[0].message

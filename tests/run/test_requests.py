@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.errors import PlanError
 from raypipe.planner.repartition import Offer
-from raypipe.run.requests import Requests
+from raypipe.run.requests import Requests, Resize
 
 
 class Halts:
@@ -92,3 +92,81 @@ def test_a_run_that_is_over_is_not_resized() -> None:
     requests.end()
     with pytest.raises(PlanError, match="is over"):
         requests.resize(3, 600.0)
+
+
+class SlowToHalt:
+    """A fleet that is being halted until ``go`` is set."""
+
+    def __init__(self, did: list[str]) -> None:
+        self.begun, self.go, self._did = threading.Event(), threading.Event(), did
+
+    def halt(self) -> None:
+        self.begun.set()
+        assert self.go.wait(30)
+        self._did.append("halted")
+
+
+@pytest.mark.parametrize("kind", ["resize", "leave"])
+def test_a_request_is_taken_only_once_its_halt_is_over(kind: str) -> None:
+    """Nothing lets a fleet go on that is halted after the change that it was halted for."""
+    did = list[str]()
+    requests, fleet = Requests(), SlowToHalt(did)
+    requests.serve(fleet)
+
+    def ask() -> None:
+        if kind == "leave":
+            requests.leave({"a"})
+        else:
+            requests.resize(3, 30.0)
+
+    def take() -> None:
+        taken = requests.take_resize() if kind == "resize" else None
+        did.append("taken" if taken is not None or requests.take_leaving() else "nothing")
+        if taken is not None:
+            taken.answer()
+
+    asking, taking = threading.Thread(target=ask), threading.Thread(target=take)
+    asking.start()
+    assert fleet.begun.wait(30)
+    taking.start()
+    taking.join(0.2)
+    fleet.go.set()
+    asking.join(30)
+    taking.join(30)
+    assert did == ["halted", "taken"]
+    assert not requests.wants_change
+
+
+def test_a_resize_that_has_not_begun_in_time_is_withdrawn_and_makes_way_for_another_one() -> None:
+    requests, fleet = Requests(), Halts()
+    requests.serve(fleet)
+    with pytest.raises(PlanError, match=r"within 0.01 s; the request was withdrawn.*longer timeout_s"):
+        requests.resize(3, 0.01)
+    with pytest.raises(PlanError, match="withdrawn"):
+        requests.resize(4, 0.01)
+    assert requests.wants_change, "the fleet that was halted for it goes on once the loop has seen it"
+    taken = requests.take_resize()
+    assert taken is not None
+    assert (taken.num_stages, fleet.count) == (4, 2)
+    assert "withdrawn" in taken.withdrawn
+    assert requests.take_resize() is None
+
+
+def test_a_resize_that_has_begun_is_not_withdrawn() -> None:
+    requests, taken = Requests(), list[Resize]()
+
+    class Takes(Halts):
+        def halt(self) -> None:
+            loop.start()
+
+    def take() -> None:
+        while (resize := requests.take_resize()) is None:
+            pass
+        taken.append(resize)
+
+    loop = threading.Thread(target=take)
+    requests.serve(Takes())
+    with pytest.raises(PlanError, match="the change has begun, and takes longer"):
+        requests.resize(3, 1.0)
+    loop.join(30)
+    assert taken[0].withdrawn == ""

@@ -7,6 +7,8 @@ import io
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,13 +16,19 @@ from typer.testing import CliRunner
 from raypipe import Callback, Result
 from raypipe.api.handle import RunHandle
 from raypipe.cli import app
-from raypipe.engine.io.storage import Place
+from raypipe.engine.io.storage import Place, PlaceError
+from raypipe.engine.local import LocalFleet
 from raypipe.errors import CheckpointError
 from raypipe.ir.report import StepRecord
 from raypipe.progress import RunProgress
 from raypipe.report.page import report_html
 from raypipe.report.run_facts import read_run
+from raypipe.run.checkpoints import Checkpoints
+from raypipe.run.journal import Journal
+from raypipe.run.reporting import Reporter
+from raypipe.run.spec import CheckpointPolicy
 from raypipe.run.status import Alert
+from tests.run.loops import looped
 from tests.run.plans.test_planning import trainer
 from tests.waiting import wait_until
 
@@ -122,3 +130,48 @@ def test_what_a_failed_checkpoint_has_written_goes_and_nothing_else(tmp_path: Pa
     assert other.exists() == (generation == 2)
     assert not blocked.parent.exists() if generation == 2 else not (run / "checkpoints/step_0000008").exists()
     assert result.checkpoint.endswith("step_0000012")
+
+
+class BreaksOnce(LocalFleet):
+    """Fleet that fails in a way that nobody expects while the first checkpoint is written."""
+
+    def entries(self, folder: str) -> list[dict[str, Any]]:
+        if folder.endswith("step_0000004"):
+            raise KeyError("stage 1")
+        return super().entries(folder)
+
+
+def test_an_error_that_nobody_expects_is_an_alert_too(tmp_path: Path) -> None:
+    journal = Journal("run", "")
+    made = trainer(tmp_path, "run", "mlp", checkpoint_interval_steps=4, verify="off")
+    assert looped(made, 12, BreaksOnce, journal=journal).checkpoint.endswith("step_0000012")
+    assert [alert.kind for alert in journal.alerts] == ["checkpoint failed", "checkpoints again"]
+    assert "after 4 steps was not saved: KeyError: 'stage 1' Training goes on." in journal.alerts[0].message
+
+
+class Broken:
+    """A place of which nothing can be known."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __truediv__(self, name: str) -> Broken:
+        return self
+
+    def exists(self, name: str) -> bool:
+        raise self._error
+
+    def append_bytes(self, name: str, data: bytes) -> None:
+        raise PlaceError("it is away")
+
+
+@pytest.mark.parametrize("error", [PlaceError("it is away"), ValueError("odd")])
+def test_an_evaluation_that_a_checkpoint_lacks_is_an_alert(error: Exception) -> None:
+    spec: Any = SimpleNamespace(place=Broken(error), checkpoints=CheckpointPolicy(), callbacks=())
+    journal: Any = Journal("run", "")
+    kept = Checkpoints(spec, SimpleNamespace(), Reporter(spec, journal))  # type: ignore[arg-type]
+    kept.score(4, {"eval_loss": 0.5})
+    kept.finish(0)
+    told = {alert.kind: alert for alert in journal.alerts}
+    assert str(error) in told["checkpoint without its evaluation"].message
+    assert told["checkpoint without its evaluation"].first_step == 4

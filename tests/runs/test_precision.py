@@ -493,3 +493,28 @@ def test_what_follows_an_lstm_meets_its_real_type(kind: str, tmp_path: Path) -> 
     steps = microbatches_of(data_of(children()))
     plain = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
     assert faults(model, tmp_path, plain, precision="bf16-autocast", data=data_of(children())) == []
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
+def test_a_frozen_stage_leaves_out_the_steps_that_the_others_leave_out_at_a_scale_of_one(
+    on_nonfinite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know the scale: a NaN in the data is no overflow for those that do."""
+    monkeypatch.setattr("raypipe.engine.optim.state.FIRST_SCALE", 1.0)
+    model, data = children(), planted_data([2, 5])
+    data.tensors[0][data.tensors[0] == 3000.0] = float("nan")
+    model[:3].requires_grad_(requires_grad=False)
+    fields = {"precision": "fp16", "schedule": "1f1b", "partitioner": ["3"], "on_nonfinite": on_nonfinite}
+    recorder = Recorder(torch.optim.AdamW, lr=1e-2)
+    made = trainer(model, tmp_path, recorder, data, **fields)
+    if on_nonfinite == "stop":
+        with pytest.raises(StageError, match=r"Step 2: the loss is nan .* no stage took this step.* has nan at \[1\]"):
+            made.fit(num_steps=8, local=True, progress=False)
+        return
+    result = made.fit(num_steps=8, local=True, progress=False)
+    plain = train_plain(
+        model, of_classes, microbatches_of(data, 8), adamw, "fp16", FIELDS["max_grad_norm"], init_scale=1.0
+    )
+    assert plain.skipped == [2, 5]
+    assert differences(result, recorder, plain, tmp_path) == []

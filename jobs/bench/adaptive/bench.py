@@ -153,7 +153,7 @@ def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
     with rig() as lab:
         lab.rate(None)
         pipelines = {ADAPTIVE: {}, **{name: A_FIXED[name] for name in A_FREE}}
-        free = in_turns(lab, pipelines, settings.turns, settings.turn_steps)
+        free = in_turns(lab, "bench/links/ours.py", pipelines, settings.turns, settings.turn_steps)
         for name, ran in free.items():
             print(f"a free link, in turns, {name}: {_in_ms([mean_of(ran)])}; {machine_line()}", flush=True)
         for _, name in BenchRun.turns([ADAPTIVE, *fixed], settings.rounds):

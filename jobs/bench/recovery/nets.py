@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 from jobs.lib.turns import gated
+from raypipe.engine.io.run_files import EVENTS, read_events
+from raypipe.engine.io.storage import Place
 
 __all__ = [
     "BATCH", "BYTES_PER_PARAMETER", "MICROBATCHES", "SAMPLES", "WAIT_S", "bits_equal", "events", "trainer", "until",
@@ -100,10 +101,10 @@ def trainer(
 
 
 def events(folder: Path, decision: str) -> list[dict[str, Any]]:
-    """Read the lines of a run's events.jsonl with this decision."""
-    path = folder / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["decision"] == decision]
+    """Read the events of a running run with this decision; a line that is being written is left out."""
+    if not (folder / EVENTS).exists():
+        return []
+    return [event for event in read_events(Place.of(folder)) if event["decision"] == decision]
 
 
 def until(done: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:

@@ -153,8 +153,8 @@ class Update:
         self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
         gather: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
-        """Clip the gradients and step the optimizer, or skip the step. Stages that get the same ``total`` and ``loss``
-        all step, all skip or all raise.
+        """Clip the gradients and step the optimizer, or skip the step. Stages that train and get the same ``total`` and
+        ``loss`` all step, all skip or all raise.
 
         Args:
             total: gradient norm; None if the update is deferred.
@@ -211,7 +211,11 @@ class Update:
         return KeyedRandomness(RandomKey(self._seed, self._state.updates, -1 - self._program.index))
 
     def _overflowed(self, *, finite: bool) -> bool:
-        """Update the loss scale; return True if it was too large for this step. A scale of 1 never is."""
+        """Update the loss scale; return True if it was too large for this step. A scale of 1 never is.
+
+        A stage that trains nothing does not know the scale and always returns True. At a scale of 1 the stages that
+        train then decide alone: they skip the step too, or end the run.
+        """
         if self._loss_scale is None:
             return False
         to_blame = not finite and (self._state.optimizer is None or self._loss_scale.value > 1.0)

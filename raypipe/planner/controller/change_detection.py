@@ -163,7 +163,7 @@ class StageEstimator:
         return {
             "window": [[list(sample) for sample in window] for window in self._window],
             "drift": [asdict(one) for one in self._drift],
-            "told": [[list(pair) for pair in timed] for timed in self._split_shares],
+            "split_shares": [[list(pair) for pair in timed] for timed in self._split_shares],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class StageEstimator:
             window.clear()
             window.extend(StageSample(*row) for row in rows)
         self._drift = [Drift(**one) for one in state["drift"]]
-        for timed, pairs in zip(self._split_shares, state["told"], strict=True):
+        for timed, pairs in zip(self._split_shares, state["split_shares"], strict=True):
             timed.clear()
             timed.extend((float(i), float(w)) for i, w in pairs)
 

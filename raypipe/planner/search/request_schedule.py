@@ -9,7 +9,8 @@ any other schedule             u = M, flushed    1
 
 An update follows every u micro-batches. M is their number in a mini-batch, R_s the replicas of stage s, and w_s the
 forwards that all replicas of stage s together run ahead of its backwards (``ahead_of``). With L lanes, u is a multiple
-of L, so that every replica has the same number of micro-batches in an update.
+of L, so that every replica has the same number of micro-batches in an update. With "per_replica" that number is one on
+every stage: R_s divides L, and all stages have updated after every L micro-batches.
 """
 
 from __future__ import annotations

@@ -162,10 +162,9 @@ def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> di
         lengths["eval"] = num_samples["eval"]
     keys: dict[RowsKey, None] = {}
     for mode, samples in lengths.items():
-        per_epoch = min(samples, num_samples.get(mode, 0))
-        for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):
+        for segment, _ in train_segments(samples, plan.minibatch_size, plan.microbatch_size, 1):
             keys[segment.rows(training=mode == "train")] = None
-        rest = num_samples.get(mode, 0) % plan.minibatch_size
+        rest = num_samples[mode] % plan.minibatch_size
         if rest:
             keys[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
     return {key: rows_for(plan, key) for key in (*keys, *flowing_keys(plan))}

@@ -91,7 +91,6 @@ class _DriverActor:
         self._detached = detached
         self._independent = threading.Event()  # set once the process that started the run may end
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
-        self._predicted: Timeline | None = None
         self._meter: Meter | None = None
         with warnings.catch_warnings():  # this property of Ray calls deprecated ones
             warnings.simplefilter("ignore", RayDeprecationWarning)
@@ -280,9 +279,6 @@ class _DriverActor:
         requests: Requests,
         lost: StageError | None = None,
     ) -> Outcome:
-        self._predicted = plan.predicted
-        if plan.predicted is not None:
-            fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
         watcher: Watcher
         publishing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if requests is self._requests:
@@ -292,6 +288,7 @@ class _DriverActor:
             publishing = contextlib.closing(watcher)
             self._journal.begins()
         else:  # it only saves a checkpoint; the run that follows reports these steps
+            self._journal.planned(plan)
             watcher = Journal(spec.name, str(spec.place))
         # Imported modules live as long as this process. Full collections of them took 40 % of its processor time
         # (perf, two stages), which stages may need.
@@ -375,8 +372,8 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:
-        """Return the simulated timeline of one step of this driver's first plan; None if that has no profile."""
-        return self._predicted
+        """Return the simulated timeline of one step of the plan in force; None if that has no predicted times."""
+        return self._journal.predicted
 
 
 def _stages(plan: Plan) -> str:

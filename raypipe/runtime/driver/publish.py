@@ -194,6 +194,7 @@ class Published:
             self._publisher.repeat()
 
     def planned(self, plan: PlanInForce) -> None:
+        self._journal.planned(plan)
         self._homes = plan.plan.schedule.wiring.homes
         publisher = self._publisher
         publisher.resized(self._homes)

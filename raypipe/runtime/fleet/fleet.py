@@ -17,6 +17,7 @@ from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Order, RowsKey
+from raypipe.ir.timeline import Timeline
 from raypipe.planner.liveness import Diagnosis
 from raypipe.run.status import Stages
 from raypipe.runtime.fleet.configuring import Configuring
@@ -119,9 +120,13 @@ class Fleet(Configuring):
         workers = {report.worker for report in reports}
         return tuple(_shown(m) for at, m in enumerate(self.in_use) if at in workers) if reports else self.facts
 
-    def expect(self, action_s: float) -> None:
-        """Set the predicted seconds of a step's longest action; much longer actions count as slow, then as hung."""
-        self.watch.planned_s = action_s
+    def expect(self, predicted: Timeline | None) -> None:
+        """Set the predicted timeline of a step; actions much longer than its longest one count as slow, then as hung.
+
+        None changes nothing: a plan without a prediction has the actions of the one before.
+        """
+        if predicted is not None:
+            self.watch.planned_s = max(span.end_s - span.start_s for span in predicted.spans)
 
     def adopt(self, run: RunSetup, setup: GenerationSetup) -> None:
         """Take over the members of a lost driver as the workers of the plan that they already have.

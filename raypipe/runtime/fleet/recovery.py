@@ -18,7 +18,6 @@ If a transition fails, the loop counts another failure and requests a rollback.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,12 +39,12 @@ from raypipe.run.requests import Resize
 from raypipe.run.same_run import fresh_options
 from raypipe.run.spec import PlanInForce, RequestedSize
 from raypipe.run.status import RunStatus
-from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Rollback, Steps
+from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Regroup, Rollback, Steps
+from raypipe.runtime.fleet.configuring import Sources
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
 from raypipe.runtime.fleet.spares import Spares
 from raypipe.runtime.fleet.waiting import Waiting
-from raypipe.runtime.worker.copy_transfer import RemoteCopy
 from raypipe.runtime.worker.packing import StoredTensors
 from raypipe.runtime.worker.places import PLACE_TIMEOUT_S
 
@@ -56,24 +55,6 @@ TENSORS_LOST = (
 
 BETWEEN_STEPS = "the stages themselves"
 """Text for ``Recovered.source`` after a change between two steps, in which no state is rolled back."""
-
-
-class Laps:
-    """Stopwatch for consecutive phases, which starts when it is created.
-
-    Attributes:
-        laps_s: seconds of each phase, by name.
-    """
-
-    def __init__(self) -> None:
-        self._then_s = time.monotonic()
-        self.laps_s: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """Record the time since the previous lap, or the start, as the duration of phase ``name``."""
-        now_s = time.monotonic()
-        self.laps_s[name] = now_s - self._then_s
-        self._then_s = now_s
 
 
 class Recovery:
@@ -107,6 +88,8 @@ class Recovery:
         self.replanning = replanning_of(blueprint, self._plans.first, self._plans.limits)
         self._settling = Laps()  # phases since ``catch_up``
         self._lighter: PlanInForce | None = None  # for the next recovery
+        self._reported = made  # plan in force as far as the loop knows
+        fleet.expect(made.predicted)
 
     def begin(self) -> None:
         """Store the charter of the plan in force on all workers, and start missing spares."""
@@ -153,6 +136,8 @@ class Recovery:
         self._settling = Laps()
         fleet.settle()
         self._settling.lap("settle")
+        if len(fleet.in_use) != made.setup.num_workers:  # numbered for a plan whose links failed to open
+            return None
         if not all(left(made.setup.homes, fleet.lost)) or (known := newest_common_step(fleet.reached(), step)) is None:
             return None
         newer, totals = known
@@ -173,11 +158,11 @@ class Recovery:
         clock.lap("settle")
         # Before workers are replaced, which takes a while: new workers have no copies.
         copies = self._copies(steps)
-        made, changed = self._lighter or self._plans.made, self._lighter is not None
+        made = self._lighter or self._plans.made
         replaced, lost = tuple[str, ...](), tuple[str, ...]()
         try:
             if (survivors := self._smaller_replicas()) is not None:
-                lost, made, changed = fleet.forget_lost(), survivors, True
+                lost, made = fleet.forget_lost(), survivors
             else:
                 replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
@@ -186,7 +171,7 @@ class Recovery:
                 return self._stopped(clock)
             if smaller is made:  # workers have come meanwhile
                 replaced = fleet.replace_lost(made.setup.num_workers)
-            made, changed = smaller, changed or smaller is not made
+            made = smaller
         clock.lap("replace")
         try:
             step, source, position = self._restore(made, copies)
@@ -197,8 +182,7 @@ class Recovery:
         self._lighter = None
         self.begin()
         clock.lap("restore")
-        plan = made if changed else None
-        return self._result(step, source, clock, position=position, replaced=replaced, plan=plan, lost=lost)
+        return self._result(step, source, clock, position=position, replaced=replaced, lost=lost)
 
     def _regroup(self, step: int) -> Recovered:
         """Distribute micro-batches over the remaining replicas, which ``catch_up`` has brought to this step."""
@@ -212,7 +196,7 @@ class Recovery:
         clock.lap("links")
         self._spares.refill()
         clock.lap("charter")
-        return self._result(step, "replicas", clock, plan=made, lost=lost)
+        return self._result(step, "replicas", clock, lost=lost)
 
     def _join(self, step: int) -> Recovered | None:
         """Make spares replicas of the stages that lack some; return None if no replica can be added."""
@@ -232,7 +216,7 @@ class Recovery:
         clock.lap("links")
         self._spares.refill()
         clock.lap("charter")
-        return self._result(step, "replicas", clock, plan=made)
+        return self._result(step, "replicas", clock)
 
     def _smaller_replicas(self) -> PlanInForce | None:
         """Make a plan for the remaining replicas if the optimizer state is sharded over replicas; else return None.
@@ -263,15 +247,16 @@ class Recovery:
             yield
             return
         basis = self._blueprint.basis
-        state_bytes = (
-            4.0 * sum(basis.recipe.sizes.values()) * (1.0 + basis.request.optimizer_factor)
-        )  # 4 for each element
+        parameter_bytes = 4.0 * sum(basis.recipe.sizes.values())
+        state_bytes = parameter_bytes * (1.0 + basis.request.optimizer_factor)
         self._growth.serve(self._plans.planned_for, state_bytes, status, going)
         with contextlib.closing(self._growth):
             yield
 
     def _resize(self, wanted: Resize, step: int) -> Recovered:
         """Apply a plan of another size: that of the request, or one made now for the requested size."""
+        if wanted.withdrawn:
+            raise PlanError(wanted.withdrawn)
         clock, fleet, plans, planned = Laps(), self._fleet, self._plans, wanted.planned
         made = plans.resized(wanted.num_stages, wanted.num_replicas) if planned is None else plans.assembled(planned)
         clock.lap("plan")
@@ -285,11 +270,11 @@ class Recovery:
         self._hand_over(made, step, size=size)
         fleet.places.end_spares(keep=self._spares.count)
         clock.lap("move")
-        return self._result(step, BETWEEN_STEPS, clock, plan=made)
+        return self._result(step, BETWEEN_STEPS, clock)
 
     def _move(self, nodes: Collection[str], step: int) -> Recovered | None:
         """Move the work of workers on these nodes to workers on other nodes; return None if no worker is on them."""
-        clock, fleet, before = Laps(), self._fleet, self._plans.made
+        clock, fleet = Laps(), self._fleet
         fleet.places.end_spares(on=nodes)
         leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
         if not leaving:
@@ -302,7 +287,7 @@ class Recovery:
         fleet.places.end_spares(on=nodes)
         clock.lap("move")
         self._spares.refill()
-        return self._result(step, BETWEEN_STEPS, clock, replaced=leaving, plan=None if made is before else made)
+        return self._result(step, BETWEEN_STEPS, clock, replaced=leaving)
 
     def _take(self, offer: Offer, step: int) -> Recovered:
         """Apply an offered partition of the stages."""
@@ -314,13 +299,18 @@ class Recovery:
         fleet.keep_copy(step, send=False)
         self._hand_over(made, step)
         clock.lap("move")
-        return self._result(step, BETWEEN_STEPS, clock, plan=made)
+        return self._result(step, BETWEEN_STEPS, clock)
 
     def _result(self, step: int, source: str, clock: Laps, **fields: Any) -> Recovered:
-        """Create the result of a transition; ``fields`` are further fields of Recovered."""
-        fleet = self._fleet
+        """Create the result of a transition; ``fields`` are further fields of Recovered.
+
+        It has the plan in force if the loop has another one, also one of an earlier transition that failed after the
+        workers were configured.
+        """
+        fleet, made = self._fleet, self._plans.made
+        plan, self._reported = None if made is self._reported else made, made
         return Recovered(
-            step, source, seconds=clock.laps_s, stages=fleet.facts, moved_bytes=fleet.moved_bytes, **fields
+            step, source, seconds=clock.laps_s, stages=fleet.facts, plan=plan, moved_bytes=fleet.moved_bytes, **fields
         )
 
     def _plan_avoiding(self, nodes: Collection[str]) -> PlanInForce:
@@ -360,11 +350,16 @@ class Recovery:
 
     def _apply(self, made: PlanInForce, transition: Transition) -> None:
         """Configure members for a plan; those that cannot keep their state read it from copies."""
-        step, sources = transition.step or 0, dict[int, Sequence[RemoteCopy]]()
+        step, sources = transition.step or 0, dict[int, Sources]()
         for worker, copies in transition.sources.items():
             sources[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
-        self._fleet.configure(self._blueprint.setup, made.setup, sources, transition.members)
+        self._configure(made, sources, transition.members)
+
+    def _configure(self, made: PlanInForce, sources: Sources | Mapping[int, Sources], members: Sequence[int]) -> None:
+        """Make members the workers of a plan, which is in force from now on; see ``Fleet.configure``."""
+        self._fleet.configure(self._blueprint.setup, made.setup, sources, members)
         self._plans.made = made
+        self._fleet.expect(made.predicted)
 
     def _hand_over(
         self,
@@ -470,7 +465,7 @@ class Recovery:
         Returns:
             Step of that state; its source, as text; position in the run if it is no copy, else None.
         """
-        fleet, run, setup, place = self._fleet, self._blueprint.setup, made.setup, self._blueprint.spec.place
+        fleet, place = self._fleet, self._blueprint.spec.place
         living = fleet.living(linked=False)
         transition = self._transition(made, living, copies, newest_step(place) if copies else None)
         assert transition is not None, "links are to be opened"
@@ -479,17 +474,15 @@ class Recovery:
             return transition.step, "copies in memory", None
         saved = find_checkpoint(place)[0]
         if saved is None:
-            if not run.persistent <= set(self._tensors.names):
+            if not self._blueprint.setup.persistent <= set(self._tensors.names):
                 known = [
                     f"stage {f.stage} of plan {f.generation} after steps {list(f.steps)}" for _, f in fleet.copies()
                 ]
                 steps = sorted({step for copy in copies for step in copy.steps})
                 raise StageError(TENSORS_LOST.format(copies=", ".join(known) or "none", steps=steps))
-            fleet.configure(run, setup, [self._tensors], transition.members)
-            self._plans.made = made
+            self._configure(made, [self._tensors], transition.members)
             return 0, "the parameters that the run began with", Position()
-        fleet.configure(run, setup, [saved.folder, self._tensors], transition.members)
-        self._plans.made = made
+        self._configure(made, [saved.folder, self._tensors], transition.members)
         step = saved.manifest.step
         # Optimizer options that a new submission changed are only in later checkpoints.
         fleet.restore(saved.folder, fresh_options(place, step))

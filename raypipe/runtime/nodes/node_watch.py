@@ -330,7 +330,7 @@ class LocalNodeWatch:
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
-            awake_s: not used here; see RemoteNodeWatch.
+            awake_s: as in RemoteNodeWatch; without effect here, where the answer is always new.
         """
         for pid in pids:
             self._processes.watch(pid)
@@ -414,18 +414,25 @@ def watcher_of(node: str) -> LocalNodeWatch | RemoteNodeWatch:
     return LocalNodeWatch() if node == ray.get_runtime_context().get_node_id() else RemoteNodeWatch(node)
 
 
-class _NodeWatch(LocalNodeWatch):
+class _NodeWatch:
     """Actor of RemoteNodeWatch. Its own thread reads process states, independently of requests."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._processes, self._announced = Processes(), Announced()
         threading.Thread(target=self._run, name="raypipe node watch", daemon=True).start()
 
     def read(self, pids: Sequence[int]) -> tuple[dict[int, Look], tuple[Notice, ...]]:
         """Watch these processes from now on; return the states of all watched ones, and the cloud's notices."""
         for pid in pids:
             self._processes.watch(pid)
-        return self._processes.looks(), self.announced
+        return self._processes.looks(), self._announced.notices
+
+    def ended(self, pid: int) -> Ended | None:
+        """Return how a process ended; see LocalNodeWatch."""
+        return _wait_ended(self._processes, pid, ENDED_S)
+
+    def end(self, pid: int) -> None:
+        self._processes.end(pid)
 
     def _run(self) -> None:
         while True:

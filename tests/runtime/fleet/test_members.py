@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,11 +13,15 @@ import pytest
 
 from raypipe.config.ray import WorkerRange
 from raypipe.engine.executor import WorkerProgress
-from raypipe.errors import LeaseError
+from raypipe.errors import LeaseError, StageLostError
+from raypipe.ir.schedule import Action, Op
+from raypipe.ir.timeline import Span, Timeline
 from raypipe.run.requests import Requests
 from raypipe.run.spec import RequestedSize
 from raypipe.runtime.fleet import roster, spares
+from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
+from raypipe.runtime.fleet.recovery import Recovery
 from raypipe.runtime.fleet.roster import Member, Roster, Terms
 from raypipe.runtime.fleet.spares import Spares
 from raypipe.runtime.fleet.waiting import Waiting
@@ -248,3 +253,89 @@ def test_a_worker_that_was_being_given_another_state_is_at_no_step() -> None:
     fresh._fence, fresh._executor = Fence(), None
     fresh._begin_load(())
     assert fresh.reached(0) == WorkerProgress(), "a spare that joins has the state of the others' step"
+
+
+class Counted:
+    """A fleet of so many workers, of which some are lost; the others are all at one step."""
+
+    def __init__(self, workers: int, lost: frozenset[int]) -> None:
+        self.in_use, self.lost = [None] * workers, lost
+        self.facts, self.moved_bytes = (), 0
+
+    def settle(self) -> None:
+        """All have ended their work."""
+
+    def reached(self) -> list[WorkerProgress]:
+        return [WorkerProgress(7) for worker in range(len(self.in_use)) if worker not in self.lost]
+
+    def come_to(self, step: int, totals: Any) -> dict[int, Any]:
+        return {}
+
+    def undelivered_reports(self, count: int, last: Any) -> list[Any]:
+        return [[] for _ in range(count)]
+
+    def copies(self) -> list[Any]:
+        return []
+
+    def replace_lost(self, count: int) -> tuple[str, ...]:
+        return ()
+
+
+def recovery_of(fleet: Any) -> Recovery:
+    """Of a run whose plan in force has two stages with two workers each."""
+    recovery = object.__new__(Recovery)
+    setup = SimpleNamespace(homes=((0, 1), (2, 3)), num_workers=4, lanes=2)
+    wiring = SimpleNamespace(norm_per_stage=False)
+    plan = SimpleNamespace(schedule=SimpleNamespace(wiring=wiring))
+    made = SimpleNamespace(setup=setup, flow=None, predicted=None, plan=plan)
+    recovery._fleet, recovery._shards, recovery._plans = fleet, False, SimpleNamespace(made=made)  # type: ignore[assignment]
+    return recovery
+
+
+@pytest.mark.parametrize(("workers", "lost"), [(3, {2}), (3, {0}), (3, {1}), (5, {4}), (5, {0})])
+def test_workers_with_the_numbers_of_another_plan_all_go_back(workers: int, lost: set[int]) -> None:
+    """A regrouping that failed has numbered them anew: worker 2 is the second one of stage 1, and not the first."""
+    assert recovery_of(Counted(4, frozenset({2}))).catch_up(7) == []
+    assert recovery_of(Counted(workers, frozenset(lost))).catch_up(7) is None
+
+
+def test_the_longest_action_is_that_of_the_plan_in_force() -> None:
+    """As after a resize from many stages to one, whose worker would count as slow or stuck."""
+    fleet, watch = object.__new__(Fleet), SimpleNamespace(planned_s=0.0)
+    fleet.watch, fleet.configure = watch, lambda *given: None  # type: ignore[assignment, method-assign]
+    recovery = recovery_of(fleet)
+    recovery._blueprint = SimpleNamespace(setup=None)  # type: ignore[assignment]
+    for ends_s, expected_s in (((0.0, 1.0, 3.0), 2.0), ((0.0, 8.0), 8.0), (None, 8.0), ((0.0, 0.5), 0.5)):
+        spans = tuple(Span(0, Action(0, Op.F, 0), a, b) for a, b in itertools.pairwise(ends_s or ()))
+        predicted = None if ends_s is None else Timeline(spans, "simulated")
+        made: Any = SimpleNamespace(setup=None, predicted=predicted)
+        recovery._configure(made, (), ())
+        assert (recovery._plans.made, watch.planned_s) == (made, expected_s)
+
+
+def test_a_plan_whose_change_failed_after_the_workers_had_it_is_reported_by_the_next_recovery() -> None:
+    """Another worker dies before the charter is stored: the loop would order steps of the plan before."""
+    fleet = Counted(4, frozenset())
+    recovery = recovery_of(fleet)
+    before: Any = recovery._plans.made
+    recovery._reported, recovery._lighter, recovery._growth = before, None, None
+    recovery._spares = SimpleNamespace(refill=lambda: None)  # type: ignore[assignment]
+
+    def restored(made: Any, copies: Any) -> tuple[int, str, None]:
+        recovery._plans.made = made
+        return 5, "copies in memory", None
+
+    charters = iter([None, StageLostError("Stage 0 died"), None, None])
+
+    def stored(made: Any) -> None:
+        if (error := next(charters)) is not None:
+            raise error
+
+    recovery._restore, recovery._keep_charter = restored, stored  # type: ignore[method-assign]
+    assert recovery._roll_back(()).plan is None
+    lighter: Any = SimpleNamespace(**vars(before))
+    recovery._lighter = lighter
+    with pytest.raises(StageLostError):
+        recovery._roll_back(())
+    assert recovery._roll_back(()).plan is lighter
+    assert recovery._roll_back(()).plan is None, "it is told once"
