@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,10 +72,9 @@ class FromRayTrain(Callback):
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:
         self._callback = callback
         self.name = type(callback).__qualname__
-        # What Ray's own TrainRunContext offers; its class is private to Ray.
-        self._context = SimpleNamespace(
-            run_id="", run_config=run, scaling_config=scaling, train_loop_config=None, get_run_config=_Given(run)
-        )
+        # As Ray's own TrainRunContext, whose class is private to Ray; no lambda, because it is pickled.
+        self._context = SimpleNamespace(run_id="", run_config=run, scaling_config=scaling, train_loop_config=None)
+        self._context.get_run_config = partial(itemgetter(0), (run,))
         self._metrics: dict[str, Any] = {}
 
     def on_start(self, run: RunStart) -> None:
@@ -102,13 +103,3 @@ class FromRayTrain(Callback):
 
     def _report(self, checkpoint: Any) -> None:
         self._callback.after_report(self._context, [dict(self._metrics)], checkpoint)
-
-
-class _Given:
-    """Callable that returns a constant; in contrast to a lambda it can be pickled."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        return self._value

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind
 
 from raypipe.capture.analyse import (
     UNCAST,
@@ -27,7 +27,6 @@ from raypipe.capture.analyse import (
     work_out_of_place,
     write_buffers_early,
 )
-from raypipe.capture.explain import draws_from
 from raypipe.engine.stage.generated_source import Body, Conditional, Region, names_of
 from raypipe.engine.stage.randomness import draws_randomness, dropout, keyed_call, num_draws
 from raypipe.errors import CaptureError
@@ -128,15 +127,11 @@ def _placeholders(
             case InputKind.USER_INPUT:
                 traced.columns[copy] = next(user_inputs)
             case _:
-                raise _no_tensor(model, program, spec)
+                raise CaptureError(
+                    f"forward reads {spec.target!r} ({spec.kind.name}), which is not a tensor, and stages are given "
+                    "tensors only. Draw without generator=: every draw is keyed by seed, step and micro-batch."
+                )
     return env
-
-
-def _no_tensor(model: torch.nn.Module, program: torch.export.ExportedProgram, spec: InputSpec) -> CaptureError:
-    held = program.constants.get(str(spec.target)) if spec.kind is InputKind.CUSTOM_OBJ else None
-    if isinstance(held, torch.Generator):
-        return draws_from(model, held)
-    return CaptureError(f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only.")
 
 
 def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
@@ -173,7 +168,9 @@ def _copy_nodes(
         if node.op in ("placeholder", "output") or str(node.target).startswith(_DROPPED):
             continue
         if node.op == "get_attr":
-            env[node] = _region_body(owner, str(node.target))
+            env[node] = operator.attrgetter(str(node.target))(owner)
+            if not isinstance(env[node], fx.GraphModule):
+                raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
             continue
         if node.target in _AUTOCAST_ENDS:
             raise CaptureError(
@@ -201,18 +198,6 @@ def _copy_nodes(
             copy.meta[UNCAST] = uncast
         if detached:
             env[node] = _detached(graph, copy)
-
-
-def _region_body(owner: torch.nn.Module, path: str) -> fx.GraphModule:
-    """Return the graph module at ``path``, the body of a region.
-
-    Raises:
-        CaptureError: the attribute is something else, which stages cannot be given.
-    """
-    body = operator.attrgetter(path)(owner)
-    if not isinstance(body, fx.GraphModule):
-        raise CaptureError(f"The graph reads the attribute {path!r}, which raypipe cannot ship.")
-    return body
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -382,20 +367,6 @@ def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dic
     for node, part in parts.items():
         part.meta = {"val": node.meta.get("val"), **_origin(node)}
     return parts
-
-
-def lost_body(model: str, error: Exception) -> CaptureError | None:
-    """Build the error to raise if torch.export lost the branches of a nested torch.cond; None for other errors.
-
-    Args:
-        model: name of the model's class.
-    """
-    if not (isinstance(error, AttributeError) and re.search(r"(true|false)_graph_\d+'$", str(error))):
-        return None
-    return CaptureError(
-        f"{model} calls torch.cond within a way of torch.cond, and has a torch.no_grad region too, which torch.export "
-        "cannot hold both. Write the inner one as torch.where(condition, one, other)."
-    )
 
 
 def _body_of(graph: fx.Graph) -> Body:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from raypipe.capture.analyse import Traced, is_tokens
 from raypipe.capture.explain import Inputs, untraceable
-from raypipe.capture.flatten import flatten, lost_body
+from raypipe.capture.flatten import flatten
 from raypipe.capture.guards import generators_kept, in_mode, nothing_lost, watched_forward
 from raypipe.capture.own_loss import loss_only, own_forward
 from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
@@ -124,14 +124,13 @@ def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
     cause = error.__cause__ or error.__context__
     if isinstance(cause, CaptureError):
         return cause
-    name = type(model).__name__
-    if "Constraints violated" in str(error):
-        return CaptureError(
-            f"{name} takes one number of samples only, the example's, and micro-batches have others. Take it from the "
-            "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU "
-            "and RNN."
-        )
-    return lost_body(name, error)
+    if "Constraints violated" not in str(error):
+        return None
+    return CaptureError(
+        f"{type(model).__name__} takes one number of samples only, the example's, and micro-batches have others. Take "
+        "it from the data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for "
+        "nn.LSTM, GRU and RNN."
+    )
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> torch.export.ExportedProgram:

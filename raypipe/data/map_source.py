@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe.data.epoch_order import EpochOrder
 from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
-from raypipe.data.stacking import Batching, Collate, batch_of, by_request, check_range, key_of
+from raypipe.data.stacking import Collate, batch_of, by_request, check_range, key_of
 from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
@@ -136,7 +136,7 @@ class MapSource:
         return batch if rows else {key: value[:0] for key, value in batch.items()}
 
     def _batch(self, epoch: int, items: list[Any], rows: list[int], keys: Sequence[Any]) -> dict[Any, torch.Tensor]:
-        return batch_of(items, rows, Batching(self.name, self.collate, self._seed), self.columns, keys, epoch)
+        return batch_of(items, rows, self.name, self.collate, self.columns, keys, seed=self._seed, epoch=epoch)
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
         """Read items of the dataset, each after seeding the generators by its key.

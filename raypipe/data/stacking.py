@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,41 +171,32 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
     return columns
 
 
-class Batching(NamedTuple):
-    """Rule for the batches of a dataset.
-
-    Attributes:
-        name: name of the dataset, for messages.
-        collate: function that creates columns from items; None stacks the items.
-        seed: seed of the random draws of ``collate``.
-    """
-
-    name: str
-    collate: Collate | None
-    seed: int
-
-
 def batch_of(
     items: list[Any],
     rows: Sequence[int],
-    batching: Batching,
+    name: str,
+    collate: Collate | None,
     columns: tuple[Any, ...],
     keys: Sequence[Any],
+    *,
+    seed: int,
     epoch: int = 0,
 ) -> dict[Any, torch.Tensor]:
     """Create the columns of a batch from items, by the collate function or by stacking.
 
     Args:
         rows: indices of the items in the dataset.
+        name: name of the dataset, for messages.
+        collate: function that creates columns from items; None stacks the items.
         columns: columns of item 0, which all items must have; empty if they are not known yet.
         keys: columns to return; empty for all.
+        seed, epoch: key of the random draws of ``collate``.
 
     Raises:
         DataError: an item, or the batch of the collate function, has other columns.
     """
-    name = batching.name
-    if batching.collate is not None:
-        batch = collated(batching.collate, items, rows, batching.seed, epoch)
+    if collate is not None:
+        batch = collated(collate, items, rows, seed, epoch)
         if any(key not in batch for key in keys):
             raise DataError(
                 f"collate_fn made the columns {list(batch)} of items {rows[0]} and others, but of item 0 it made "

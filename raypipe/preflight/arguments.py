@@ -15,7 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.data.stacking import Collate
@@ -24,7 +24,6 @@ from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.stage.generated_source import Registered
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.preflight.optimizer import PLATEAU
 from raypipe.user_lines import quoted, short
 
 
@@ -109,8 +108,6 @@ def check_arguments(
             "optimizer must be a function of named parameters, because every stage makes its own: "
             "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
         )
-    if isinstance(lr_scheduler, ReduceLROnPlateau) or lr_scheduler is ReduceLROnPlateau:
-        raise ConfigError(PLATEAU.replace("makes", "is", 1))
     if lr_scheduler is not None and (isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)):
         raise ConfigError(
             f"lr_scheduler is {_what(lr_scheduler)}, but every stage makes one for its own optimizer. Give a function "

@@ -13,13 +13,12 @@ measured are the effects of caches and memory that stages share, and the optimiz
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,8 @@ def profile_graph(
     """
     samples = samples_of(columns)
     wanted = sorted({*(powers_of_two(samples) if sizes is None else sizes), samples} - {0}) or [samples]
-    with _refusing(samples):
-        settle_allocator()
+    settle_allocator()
+    try:
         with one_thread():
             run = _Run(captured, columns, larger or {}, wanted, Budget(budget_s), progress)
             small = run.smallest()
@@ -94,6 +93,11 @@ def profile_graph(
             run.operations(small, large)
             wholes = run.wholes(large)
             counts = run.bytes(small, large)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise StageError(
+            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
+            "Check that the example has the shapes of the training data."
+        ) from error
     run.report(1.0)
     return _profile(run, small, large, wholes, counts)
 
@@ -267,18 +271,6 @@ class _Run:
         note = f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}."
         if note not in self.notes:
             self.notes.append(note)
-
-
-@contextlib.contextmanager
-def _refusing(samples: int) -> Iterator[None]:
-    """Turn errors of the model on a micro-batch of this size into a StageError."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise StageError(
-            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
-            "Check that the example has the shapes of the training data."
-        ) from error
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
