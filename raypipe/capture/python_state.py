@@ -41,6 +41,10 @@ _LIBRARIES = (
     "functools", "typing", "logging", "threading", "tqdm", "rich",
 )  # fmt: skip
 """Packages whose classes and functions are skipped: some of their state changes by the clock."""
+_OPAQUE = ("logging", "threading", "_thread", "io")
+"""Packages whose objects are not read: what they hold differs from process to process."""
+CACHE = "the cache of "
+"""Beginning of the path of a functools cache, whose value is its number of entries."""
 _IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, range, slice)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -218,26 +222,30 @@ class _Walk:
             self._function(value, path, depth)
         elif hasattr(type(value), "cache_info"):  # of the type, for some objects have an answer to every name
             size = value.cache_info().currsize
-            self._put(f"the cache of {path}", size, functools.partial(_forget, value, size))
+            self._put(f"{CACHE}{path}", size, functools.partial(_forget, value, size))
             self.value(getattr(value, "__wrapped__", None), path, depth + 1)
         elif isinstance(value, type):
             self._class(value, depth)
-        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.memory.values[path] = value.__qualname__
+        elif not isinstance(value, types.ModuleType):
             self._object(value, path, depth)
 
     def _items(self, items: Any, path: str, depth: int) -> None:
         self.memory.values[f"the number of items in {path}"] = len(items)
         if isinstance(items, set | frozenset):
             if all(isinstance(item, _PLAIN) for item in items):
-                self.memory.values[path] = hash(frozenset(items))
+                self.memory.values[path] = tuple(sorted(map(repr, items)))
             return
         for position, item in itertools.islice(enumerate(items), _MOST_ITEMS):
             self.value(item, f"{path}[{position}]", depth + 1)
 
     def _function(self, function: types.FunctionType, path: str, depth: int) -> None:
-        """Record a function's attributes, closure and default arguments, and the globals that it names."""
+        """Record a function's name, code, attributes, closure and defaults, and the globals that it names."""
+        self.memory.values[path] = f"{function.__module__}.{function.__qualname__}"
         if _of_library(function):
             return
+        self.memory.values[f"the code of {path}"] = tuple(_code(function.__code__))
         if vars(function):
             self._undo_dict(vars(function))
             for name, item in list(vars(function).items()):
@@ -278,6 +286,9 @@ class _Walk:
                     self.value(value, f"the class attribute {base.__qualname__}.{name}", depth + 1)
 
     def _object(self, value: Any, path: str, depth: int) -> None:
+        self.memory.values[path] = type(value).__qualname__
+        if type(value).__module__.partition(".")[0] in _OPAQUE:
+            return
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             self._undo_dict(held)
@@ -364,6 +375,16 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+    """Yield the byte code of a function and the constants in it, including those of nested functions."""
+    yield code.co_code.hex()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code(constant)
+        else:
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _of_library(thing: Any) -> bool:
