@@ -232,11 +232,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Replace a StageError in the context by a DataError if the data differ from train_data in shape or dtype.
-
-    Raises:
-        DataError: names the first column that differs.
-    """
+    """Replace a StageError in the context by a DataError if the data differ from train_data in shape or dtype."""
     try:
         yield
     except StageError as error:

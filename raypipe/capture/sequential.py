@@ -161,9 +161,6 @@ class SequentialFunction:
         Args:
             unconverted: buffers as the stage holds them.
             used: buffers that the forward read and may have changed.
-
-        Raises:
-            StageError: a child changed a buffer that it did not change when it was captured.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -301,9 +298,6 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
         whose: name of the child, for the message.
         own: the user's module.
         run: copy of ``own`` that computed the output.
-
-    Raises:
-        CaptureError: names the child and the fix.
     """
     for local, parameter in own.named_parameters():
         if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):

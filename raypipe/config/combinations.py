@@ -33,11 +33,7 @@ def turns_schedule(config: PipelineFields) -> bool:
 
 
 def check_combinations(config: PipelineFields) -> None:
-    """Refuse fields that exclude each other.
-
-    Raises:
-        ConfigError: names both fields, their values, the reason and the fix.
-    """
+    """Refuse fields that exclude each other."""
     for check in (_check_microbatches, _check_stages, _check_recompute, _check_slack):
         check(config)
     for field, conflict, reason, fix in EXCLUSIONS:

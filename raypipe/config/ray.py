@@ -118,9 +118,6 @@ def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) 
     Args:
         scaling, run: ray.train.ScalingConfig and RunConfig, or None.
         evaluated: names of the results of evaluations; empty without eval_data.
-
-    Raises:
-        ConfigError: names the field, its value, why it has no effect, and what to do.
     """
     checkpoints = getattr(run, "checkpoint_config", None)
     for argument, kind, settings in (

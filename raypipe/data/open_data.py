@@ -367,11 +367,7 @@ def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, li
 
 
 def _refuse_views(data: pyarrow.dataset.Dataset, schema: pa.Schema, num_rows: int) -> None:
-    """Refuse a pyarrow dataset that changes columns or rows of its files, since only the files are read.
-
-    Raises:
-        DataError: names the columns or rows.
-    """
+    """Refuse a pyarrow dataset that changes columns or rows of its files, since only the files are read."""
     shows, holds = ([f"{field.name}: {field.type}" for field in one] for one in (data.schema, schema))
     if shows != holds:
         raise DataError(
@@ -408,11 +404,7 @@ def _no_source(source: Any) -> DataError:
 
 
 def _refuse_containers(source: Any) -> None:
-    """Refuse dicts of datasets and tuples of tensors, whose items are not samples.
-
-    Raises:
-        DataError: names what to give instead.
-    """
+    """Refuse dicts of datasets and tuples of tensors, whose items are not samples."""
     kind = type(source).__name__
     if isinstance(source, Mapping):
         names = ", ".join(repr(name) for name in list(source)[:5])

@@ -83,11 +83,7 @@ class Arguments(NamedTuple):
 def check_arguments(
     model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
 ) -> None:
-    """Refuse arguments of wrong types, or a loss_fn with a wrong signature.
-
-    Raises:
-        ConfigError: names the argument and the value to write.
-    """
+    """Refuse arguments of wrong types, or a loss_fn with a wrong signature."""
     if not callable(model):
         raise ConfigError(
             f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
@@ -157,9 +153,6 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: values by name of the trainer's argument.
-
-    Raises:
-        ConfigError: names the argument, and the type that cannot be sent.
     """
     for name, value in arguments.items():
         try:
@@ -258,11 +251,7 @@ def _sent_by_ray(value: Any) -> bool:
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:
-    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script.
-
-    Raises:
-        ConfigError: names the first such operation.
-    """
+    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script."""
     for program in programs:
         for function in program.modes.values():
             for known in getattr(function, "names", {}).values():

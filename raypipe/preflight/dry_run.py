@@ -235,9 +235,6 @@ def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mappin
     Args:
         before: buffers by name, before the backward.
         after: buffers by name, after the backward.
-
-    Raises:
-        CaptureError: names the first one.
     """
     changed = next((name for name, buffer in before.items() if not same_bits(buffer, after[name])), None)
     if changed is not None:
@@ -258,9 +255,6 @@ def _refuse_spoiled(
     Args:
         names: names of the buffers in ``after``.
         after: the buffers after the forward.
-
-    Raises:
-        DataError: names the buffer.
     """
     for name, buffer in zip(names, after, strict=True):
         before = captured.buffers[name]

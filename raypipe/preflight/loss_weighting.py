@@ -74,11 +74,7 @@ class LossReduction(NamedTuple):
 
 
 def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
-    """Refuse update_interval="per_replica" if samples have different weights, which only the last stage can compute.
-
-    Raises:
-        ConfigError: names the fields and values that work.
-    """
+    """Refuse update_interval="per_replica" if samples have different weights, which only the last stage can compute."""
     if pipeline.update_interval == "per_replica" and reduction not in ("mean", "sum"):
         counted = reduction.words if isinstance(reduction, LossCounts) else getattr(reduction, "__name__", reduction)
         raise ConfigError(
@@ -250,9 +246,6 @@ def _refuse_sum(field: Any, tried: Tried) -> None:
 
     Args:
         field: value of loss_reduction, for the message.
-
-    Raises:
-        ConfigError: the losses on some rows add up; shows the numbers.
     """
 
     def fits(reduction: str) -> bool:

@@ -221,9 +221,6 @@ def check_columns(columns: Sequence[Any], source: Source, train: Source, name: s
         source: the data.
         train: source of train_data.
         name: name of the argument that has the data.
-
-    Raises:
-        DataError: names the column.
     """
     numbered = all(isinstance(name, int) for name in columns)
     there = tuple(range(len(source.columns))) if numbered else source.columns

@@ -85,11 +85,7 @@ def _alone() -> bool:
 
 
 def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
-    """Refuse a profile of a model with other operations.
-
-    Raises:
-        PlanError: names the first operation that differs.
-    """
+    """Refuse a profile of a model with other operations."""
     own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
     if own != other:
         at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))

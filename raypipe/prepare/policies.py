@@ -92,9 +92,6 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
 
     Args:
         scaling: ray.train.ScalingConfig or None.
-
-    Raises:
-        PlanError: names the field.
     """
     wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
     if not wiring.replicated or plan.weights.synchronous:
@@ -112,9 +109,6 @@ def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
 
     Args:
         scaling: ray.train.ScalingConfig or None.
-
-    Raises:
-        ConfigError: names the argument.
     """
     if detached:
         raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
