@@ -120,21 +120,26 @@ def with_checkpoint(
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    if job.unfilled:
-        return _with_files(job, checkpoint, run, storage)
+    place: Place | None = None
     if checkpoint is not None:
         source = os.fspath(checkpoint)
-        weights = read_weights(source, storage, "checkpoint")
-    elif run is not None and newest_step(run) is not None:
+    elif run is None or newest_step(run) is None:
+        return job, ""
+    else:
         newest, _ = find_checkpoint(run)
         place = run if newest is None else newest.place
         source = str(place)
-        weights = load_state_dict(place.path, storage_filesystem=place.filesystem)
-    else:
-        return job, ""
     own = {name: job.tensors[name].detach() for name in job.tensors if name in job.persistent}
     own |= {alias: own[name] for alias, name in job.aliases.items() if name in own}
-    values = matched(own, weights, f"checkpoint={source!r}", "of this trainer")
+    title, model = f"checkpoint={source!r}", "of this trainer"
+    if job.unfilled:  # each stage will read its own tensors
+        files = stored_weights(source, storage, "checkpoint") if place is None else weights_in(place, title)
+        return dataclasses.replace(job, unfilled=(files_for(own, job.aliases, files, title, model),)), source
+    if place is None:
+        weights = read_weights(source, storage, "checkpoint")
+    else:
+        weights = load_state_dict(place.path, storage_filesystem=place.filesystem)
+    values = matched(own, weights, title, model)
     # In the layout of the model's own, on which the bits of some operations depend.
     filled = {name: torch.empty_like(own[name]).copy_(value) for name, value in values.items()}
     tensors = {
@@ -142,28 +147,6 @@ def with_checkpoint(
         for name, tensor in job.tensors.items()
     }
     return dataclasses.replace(job, tensors=tensors), source
-
-
-def _with_files(
-    job: Job, checkpoint: str | os.PathLike[str] | None, run: Place | None, storage: Place
-) -> tuple[Job, str]:
-    """Carry out ``with_checkpoint`` for a model without tensors in this process: each stage will read its own tensors.
-
-    Returns:
-        The job, with the files of the checkpoint as its only source of tensors, and the path.
-    """
-    if checkpoint is not None:
-        source = os.fspath(checkpoint)
-        stored = stored_weights(source, storage, "checkpoint")
-    elif run is not None and newest_step(run) is not None:
-        source = str(run)
-        stored = weights_in(run, "checkpoint")
-    else:
-        return job, ""
-    own = {name: job.tensors[name] for name in job.tensors if name in job.persistent}
-    own |= {alias: own[name] for alias, name in job.aliases.items() if name in own}
-    files = files_for(own, job.aliases, stored, f"checkpoint={source!r}", "of this trainer")
-    return dataclasses.replace(job, unfilled=(files,)), source
 
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
@@ -276,16 +259,10 @@ def _rows(job: Job) -> Callable[[RowsKey], Schedule]:
 
 
 def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs of micro-batches into one output of the same structure.
+    """Concatenate the outputs of micro-batches, with so many samples each, into one output of the same structure.
 
     Tensors with one row per sample are concatenated. A value that is not a tensor is kept if all micro-batches agree.
-
-    Args:
-        outputs: one output per micro-batch, in order.
-        sizes: samples of each micro-batch.
-
-    Raises:
-        ConfigError: a tensor has not one row per sample, or another value differs between micro-batches.
+    Anything else is refused.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     spec = flat[0][1]

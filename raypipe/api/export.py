@@ -146,11 +146,7 @@ def _part_name(index: int, count: int) -> str:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file; if that fails, an existing local file is left unchanged.
-
-    Args:
-        shared: further names of shared tensors -> stored names, for the file's metadata.
-    """
+    """Write tensors to a safetensors file, with further names of shared ones in its metadata, or leave it as it is."""
     from raypipe.engine.initial.weight_files import copy_tensors
     from raypipe.engine.io.storage import Place, PlaceError
 

@@ -106,13 +106,7 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Return the function that a target names, such as a loss_fn or a metric, with its args bound.
-
-    If the target is a class, such as torch.nn:CrossEntropyLoss, an instance of it is returned.
-
-    Args:
-        taking: number of positional arguments with which the function will be called.
-    """
+    """Return the function that a target names, with its args bound; of a class, such as a loss module, an instance."""
     target = _imported(run, path, setting)
     bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else taking)
     return bound() if isinstance(target, type) else bound
@@ -128,11 +122,7 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """Return the target with its args bound, after checking that it accepts them.
-
-    Args:
-        taking: number of positional arguments with which the result will be called.
-    """
+    """Return the target with its args bound, if it accepts them beside ``taking`` positional arguments."""
     target = _imported(run, path, setting)
     args = setting.get("args") or {}
     try:
@@ -193,11 +183,7 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """Create one of Ray Train's settings from the file, such as ScalingConfig; None if the file does not have it.
-
-    Args:
-        path: keys of the setting in the file.
-    """
+    """Create one of Ray Train's settings from the file, such as ScalingConfig; None if the file does not have it."""
     values: Any = run.values
     for key in path:
         values = values.get(key)

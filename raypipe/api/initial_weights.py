@@ -270,11 +270,7 @@ def matched(
 def _held(
     own: Iterable[str], weights: Mapping[str, Any], first: Mapping[str, str], equal: Callable[[Any, Any], bool]
 ) -> tuple[dict[str, str], list[str]]:
-    """Map the first name of each tensor of the model to a name in ``weights``; see ``matched``.
-
-    Returns:
-        The map, and messages on pairs of names of one tensor whose weights differ in value.
-    """
+    """Map the first name of each tensor of the model to one in ``weights``, and list unequal pairs; see ``matched``."""
     held: dict[str, str] = {}
     unequal = []
     for name in own:

@@ -316,11 +316,7 @@ class PipelineTrainer:
         return actors(job.num_workers, self._resources(), setup)
 
     def _check_travel(self, job: Job | None = None) -> None:
-        """Refuse arguments that cannot be serialised for workers. The model is not checked: stages get its capture.
-
-        Args:
-            job: job whose captured operations are checked too; None if nothing was captured yet.
-        """
+        """Refuse arguments that cannot be sent to workers, and operations of a captured job that they cannot import."""
         check_operations(job.programs if job else ())
         sent = {**self._arguments._asdict(), "loss_reduction": self._pipeline.loss_reduction}
         sent["callbacks"] = self._callbacks

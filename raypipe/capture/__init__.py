@@ -250,13 +250,7 @@ def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
 
 
 class _Example(NamedTuple):
-    """One micro-batch, divided into the arguments of the model and of the loss.
-
-    Attributes:
-        inputs: arguments of the model.
-        targets: names of the data columns that the loss_fn takes.
-        shapes: shape and dtype of every data column, by name.
-    """
+    """One micro-batch, divided into the arguments of the model and the names of the columns that the loss_fn takes."""
 
     inputs: Inputs
     targets: tuple[Any, ...]
@@ -330,13 +324,7 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
-    """Turn the graphs of both modes into lines of source.
-
-    Args:
-        samples: batch size of the example.
-        held: bytes of every parameter and buffer, by name.
-        title: name of the model's class.
-    """
+    """Turn the graphs of both modes into lines of source; ``held`` are bytes of parameters and buffers, by name."""
     train = lines_of(traced.train)
     if traced.eval is None:
         return TracedRecipe(train, None, (), (), title)

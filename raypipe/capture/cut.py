@@ -104,13 +104,7 @@ class _Source:
         self._body: list[tuple[str, str, list[str]]] = []  # name, source, names of what it reads
 
     def take_all(self, sites: Iterable[tuple[int, int, int]], held: Iterable[int], columns: Iterable[int]) -> None:
-        """Add all arguments of the function, in the order of its signature.
-
-        Args:
-            sites: (operation, parameter that it reads, index of this use of the parameter).
-            held: buffers and constants.
-            columns: data columns.
-        """
+        """Add all arguments of the function, in the order of its signature; ``held`` are buffers and constants."""
         values = self._lines.values
         for number, used, index in sites:
             self.take(f"{values[used].name}__{index}", used, by=number)
@@ -310,11 +304,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first stage from ``earliest`` on that holds the tensor ``name``.
-
-    Raises:
-        CaptureError: all holders come before ``earliest``.
-    """
+    """Return the first stage from ``earliest`` on that holds the tensor ``name``."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

@@ -74,12 +74,7 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
 
 
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
-    """Build the error for a captured graph that does not run although the model itself does.
-
-    Args:
-        kind: "graph" or "loss".
-        title: name of the model's class.
-    """
+    """Build the error for a captured graph or loss (``kind``) that does not run although the model itself does."""
     return CaptureError(
         f"The {kind} of {title}, as it was captured, does not run although the model itself does{quoted(error)}: "
         f"{short(error)} Build the model as an nn.Sequential of blocks, which are not traced, or leave out of forward "
@@ -117,11 +112,7 @@ def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) 
 
 
 def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torch.Tensor, column: Any) -> RaypipeError:
-    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more.
-
-    Args:
-        column: name of the target's data column.
-    """
+    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -191,9 +182,8 @@ def _part_of(x: torch.Tensor, held: torch.Tensor) -> bool:
 
 @contextmanager
 def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
-    """Run the code inside with the model in one mode, without gradients and warnings.
-
-    The model's modes and buffers and torch's random generator are restored afterwards.
+    """Run the code inside with the model in one mode, without gradients and warnings; modes, buffers and torch's
+    random generator are restored afterwards.
     """
     with (
         in_mode(model, training=training),

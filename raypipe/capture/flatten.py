@@ -328,14 +328,10 @@ def _is_functorch(node: fx.Node) -> bool:
 
 
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add one operation to ``graph`` that computes all of these nodes of another graph.
-
-    Args:
-        nodes: the nodes of a vmap.
-        env: node outside of ``nodes`` -> its counterpart in ``graph``.
+    """Add one operation to ``graph`` that computes all nodes of a vmap of another graph.
 
     Returns:
-        Node that has users outside of ``nodes`` -> its counterpart in ``graph``.
+        Node that has users outside of the vmap -> its counterpart in ``graph``.
     """
     inner, known, arguments = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
 
@@ -376,11 +372,7 @@ def _body_of(graph: fx.Graph) -> Body:
 
 
 def _refuse_draws(node: fx.Node, where: str) -> None:
-    """Refuse a random operation inside torch.cond or torch.func.vmap, whose draws cannot be numbered.
-
-    Args:
-        where: name of the function that contains it, for the message.
-    """
+    """Refuse a random operation inside torch.cond or torch.func.vmap (``where``), whose draws cannot be numbered."""
     if node.op == "call_function" and draws_randomness(node.target, node.args, node.kwargs):
         raise CaptureError(
             f"forward draws random numbers inside {where} ({node.target}{line_of(node)}), where raypipe cannot make "

@@ -153,12 +153,7 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
 
 
 class _Reach:
-    """Dependencies of the nodes of a graph.
-
-    Attributes:
-        of_data: nodes that depend on data columns, and otherwise on constants and buffers only.
-        fixed: nodes that depend on constants, buffers and parameters only: they are equal for all micro-batches.
-    """
+    """Nodes that follow from data columns, constants and buffers; and nodes that are equal for all micro-batches."""
 
     def __init__(self, traced: Traced, data: Set[fx.Node]) -> None:
         self.of_data = set(data)

@@ -99,11 +99,7 @@ _MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def read_memory(model: nn.Module, loss_fn: Any = None) -> Memory:
-    """Read the Python state that a model and a loss_fn refer to, apart from parameters and buffers.
-
-    Args:
-        loss_fn: None if the model returns its own loss.
-    """
+    """Read the Python state that a model and a loss_fn, if there is one, refer to, but no parameters and buffers."""
     walk = _Walk()
     walk.module(model, "model")
     if loss_fn is not None:
@@ -119,25 +115,17 @@ def read_memory_of(thing: Any, name: str) -> Memory:
 
 
 def first_change(once: Memory, twice: Memory) -> str:
-    """Describe the first value that a second call changed again; "" if there is no such value.
-
-    Args:
-        once, twice: state after the first call and after the second call.
-    """
+    """Describe the first value that differs after a second call; "" if there is no such value."""
     for path, before, after in once.changes(twice):
         return f"{path} with every call: {_words(before)} after one call, {_words(after)} after the next"
     return ""
 
 
 def refuse_change(once: Memory, twice: Memory, whose: str) -> None:
-    """Refuse state that a second call changed again.
-
-    Args:
-        once, twice: state after the first call and after the second call.
-        whose: name of the callable, for the message.
+    """Refuse state that differs after a second call of ``whose``.
 
     Raises:
-        CaptureError: the second call changed a value; names its path and both values.
+        CaptureError: names the path of the state and both values.
     """
     change = first_change(once, twice)
     if change:

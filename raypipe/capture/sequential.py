@@ -157,10 +157,6 @@ class SequentialFunction:
 
         A change is found by comparing values on the CPU. On a GPU that would make the host wait, so version counters
         and norms in training mode decide.
-
-        Args:
-            unconverted: buffers as the stage holds them.
-            used: buffers that the forward read and may have changed.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -292,13 +288,7 @@ def _of_child(name: str, run: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> None:
-    """Refuse a child that changes a parameter or does not return a tensor.
-
-    Args:
-        whose: name of the child, for the message.
-        own: the user's module.
-        run: copy of ``own`` that computed the output.
-    """
+    """Refuse a child whose copy ``run`` has changed a parameter of ``own``, or that does not return a tensor."""
     for local, parameter in own.named_parameters():
         if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
             raise CaptureError(
@@ -364,11 +354,7 @@ class SequentialModel:
 
 
 def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
-    """Build one function per stage; the first stage reads the data column.
-
-    Raises:
-        CaptureError: a buffer that changes would be in two stages.
-    """
+    """Build one function per stage; the first stage reads the data column."""
     bounds = [0, *cuts, len(children)]
     parts = [children[start:stop] for start, stop in itertools.pairwise(bounds)]
     for name in sorted({name for child in children for name in child.changes}):

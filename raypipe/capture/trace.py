@@ -159,10 +159,7 @@ def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> tor
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Map the parameters of forward to dynamic shapes, in the form that torch.export takes.
-
-    Args:
-        args, kwargs: the dynamic shapes of positional and keyword arguments.
+    """Map the parameters of forward to the dynamic shapes of its arguments, in the form that torch.export takes.
 
     Raises:
         CaptureError: forward does not take these arguments.
@@ -269,7 +266,7 @@ def _lstm_types_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _AsUntraced:
-    """Forward hook that casts the outputs of an LSTM under autocast to their dtypes in eager mode."""
+    """Forward hook that casts the outputs of an LSTM to their dtypes in eager mode, see ``_lstm_types_kept``."""
 
     def __init__(self, lstm: nn.LSTM) -> None:
         own = next(lstm.parameters()).dtype

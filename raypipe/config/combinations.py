@@ -112,10 +112,6 @@ def _weights_of(name: str, value: object) -> Callable[[PipelineFields], str]:
     """Return the conflict of a field of weight versions with the schedule.
 
     "pipedream" accepts any value; "2bw" and synchronous schedules accept only the value that they have anyway.
-
-    Args:
-        name: name of the field.
-        value: value that a synchronous schedule has; None if it accepts no value.
     """
     two = {"weight_versions": 2, "vertical_sync": True}.get(name)
     return _unused(

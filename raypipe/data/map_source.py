@@ -94,11 +94,7 @@ class MapSource:
         return [row for _, rows, _ in cached[1].locate(start, count) for row in rows.tolist()]
 
     def _check_repeats(self) -> None:
-        """Read the first items twice, and then others for at most MORE_S seconds, and compare them.
-
-        Raises:
-            DataError: an item differs when it is read again; names the item and the column.
-        """
+        """Read the first items twice, and then others for at most MORE_S seconds, and refuse items that differ."""
         if self.is_tensors:
             return
         first = list(range(min(NUM_READ_TWICE, self.num_samples)))
@@ -161,12 +157,7 @@ class MapSource:
             return items
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
-        """Return the dataset's items of these indices; after a failure, read them one by one to find the item that
-        fails.
-
-        Raises:
-            DataError: the dataset raised; names the item and the line.
-        """
+        """Return the dataset's items of these indices; after a failure, read one by one to find the item that fails."""
         try:
             items = list(batched(rows))
             if len(items) == len(rows):

@@ -114,11 +114,7 @@ class StreamReader:
         self._marks[mark.position] = mark
 
     def _item(self, position: int, *, marks: bool) -> Any:
-        """Read the item at a position.
-
-        Args:
-            marks: True keeps a mark of the position, because a read begins there.
-        """
+        """Read the item at a position, and keep a mark of it if a read begins there (``marks``)."""
         nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
@@ -265,11 +261,7 @@ def _begun(stream: Any, number: int, state: Any) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Copy a state through JSON.
-
-    Raises:
-        ValueError, TypeError: the state is not plain data.
-    """
+    """Copy a state through JSON; raise ValueError or TypeError if it is not plain data."""
     plain = json.loads(json.dumps(state, allow_nan=False))
     if plain != state:
         raise ValueError("not plain data")

@@ -180,11 +180,7 @@ class StreamSource:
             self.reader(None).close()
 
     def _check_repeats(self) -> None:
-        """Check, on its first items, that the stream can be iterated over twice with the same items.
-
-        Raises:
-            DataError: it cannot; names the first item that differs.
-        """
+        """Refuse a stream whose first items differ when it is iterated over twice."""
         if iter(self._items) is self._items:
             raise DataError(
                 f"{self._name} can be iterated over once only, but every stage that reads data iterates over it. "

@@ -260,11 +260,7 @@ LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 
 
 def _driver(node: NodeFacts) -> tuple[str, str]:
-    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix.
-
-    Returns:
-        (explanation, fix).
-    """
+    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix."""
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:
         text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
@@ -294,11 +290,7 @@ def _nccl(node: NodeFacts) -> _Complaints:
 
 
 def _cupy(node: NodeFacts, *, needed: bool) -> _Complaints:
-    """Check that the codecs' kernels can run beside torch: one CuPy, built for torch's CUDA.
-
-    Args:
-        needed: a run is to use them.
-    """
+    """Check that the codecs' kernels can run beside torch, if they are needed: one CuPy, built for torch's CUDA."""
     fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     extra = fits.removeprefix("cupy-").removesuffix("x")
     others = [name for name in node.cupy if name not in (fits, "cupy")]  # "cupy" is built for what is there

@@ -116,11 +116,7 @@ def check_arguments(
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
-    """Check by its signature and parameter names that a loss_fn takes (output, target), in this order.
-
-    Raises:
-        ConfigError: it takes other arguments, or is a torch.jit.ScriptModule.
-    """
+    """Check by its signature and parameter names that a loss_fn takes (output, target), in this order."""
     if isinstance(loss_fn, torch.jit.ScriptModule):
         raise ConfigError(
             "loss_fn is a torch.jit.ScriptModule, which cannot be sent to a stage. Give the module that it was made of."

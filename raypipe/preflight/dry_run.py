@@ -29,13 +29,7 @@ from raypipe.user_lines import quoted, short
 
 
 class _Watched(TorchDispatchMode):
-    """Dispatch mode that raises a CaptureError before an operation reads a tensor that it must not read.
-
-    Args:
-        named: storage of a forbidden tensor -> its name.
-        whose, cure: see ``no_reads_of``.
-        allowed: storages of tensors that may be read; None if trainable parameters are not checked.
-    """
+    """Dispatch mode that raises before an operation reads a forbidden storage (``named``); see ``no_reads_of``."""
 
     def __init__(self, named: Mapping[int, str], whose: str, cure: str, allowed: Collection[int] | None) -> None:
         super().__init__()
@@ -102,14 +96,7 @@ _OF_A_LOSS = (
 
 
 def scalar(loss: Any, samples: int) -> torch.Tensor:
-    """Return ``loss`` if it is a scalar tensor.
-
-    Args:
-        samples: number of samples that it was computed on, for the message.
-
-    Raises:
-        CaptureError: it is something else.
-    """
+    """Return ``loss``, of so many samples, if it is a scalar tensor; else raise a CaptureError."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise CaptureError(
             f"loss_fn returns {returned(loss)} for {samples} samples instead of a scalar tensor. {_cure(loss)}"
@@ -144,11 +131,6 @@ def rehearse_single(
     minibatch_size: int, microbatch_size: int,
 ) -> None:  # fmt: skip
     """Run a forward and backward on one row if an epoch has a micro-batch of one sample, on which batch norms fail.
-
-    Args:
-        columns: a micro-batch by column, of which the first row is taken.
-        num_samples: number of samples of an epoch.
-        minibatch_size, microbatch_size: numbers of samples.
 
     Raises:
         DataError: the model does not train on one sample; names the sizes to change.
@@ -230,12 +212,7 @@ def rehearse(
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch.
-
-    Args:
-        before: buffers by name, before the backward.
-        after: buffers by name, after the backward.
-    """
+    """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch."""
     changed = next((name for name, buffer in before.items() if not same_bits(buffer, after[name])), None)
     if changed is not None:
         raise CaptureError(
@@ -251,10 +228,6 @@ def _refuse_spoiled(
     """Refuse a forward that makes a finite buffer NaN or infinite.
 
     A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not.
-
-    Args:
-        names: names of the buffers in ``after``.
-        after: the buffers after the forward.
     """
     for name, buffer in zip(names, after, strict=True):
         before = captured.buffers[name]

@@ -182,11 +182,7 @@ def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
-    """List reductions that may fit the loss, the likeliest first.
-
-    Args:
-        terms: terms of the loss in its graph; None if it could not be traced.
-    """
+    """List reductions that may fit the loss, the likeliest first; ``terms`` is None if it could not be traced."""
     candidates: list[Reduction] = [terms.counts] if terms is not None and terms.counts else []
     candidates += ["sum", "mean"] if terms is not None and terms.sums else ["mean", "sum"]
     if terms is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
@@ -199,10 +195,6 @@ def _fitting(
     pipeline: PipelineConfig,
 ) -> LossReduction:  # fmt: skip
     """Return the first candidate whose weighted losses and gradients add up to those of all rows in every trial.
-
-    Args:
-        terms: terms of the loss in its graph; None if it could not be traced.
-        target: name of the target's column; None without a loss_fn.
 
     Raises:
         ConfigError: no candidate fits; shows the numbers.
@@ -227,11 +219,7 @@ def _fitting(
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
-    """Compute the weights of a grouping's micro-batches; None if the data has no items to count.
-
-    Args:
-        target: name of the column in which "valid_tokens" and the user's functions count items; None without one.
-    """
+    """Compute the weights of a grouping's micro-batches; None if the data has no items to count."""
     counted: Any = grouping.parts
     if isinstance(reduction, str) or callable(reduction):
         counted = [part[target] for part in grouping.parts] if target is not None else None
@@ -242,11 +230,7 @@ def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[f
 
 
 def _refuse_sum(field: Any, tried: Tried) -> None:
-    """Refuse to weight a loss by samples if it is a sum over samples: it would shrink with more micro-batches.
-
-    Args:
-        field: value of loss_reduction, for the message.
-    """
+    """Refuse to weight a loss by samples if it is a sum over samples: it would shrink with more micro-batches."""
 
     def fits(reduction: str) -> bool:
         return all(misfit(tried, g, _weights_of(reduction, g, None)) is None for g in tried.groupings)
@@ -285,12 +269,7 @@ def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig
 
 
 class _LossModule(torch.nn.Module):
-    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced.
-
-    Args:
-        spec: pytree spec of the model's output.
-        fixed: position -> value of every leaf of the output that is not a tensor.
-    """
+    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced."""
 
     def __init__(self, loss_fn: LossFn, spec: pytree.TreeSpec, fixed: Mapping[int, Any]) -> None:
         super().__init__()
@@ -343,13 +322,7 @@ def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
     pipeline: PipelineConfig,
 ) -> ConfigError:  # fmt: skip
-    """Build the error that shows the numbers of the first grouping whose losses do not add up.
-
-    Args:
-        pairs: (trial, one of its groupings).
-        weigh: returns the weights of a grouping's micro-batches.
-        what: reduction of the losses, in words.
-    """
+    """Build the error that shows the numbers of the first grouping whose weighted losses do not add up."""
     tried, grouping, wrong = next(
         (tried, grouping, wrong) for tried, grouping in pairs if (wrong := misfit(tried, grouping, weigh(grouping)))
     )

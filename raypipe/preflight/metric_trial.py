@@ -150,11 +150,7 @@ def try_on_smallest(
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:
-    """Return the output of the model in evaluation mode; modes, buffers and random generators are restored.
-
-    Raises:
-        ConfigError: the model fails.
-    """
+    """Return the output of the model in evaluation mode; modes, buffers and random generators are restored."""
     numbered = all(isinstance(name, int) for name in rows)
     try:
         with own_generators(), torch.no_grad(), one_thread(), model_in(model, precision):

@@ -146,10 +146,6 @@ def _step_once(
 ) -> bool:  # fmt: skip
     """Make a stage's optimizer and scheduler, step both with zero gradients, and check that their state can be saved.
 
-    Args:
-        named: the stage's parameters, small or at full size.
-        users: parameters of the user's own model, which a step must not read.
-
     Returns:
         True if the step draws random numbers.
     """
@@ -338,10 +334,6 @@ def _compare(
 
     Nothing is compared if no optimizer can be made for the whole model.
 
-    Args:
-        stages: names of the trained parameters, by stage.
-        stand_ins: small parameters by name.
-
     Returns:
         True if a step draws random numbers.
     """
@@ -455,13 +447,7 @@ def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, mak
 def _slice_differs(
     whole: _Stepped, half: _Stepped, parts: Sequence[list[ParameterSlice]], replica: int, gradients: Sequence[Tensors]
 ) -> str:
-    """Step the slices of one replica, and describe the difference from whole parameters; "" if there is no difference.
-
-    Args:
-        whole: optimizer of whole parameters, which has taken its steps.
-        half: optimizer to step the slices with.
-        parts: slices of each of the two replicas.
-    """
+    """Step the slices of one replica with ``half``, and describe the difference from ``whole``; "" without one."""
     try:
         half.slices = Slices(parts, replica, half.parameters)
         half.slices.take_over(half.optimizer)

@@ -214,14 +214,7 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
 
 
 def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
-    """Refuse data that lack a column of train_data, or have it at another index.
-
-    Args:
-        columns: columns that are read, by name or by index.
-        source: the data.
-        train: source of train_data.
-        name: name of the argument that has the data.
-    """
+    """Refuse data (argument ``name``) that lack one of these columns of train_data, or have it at another index."""
     numbered = all(isinstance(name, int) for name in columns)
     there = tuple(range(len(source.columns))) if numbered else source.columns
     missing = [name for name in columns if name not in there]
@@ -337,14 +330,7 @@ _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Read the first micro-batch, of at least two samples.
-
-    Returns:
-        The columns in order, and their tensors as a tuple or a dict.
-
-    Raises:
-        DataError: the data have one sample only, or no target for the loss_fn.
-    """
+    """Read the first micro-batch, of at least two samples: columns in order, and their tensors as a tuple or a dict."""
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))

@@ -88,11 +88,7 @@ def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPoli
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
-    """Refuse fields that runs with replicas do not support.
-
-    Args:
-        scaling: ray.train.ScalingConfig or None.
-    """
+    """Refuse fields that runs with replicas do not support."""
     wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
     if not wiring.replicated or plan.weights.synchronous:
         return
@@ -105,11 +101,7 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
 
 
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
-    """Refuse arguments that threads of one process do not support.
-
-    Args:
-        scaling: ray.train.ScalingConfig or None.
-    """
+    """Refuse arguments that threads of one process do not support."""
     if detached:
         raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
     workers = worker_range(scaling)

@@ -225,13 +225,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that counts the work of every operation.
-
-    Attributes:
-        kept: observer that counts the bytes kept for the backward.
-        work: work by position.
-        passes: by position, True if there is a backward for inputs.
-    """
+    """Observer of Steps that counts work and kept bytes of every operation, and if it has a backward for inputs."""
 
     kept: KeptBytes
     work: list[_Work] = field(default_factory=list)
@@ -282,11 +276,7 @@ def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
 
 
 def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
-    """Compute the work of each operation at another size, on a line through the counts at two sizes.
-
-    Args:
-        there: counts at the second size; None to return the work of ``here``.
-    """
+    """Compute the work of each operation at another size, on a line through the counts at two sizes, if known."""
     if there is None:
         return here.work
     share = (size - here.samples) / (there.samples - here.samples)
@@ -302,12 +292,7 @@ def _picking(model: TracedModel) -> Any:
 
 
 class _OnMeta(NamedTuple):
-    """A model on the meta device.
-
-    Attributes:
-        leaves: parameters by site.
-        shapes: shape and dtype of every data column by name, as ``Capture.columns``.
-    """
+    """A model on the meta device: parameters by site, and shape and dtype of every data column."""
 
     steps: Steps
     leaves: list[torch.Tensor]
@@ -343,12 +328,7 @@ def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
 
 
 def _costs(captured: Capture, counts: _Counts, work: Sequence[_Work], rates: Rates) -> list[tuple[float, float, float]]:
-    """Estimate seconds by node: (forward, backward for inputs, backward for parameters).
-
-    Args:
-        counts: counts at any size, to find which backwards there are.
-        work: work at the wanted size.
-    """
+    """Estimate seconds by node for this work: (forward, backward for inputs, backward for parameters)."""
     costs = []
     for i, node in enumerate(captured.graph.nodes):
         forward = rates.seconds(*work[i])

@@ -104,13 +104,7 @@ def profile_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Memory by operation.
-
-    Attributes:
-        samples: number of samples of ``kept``.
-        kept: bytes that each operation keeps for its backward.
-        spaces: workspace of each operation.
-    """
+    """Bytes that each operation keeps for its backward at so many samples, and its workspace."""
 
     samples: int
     kept: Sequence[int]
@@ -118,14 +112,7 @@ class _Bytes:
 
 
 class _Run:
-    """Measurement of one profile, step by step.
-
-    Args:
-        sizes: micro-batch sizes to measure, ascending.
-
-    Attributes:
-        notes: notes on the sizes that could not be measured.
-    """
+    """Measurement of one profile, step by step; ``notes`` name the sizes that could not be measured."""
 
     def __init__(
         self, captured: Capture, columns: Columns, larger: Columns, sizes: list[int], budget: Budget,
@@ -195,12 +182,7 @@ class _Run:
         return wholes
 
     def _rounds(self, parts: dict[int, Columns], rounds: int) -> Wholes:
-        """Time the whole model at all sizes in turns, for several rounds; sizes on which it fails are left out.
-
-        Args:
-            parts: micro-batch by size; changed in place.
-            rounds: number of rounds, with the warm-up.
-        """
+        """Time the whole model at all sizes in turns, for several rounds; sizes on which it fails leave ``parts``."""
         wholes: Wholes = {}
         begin_s = time.perf_counter()
         for size, part in list(parts.items()):
@@ -225,12 +207,7 @@ class _Run:
         return wholes
 
     def _beyond(self, seconds: float, rounds: int) -> Wholes:
-        """Time the whole model at sizes above the example's, while that takes less than CHEAP_S.
-
-        Args:
-            seconds: seconds of the whole model at the example's size.
-            rounds: number of rounds, without the warm-up.
-        """
+        """Time the whole model at sizes above the example's (``seconds``), while that takes less than CHEAP_S."""
         wholes: Wholes = {}
         for size in larger_sizes(self.samples, self.larger):
             if (rounds + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long

@@ -258,13 +258,7 @@ class OperationTimer:
 
 
 def _backward(roots: Sequence[Any], seeds: Sequence[Any], wanted: Sequence[Any], *, keep: bool) -> float:
-    """Measure the seconds of a backward, without autograd's constant overhead; 0 if no gradient is wanted.
-
-    Args:
-        roots, seeds: outputs and their gradients.
-        wanted: tensors whose gradients are computed.
-        keep: True to keep the graph for another backward.
-    """
+    """Measure the seconds of a backward, without autograd's constant overhead; 0 if no gradient is wanted."""
     if not roots or not wanted:
         return 0.0
     begin = Moment.now()

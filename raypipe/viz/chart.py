@@ -220,13 +220,7 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 
 
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
-    """Return the legend and the height that it adds: right of the y label if it fits, else below the chart.
-
-    A chart with a single line has no legend.
-
-    Args:
-        label_px: right end of the y label.
-    """
+    """Return the legend and the height that it adds: right of the y label if it fits, else below; none for one line."""
     if len(names) < 2:
         return [], 0.0
     names = [shortened(name, WIDTH / 2) for name in names]

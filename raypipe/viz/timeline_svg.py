@@ -79,13 +79,7 @@ class _Scale(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Part of a timeline that is drawn.
-
-    Attributes:
-        spans: boxes of workers.
-        links: messages by (sender, receiver).
-        whole: False if messages or boxes were left out, because there are too many.
-    """
+    """Boxes and messages that are drawn; not the whole timeline if there are too many."""
 
     spans: Sequence[Span]
     links: Sequence[tuple[tuple[int, int], list[MessageSpan]]]
