@@ -9,6 +9,7 @@ Both run the stages of the plan forward only, in evaluation mode. Data are split
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,6 @@ from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.setup import RunSetup
 from raypipe.errors import ConfigError, DataError, StageError
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
 from raypipe.prepare.inputs import check_columns, refuse_stateful_data
 from raypipe.prepare.job import Job
 from raypipe.run.evaluations import ListOutputs, Outputs, evaluation_orders, numbers_of, remark_on, with_outputs
@@ -152,7 +151,7 @@ def with_checkpoint(
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
     """Compute eval_loss over job.sources["eval"], weighted as in ``fit``, and eval_<name> of each metric."""
     with _compared(job), stages.open(job) as fleet:
-        reports = list(fleet.run(iter(_orders(job)), _rows(job)))
+        reports = list(fleet.run(iter(_orders(job)), functools.cache(job.rows)))
     if remark := remark_on(reports):
         warnings.warn(f"The loss of the evaluation is no number. {remark}", stacklevel=3)
     return dict(numbers_of(reports, sums=job.settings.loss_reduction == "sum"))
@@ -205,7 +204,7 @@ def predictions(job: Job, stages: Stages) -> Any:
     try:
         job = dataclasses.replace(job, programs=with_outputs(job.programs, outputs))
         with _compared(job), stages.open(job) as fleet:
-            for _ in fleet.run(iter(_orders(job)), _rows(job)):
+            for _ in fleet.run(iter(_orders(job)), functools.cache(job.rows)):
                 pass
         collected = outputs.take()
     finally:
@@ -245,17 +244,6 @@ def _unlike(job: Job) -> str:
 def _orders(job: Job) -> list[Any]:
     source: Source = job.sources["eval"]
     return evaluation_orders(source.num_samples, job.plan.minibatch_size, job.plan.microbatch_size)
-
-
-def _rows(job: Job) -> Callable[[RowsKey], Schedule]:
-    known: dict[RowsKey, Schedule] = {}
-
-    def rows(key: RowsKey) -> Schedule:
-        if key not in known:
-            known[key] = job.rows(key)
-        return known[key]
-
-    return rows
 
 
 def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

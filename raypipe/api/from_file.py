@@ -3,10 +3,6 @@
     {target: "torch.optim:AdamW", args: {lr: 3e-4}}  -->  functools.partial(torch.optim.AdamW, lr=3e-4)
 
 Fields of Ray's classes and their types are read from the installed Ray, and unknown names are refused.
-
-    train_data: 1,024 samples, of which the first 8 of epoch 0
-      input_ids  (8, 128) int64    0 to 511     17 4 99 3 ...
-      labels     (8, 128) int64    -100 to 511  17 4 99 3 ...  -100 in 31 %
 """
 
 from __future__ import annotations

@@ -57,14 +57,13 @@ class InitialWeights:
 
     Args:
         model: nn.Module, of which a copy gets the weights, or a function that builds one.
-        source: the value of init_from.
         storage: folder of runs that are given by name.
 
     Attributes:
         digest: {"sha256": checksum of the weights}, once a model was built; None before.
 
     Raises:
-        ConfigError: ``source`` is not a path.
+        ConfigError: ``source``, the value of init_from, is not a path.
     """
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], source: Any, storage: Place) -> None:
@@ -85,12 +84,7 @@ class InitialWeights:
         return built
 
     def note(self, run: str | None, resume: bool | None) -> str:
-        """Describe the effect of init_from for a note of the plan: a resumed run has weights of its own.
-
-        Args:
-            run: name of the run; None for a new one.
-            resume: as in the trainer.
-        """
+        """Describe the effect of init_from for a note of the plan: a resumed run has weights of its own."""
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is None:
             return f"The run begins with the weights of init_from={self.source!r}."
@@ -104,8 +98,7 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """Read {name: tensor} of a run, a checkpoint or a file.
 
     Args:
-        source: a value of init_from; see the top of this file.
-        storage: folder of runs that are given by name.
+        source, storage: as in ``InitialWeights``.
         title: name of the argument that has this value, for messages.
 
     Raises:
@@ -178,9 +171,6 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
 
 def located(source: str, storage: Place, title: str = "init_from") -> Place:
     """Find the path of a run, a checkpoint or a file: as a path or an address, else as the name of a run.
-
-    Args:
-        storage, title: as in ``read_weights``.
 
     Raises:
         ConfigError: not found.
@@ -387,11 +377,7 @@ class WorkerWeights:
 def weights_for(
     model: BuildModel, init_from: Any, pipeline: PipelineConfig, storage: Place
 ) -> InitialWeights | WorkerWeights | None:
-    """Choose how a run gets its initial weights: in this process, or on workers; None if the model has its own.
-
-    Args:
-        storage: folder of runs that are given by name.
-    """
+    """Choose how a run gets its initial weights: in this process, or on workers; None if the model has its own."""
     initial = None if init_from is None else InitialWeights(model, init_from, storage)
     source = None if initial is None else initial.source
     if pipeline.weights_on == "workers" or (
@@ -417,13 +403,7 @@ def files_for(
     title: str,
     model: str,
 ) -> StateSource:
-    """Create the source from which stages read their own tensors in files.
-
-    Args:
-        own: tensors of the model's state_dict, under all their names.
-        aliases: further names of shared tensors -> their first names.
-        weights: tensors in files, by name.
-        title, model: for messages, see ``matched``.
+    """Create the source from which stages read their own tensors in files; arguments as in ``matched``.
 
     Raises:
         ConfigError: names are missing or surplus, or shapes or kinds differ.
@@ -435,10 +415,6 @@ def files_for(
 
 def stored_weights(source: str, storage: Place, title: str = "init_from") -> dict[str, StoredTensor]:
     """Locate the tensors of a run, a checkpoint or safetensors files, without reading their values.
-
-    Args:
-        source: a value of init_from.
-        storage, title: as in ``read_weights``.
 
     Raises:
         ConfigError: ``source`` was not found, or is a file of torch.save.

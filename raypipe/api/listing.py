@@ -74,10 +74,7 @@ def summary_of(folder: Place) -> RunSummary:
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """Read how the newest submission of a run ended; None if no end was recorded.
-
-    Returns:
-        Name, path and state of the run, and all fields of its last "finish", "stop" or "fail" event.
+    """Read name, path and state of a run, with all fields of its last "finish", "stop" or "fail" event; None without it.
 
     Raises:
         ConfigError: events.jsonl cannot be read.

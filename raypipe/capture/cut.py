@@ -33,9 +33,8 @@ def stage_function(
     """Build the function of one stage.
 
     Args:
-        operations: numbers of the stage's operations in ``lines.values``, in execution order.
-        inputs: numbers of the values that the previous stage sends.
-        outputs: numbers of the values that the stage returns.
+        operations, inputs, outputs: numbers in ``lines.values`` of the stage's operations in execution order, of the
+            values that the previous stage sends, and of those that the stage returns.
         title: name of the function in tracebacks.
     """
     values = lines.values
@@ -268,8 +267,7 @@ def assign_by_owner(
     An operation goes to the earliest stage that has its inputs and holds its parameters and changing buffers.
 
     Args:
-        lines: the model in evaluation mode.
-        holders: stages that hold each parameter or changing buffer in training, by name.
+        lines, holders: as in ``assign_by_anchors``.
         together: pairs of positions of operations that must share a stage.
 
     Raises:

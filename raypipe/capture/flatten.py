@@ -42,10 +42,7 @@ _AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mo
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
-    """Build the flat training or evaluation graph of a model.
-
-    Args:
-        columns: names of the data columns, in the order of the program's inputs.
+    """Build the flat training or evaluation graph of a model, whose inputs have the names ``columns``.
 
     Raises:
         CaptureError: an input of the graph is not a tensor, or the graph contains an operation that cannot be cut.

@@ -213,10 +213,7 @@ def _flat_children(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn
 
 
 def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[list[Child], list[Child]]:
-    """Capture the children in training and in evaluation mode, as (training, evaluation). The model is not changed.
-
-    Args:
-        example: input of the first child for one micro-batch; not changed.
+    """Capture the children in training and in evaluation mode, as (training, evaluation). Nothing is changed.
 
     Raises:
         CaptureError: a child does not return one tensor, changes a parameter, keeps Python state between calls, or
@@ -306,11 +303,9 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
 def sequential_graph(
     children: Sequence[Child], tensor_bytes: Mapping[str, int], frozen: frozenset[str] = frozenset()
 ) -> ModelGraph:
-    """Build the planner's graph, a chain with one Node per child. Its first user has the bytes of a shared parameter.
+    """Build the planner's graph, a chain with one Node per child. A shared parameter counts at its first user.
 
-    Args:
-        tensor_bytes: bytes of every parameter and buffer, by canonical name.
-        frozen: names of the parameters that are not trained.
+    Args: as in ``model_graph``.
     """
     together = []  # pairs of children that use one changing buffer
     for name in sorted({name for child in children for name in child.changes}):

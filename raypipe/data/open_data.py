@@ -1,8 +1,5 @@
 """Training data by position: any samples of any epoch, equal in every process, without reading the samples before them.
 
-    source = open_data("corpus/train", seed=0)
-    tokens, targets = source.read(epoch=0, start=64, count=32, columns=(0, 1))
-
 A source keeps no position: a run resumes at (epoch, start), two integers of a checkpoint. Every stage that needs data
 reads its own columns of the same samples.
 
@@ -123,9 +120,7 @@ _STREAM = (
 
 
 def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (argument, value, remedy) of the first argument of a DataLoader that a run cannot
-    follow, if there is one.
-    """
+    """Yield (argument, value, remedy) of the first argument of a DataLoader that a run cannot follow, if any."""
     sampler: Any = data.sampler
     if isinstance(data.dataset, IterableDataset):
         yield "dataset", type(data.dataset).__name__, _STREAM

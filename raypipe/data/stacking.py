@@ -20,11 +20,7 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 
 def stacked(name: str, column: Any, values: list[Any], rows: Sequence[int]) -> torch.Tensor:
-    """Stack the values of one column to shape (len(values), ...).
-
-    Args:
-        name: name of the dataset, for messages.
-        rows: indices of the items in the dataset, for messages.
+    """Stack the values of one column to shape (len(values), ...); ``rows`` are their indices in the dataset ``name``.
 
     Raises:
         DataError: the values have different shapes or types, or cannot become a dense tensor.
@@ -106,12 +102,7 @@ def _numbers(value: list[Any]) -> bool:
 
 
 def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
-    """Return the key of a column in ``columns`` that is given by its key or by its index.
-
-    Args:
-        name: name of the data, for messages.
-        columns: keys of all columns.
-        column: key or index.
+    """Return the key of a column of the data ``name`` that is given by its key or by its index in ``columns``.
 
     Raises:
         DataError: there is no such column.
@@ -132,9 +123,6 @@ numbers than the row.
 
 def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int, epoch: int) -> dict[Any, torch.Tensor]:
     """Call the collate function, with the random generators seeded by (seed, epoch, first row).
-
-    Args:
-        rows: indices of the items in the dataset.
 
     Returns:
         Tensors of shape (len(items), ...) by column name or index.
@@ -214,11 +202,7 @@ def batch_of(
 
 
 def check_range(name: str, num_samples: int, start: int, count: int) -> None:
-    """Check that samples start, ..., start + count - 1 are in an epoch.
-
-    Raises:
-        DataError: they are not; names the data and its number of samples.
-    """
+    """Raise a DataError unless samples start, ..., start + count - 1 of the data ``name`` are in an epoch."""
     if not 0 <= start <= start + count <= num_samples:
         raise DataError(f"Samples {start} to {start + count} of {name} do not exist: an epoch has {num_samples}.")
 

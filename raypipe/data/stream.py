@@ -73,11 +73,7 @@ class StreamReader:
         self._held: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, start: int, count: int) -> list[Any]:
-        """Read the items at positions start, ..., start + count - 1.
-
-        Raises:
-            DataError: the stream raises, or has too few items.
-        """
+        """Read the items at positions start, ..., start + count - 1; raise a DataError if the stream fails or ends."""
         with own_generators():
             return [
                 self._held.pop(at) if at in self._held else self._item(at, marks=at == start)
@@ -189,14 +185,10 @@ class StreamReader:
 
 
 def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
-    """Return True if marks can use the stream's state: in a trial with its first items, a copy of the stream returns
-    the same items after ``load_state_dict``.
+    """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of the first ones.
 
     A stream with a shuffle buffer fails: its state lacks the items in the buffer, which are lost by
-    ``load_state_dict``.
-
-    Args:
-        same: function that returns True if two items are equal.
+    ``load_state_dict``. ``same`` returns True if two items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False

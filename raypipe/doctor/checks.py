@@ -1,10 +1,4 @@
-"""Checks of a machine and a cluster: facts in, findings out, each with its fix.
-
-facts of every node (doctor/collect.py)  -->  checks: pure functions  -->  ok | warning | problem
-
-problem  versions   node 10.0.0.2 has torch 2.12.0, this machine 2.13.0
-         cure: install the same everywhere: pip install torch==2.13.0 there, then start its Ray again
-"""
+"""Checks of a machine and a cluster: facts in (doctor/collect.py), findings out, each with its fix."""
 
 from __future__ import annotations
 

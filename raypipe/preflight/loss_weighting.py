@@ -90,8 +90,6 @@ def find_reduction(
     """Return the reduction that the user set, or find one for loss_reduction="auto".
 
     Args:
-        model: the user's model.
-        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
         rows: samples by column, as the model reads them. A few of them go through the model, more through a loss_fn.
 
     Raises:

@@ -71,14 +71,10 @@ class _Outcome(NamedTuple):
 def verify(
     model: nn.Module, captured: Capture, programs: Sequence[StageProgram], batches: Sequence[Columns], seed: int
 ) -> None:
-    """Compare the user's module with the stages that were captured from it.
+    """Compare the user's module, on the CPU, with the stages that were captured from it, on two micro-batches.
 
-    Args:
-        model: module on the CPU; its state and gradients are restored afterwards.
-        captured: capture of ``model``.
-        programs: programs of all stages, in order.
-        batches: two micro-batches; the columns of each are in the order in which the model takes them.
-        seed: seed of the random keys.
+    The columns of each batch are in the order in which the module takes them; ``seed`` keys the random numbers. The
+    module's state and gradients are restored afterwards.
 
     Raises:
         CaptureError: the results differ (names the value, the difference and the first module), the module keeps state

@@ -96,11 +96,9 @@ def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
 
 
 def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
-    """Measure the size of the optimizer's state, with one step on a copy of the smallest trained matrix.
+    """Return (bytes of the optimizer's state per byte of parameters, class name), by a step on the smallest matrix.
 
-    Returns:
-        (bytes of state per byte of parameters, class name of the optimizer). If the optimizer cannot be built for one
-        parameter, the size is that of Adam and the name "".
+    If the optimizer cannot be built for one parameter, the size is that of Adam and the name "".
     """
     optimizer = _tried(make_optimizer, captured)
     if optimizer is None:

@@ -265,11 +265,7 @@ def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Se
 def in_slots(
     rows: Sequence[Sequence[Action]], before: Callable[[Action], Sequence[Action]], name: str = ""
 ) -> Timeline:
-    """Compute the timeline of a schedule in slots, see SLOTS. If the rows deadlock, it ends at the deadlock.
-
-    Args:
-        rows, before, name: as in ``schedule_svg``.
-    """
+    """Compute the timeline of a schedule in slots, see SLOTS. If the rows deadlock, it ends at the deadlock."""
     rows = [[action for action in row if action.op in COMPUTE] for row in rows]
     known = {action for row in rows for action in row}
     ends: dict[Action, float] = {}
