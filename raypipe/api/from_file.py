@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +188,7 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
 
     cls = getattr(ray.train, class_name)
     # Ray leaves fields that are no more in its classes, with this default.
-    known = {field.name: field.type for field in dataclasses.fields(cls) if field.default != "DEPRECATED"}
+    known = [field.name for field in dataclasses.fields(cls) if field.default != "DEPRECATED"]
     if not isinstance(values, dict):
         refuse(run, path, f"{values!r} is no mapping of names to values.")
     refuse_unknown(run, path, values, [name for name in known if name not in _PYTHON_ONLY])
@@ -197,8 +196,6 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
     for name, value in arguments.items():
         if name in _NESTED:
             arguments[name] = _ray_config(run, (*path, name), _NESTED[name])
-        elif not _fits(value, known[name]):
-            refuse(run, (*path, name), f"{value!r} is not of type {_in_words(known[name])}.")
         elif name == "num_workers" and isinstance(value, list):
             arguments[name] = tuple(value)
     _refuse_faults(run, path, class_name, values)
@@ -206,33 +203,6 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
         return cls(**arguments)
     except (ValueError, TypeError, DeprecationWarning) as error:
         raise ConfigError(f"{run.name}: {'.'.join(path)}: {' '.join(str(error).split())}") from error
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return True if a value from YAML has an annotated type; a YAML list may become a tuple, an int a float."""
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if origin in (tuple, typing.Tuple):  # noqa: UP006
-        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
-    if origin in (list, typing.List):  # noqa: UP006
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value if inner)
-    if origin in (dict, typing.Dict):  # noqa: UP006
-        return isinstance(value, dict)
-    if origin is float:
-        return type(value) in (int, float)
-    return isinstance(origin, type) and type(value) is origin
-
-
-def _in_words(kind: Any) -> str:
-    if isinstance(kind, typing.ForwardRef):
-        return ""
-    parts = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    if len(parts) > 1:
-        return " or ".join(filter(None, (_in_words(part) for part in parts if part is not type(None))))
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
 
 
 SAMPLES = 8

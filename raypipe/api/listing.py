@@ -74,7 +74,7 @@ def summary_of(folder: Place) -> RunSummary:
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """Read name, path and state of a run, with all fields of its last "finish", "stop" or "fail" event; None without it.
+    """Read name, path and state of a run, with all fields of the event by which it ended; None if it has not.
 
     Raises:
         ConfigError: events.jsonl cannot be read.

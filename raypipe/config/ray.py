@@ -13,6 +13,7 @@ refused by the same rule, so that no table here can fall behind.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -186,6 +187,10 @@ def _check_name(value: Any, settings: Any) -> str:
     return ""
 
 
+def _check_storage(value: Any, settings: Any) -> str:
+    return "" if isinstance(value, str | os.PathLike) and value else "give a path or a URI, as in s3://bucket/runs."
+
+
 def _check_workers(value: Any, settings: Any) -> str:
     if isinstance(value, tuple | list):
         if len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
@@ -291,6 +296,7 @@ _OWN_CALLBACKS = "Give raypipe's own callbacks to the trainer, as in PipelineTra
 
 _CHECKS = {
     "name": _check_name,
+    "storage_path": _check_storage,
     "callbacks": _check_callbacks,
     "num_workers": _check_workers,
     "elastic_resize_monitor_interval_s": _check_interval,

@@ -185,7 +185,7 @@ class StreamReader:
 
 
 def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
-    """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of the first ones.
+    """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of a few.
 
     A stream with a shuffle buffer fails: its state lacks the items in the buffer, which are lost by
     ``load_state_dict``. ``same`` returns True if two items are equal.
