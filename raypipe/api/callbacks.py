@@ -16,12 +16,7 @@ from raypipe.ir.report import StepRecord
 
 
 def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """Return all callbacks of a run, in the order in which they are called.
-
-    Args:
-        callbacks: the trainer's ``callbacks``.
-        run: ray.train.RunConfig, whose callbacks are called after those of the trainer; or None.
-        scaling: ray.train.ScalingConfig, passed on to callbacks of Ray Train; or None.
+    """Return the trainer's callbacks, followed by those of ray.train.RunConfig, in the order in which they are called.
 
     Raises:
         ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not

@@ -34,22 +34,15 @@ class NodeFacts:
     Attributes:
         address: address of the node, or "this machine".
         error: reason why the node did not answer, so that the other facts are unknown; "" if it did.
-        node_id: Ray's id of the node.
-        host: host name.
         versions: versions of python, torch, ray and raypipe; "" for a package that cannot be imported.
-        cpus: processors that this process may use.
         ray_cpus, ray_gpus: CPUs and GPUs that Ray assigns there.
         object_store_bytes: size of Ray's object store; 0 without Ray.
-        shm_bytes, shm_free_bytes: size of /dev/shm, and free part of it.
-        gpus: number of GPU device files.
+        gpus: number of GPU device files; torch sees ``cuda_gpus`` of them.
         visible: CUDA_VISIBLE_DEVICES of the process that started Ray; None if not set.
         cuda_build: CUDA version for which torch was built; "" without CUDA.
-        cuda_gpus: GPUs that torch sees.
         cuda_driver: newest CUDA version that the driver runs; "" if its library is not found.
         cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
-        nccl: version of torch's NCCL; "" without NCCL.
-        port: port on which the node could listen; 0 if it could listen on no port.
-        port_error: reason if ``port`` is 0.
+        port: port on which the node could listen; 0 if it could listen on no port, for ``port_error``.
         unreachable: {"address:port" of a listener to which the node could not connect: reason}.
         storage_error: reason why the storage folder cannot be written; "" if it can.
         storage_shared: True if the storage folder is the same as that of this process.
@@ -82,15 +75,9 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Requirements of a run.
+    """Requirements of a run: ports for links (None for any), storage_path, workers and their resources.
 
-    Attributes:
-        ports: lowest and highest port for links between nodes; None for any port.
-        storage: storage_path of the run.
-        num_workers: number of workers (the minimum of an elastic run); 0 if unknown.
-        resources: resources of one worker.
-        transport: transport of its links.
-        codecs: True if the run uses a codec, or the controller may choose one.
+    ``num_workers`` is the minimum of an elastic run, 0 if unknown; ``codecs`` is True if a codec may be used.
     """
 
     ports: tuple[int, int] | None = None

@@ -51,18 +51,10 @@ class Unfilled(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments of a trainer, apart from settings.
+    """Arguments of a trainer, apart from settings; see PipelineTrainer.
 
     Attributes:
-        model: a module, or a function without arguments that builds one.
-        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
-        optimizer: function of named parameters that makes an optimizer.
-        lr_scheduler: function of an optimizer that makes a scheduler; None without one.
-        train_data, eval_data: paths or map-style datasets.
         survives: True if workers keep copies of the state in memory, so that the run can resume after a failure.
-        metrics: metrics of evaluations, by name.
-        early_stopping: a raypipe.EarlyStopping, or None.
-        collate_fn: function that makes a batch of a list of items.
         unfilled: function that builds the model without weights and names the sources of its weights; None if ``model``
             has weights.
     """

@@ -50,11 +50,7 @@ class Opened:
     """Opened arguments, from which a profile and a plan are made.
 
     Attributes:
-        model: the user's module.
         sources: source of "train", and of "eval" if there is eval_data.
-        request: request for the planner.
-        with_loss_fn: True if a loss_fn was given.
-        captured: capture of the model.
         example: one micro-batch, {column: tensor}.
         larger: more samples, {column: tensor}, if larger micro-batches are to be measured; else empty.
         memory: Python state of model and loss before they were called here; training begins with this state.

@@ -47,19 +47,13 @@ class Job:
     """Run that is ready to start.
 
     Attributes:
-        arguments: arguments of the trainer.
-        pipeline: configuration that was planned.
-        opened: model and capture.
         basis: input of this plan and of later ones.
         planned: plan, with memory budgets.
-        programs: programs of the stages.
         tensors: the user's parameters and buffers by name, read only. Tensors of ``unfilled`` are on the meta device.
         example: one micro-batch, {column: tensor}.
         sources: source of "train", and of "eval" if there is eval_data.
-        settings: settings of training for the stages.
         codecs: configured codecs; for "auto" the codecs with which a run begins.
-        model_labels: description of the model for settings.json.
-        model_code: description of its code and options, for settings.json.
+        model_labels, model_code: the model, and its code and options, for settings.json.
         unfilled: sources from which workers load the tensors that this process does not hold.
     """
 

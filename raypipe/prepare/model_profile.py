@@ -36,9 +36,8 @@ def profile_of(
     """Measure the graph's seconds, read them from the cache, or estimate them if the model cannot run alone.
 
     Args:
-        example: one micro-batch by column.
-        larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
-        by_size: measure smaller micro-batches too.
+        example, larger: a micro-batch by column, and more samples, see ``profile_graph``.
+        by_size: measure other sizes of micro-batch too.
         budget_s: of processor time.
         rates: of the device that stages compute on; None for this machine's CPU.
     """

@@ -99,13 +99,8 @@ def in_seconds_of(rates: Rates, captured: Capture, profiled: Profile) -> Profile
 
 
 class _Seconds(NamedTuple):
-    """Seconds on another device.
-
-    Attributes:
-        nodes: by node, seconds of the forward, the backward for inputs and the backward for parameters.
-        by_size: seconds of the whole model at each size of ``Profile.seconds_by_size``.
-        small: seconds by node at the size of ``Profile.small``; empty without one.
-        how: end of the note's sentence that begins with "they".
+    """Seconds on another device: by node (forward, backward for inputs, backward for parameters), of the whole model at
+    each size of the profile, by node at its small size, and the end of the note's sentence that begins with "they".
     """
 
     nodes: Sequence[tuple[float, float, float]]
@@ -242,13 +237,9 @@ class _Counter:
 
 
 class _Counts(NamedTuple):
-    """Counts of one forward over ``samples`` samples; each list is by operation.
+    """Counts of one forward over ``samples`` samples; each list is by operation, as in ``_Counter``.
 
-    Attributes:
-        work: work of the forward.
-        passes: True if there is a backward for inputs.
-        kept: bytes that are kept for the backward.
-        kept_besides_data: bytes that are kept without those of the data columns; the loss's are in the last operation.
+    ``kept_besides_data`` leaves out the data columns; the loss's bytes are in the last operation.
     """
 
     samples: int

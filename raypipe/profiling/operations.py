@@ -83,13 +83,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class OperationTimes:
-    """Seconds of one operation.
+    """Seconds of one operation: forward, backward for inputs and for parameters, and adding gradients to their sums.
 
-    Attributes:
-        forward_s: forward.
-        input_s, weight_s: backward for the inputs, and for the parameters.
-        sums_s: adding the parameters' gradients to their sums.
-        measured: False if the backward is estimated.
+    ``measured`` is False if the backward is estimated.
     """
 
     forward_s: float

@@ -1,8 +1,7 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks at events.
 
 If there are more points than pixels, local minima and maxima are drawn pale, with the running median on top. A
-non-finite point leaves a gap and a red dash on the axis. If there are many marks, those of frequent kinds become short
-ones above the lines, one row per kind.
+non-finite point leaves a gap and a red dash on the axis.
 """
 
 from __future__ import annotations
