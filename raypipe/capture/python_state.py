@@ -249,7 +249,7 @@ class _Walk:
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if not isinstance(item, _PLAIN):
                 self.value(item, f"a default argument of {function.__qualname__}", depth + 1)
-        for name in _names(code):
+        for name in names_in(code):
             if name in function.__globals__:
                 held = function.__globals__[name]
                 if isinstance(held, _PLAIN):
@@ -357,12 +357,12 @@ def _begin(tensor: torch.Tensor) -> str:
     return ", ".join(f"{x:.5g}" if isinstance(x, float) else str(x) for x in tensor.flatten()[:3].tolist())
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names that a function reads, including those in nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _code(code: types.CodeType) -> Iterator[str]:

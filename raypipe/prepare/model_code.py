@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.capture.python_state import names_in
+
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[1],
                                                           Path(torch.__file__).parent))  # fmt: skip
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -122,7 +124,7 @@ class _Walk:
             digests = self.found.setdefault(f"{name} of {outer}" if outer else name, entry)["sha256"]
             if digest not in digests:
                 digests.append(digest)
-        names = tuple(dict.fromkeys(_names(code)))
+        names = tuple(dict.fromkeys(names_in(code)))
         for name in names:
             self._method(name)
             self._named(name, function.__globals__)
@@ -163,14 +165,6 @@ def _functions_in(thing: Any) -> Iterator[FunctionType]:
         return
     for part in things:
         yield from _functions_in(part)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function reads, with those of the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 @functools.lru_cache(maxsize=4096)
