@@ -179,7 +179,8 @@ def rehearse(
         return  # without values nothing can be computed
     rows = {name: x[:NUM_ROWS] if x.dim() else x for name, x in columns.items()}
     (program,) = captured.programs(())
-    function = program.modes["train" if training else "eval"]
+    mode = "train" if training else "eval"
+    function = program.modes[mode]
     names = [site.parameter for site in function.sites]
     leaves = [captured.parameters[name].detach().requires_grad_(name in program.trainable) for name in names]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
@@ -188,10 +189,10 @@ def rehearse(
         try:
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
-            raise _of_model(model, captured, rows, error, training=training) from None
+            raise _explained(model, captured, rows, error, "graph", mode) from None
         if training:
             _refuse_spoiled(captured, function.buffers, buffers, rows)
-        loss = program.loss_by_mode["train" if training else "eval"]
+        loss = program.loss_by_mode[mode]
         assert loss is not None
         outputs = outputs if training else program.loss_outputs(outputs)
         targets = _copied(rows, program.targets)
@@ -199,7 +200,7 @@ def rehearse(
             with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, allowed=(*outputs, *targets)):
                 returned_loss = loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
-            raise _of_loss(model, captured, rows, error, training=training) from None
+            raise _explained(model, captured, rows, error, "loss", mode) from None
         parts = returned_loss if isinstance(returned_loss, tuple) and captured.loss_fn is None else (returned_loss,)
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
@@ -269,27 +270,20 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
             )
 
 
-def _of_model(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
+def _explained(
+    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, kind: str, mode: str
 ) -> RaypipeError:
-    with model_in(model, captured.recipe.precision):
-        _, misfit = misfit_of_model(model, _inputs(captured, rows), training=training)
-    if isinstance(error, RaypipeError) and misfit is None:
-        return error
-    return misfit or not_as_captured("graph", error, type(model).__name__)
-
-
-def _of_loss(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
-) -> RaypipeError:
-    if isinstance(error, RaypipeError):
+    """Build the error to raise if the captured graph or the loss (``kind``) fails, by running the user's model."""
+    if kind == "loss" and isinstance(error, RaypipeError):
         return error
     with model_in(model, captured.recipe.precision):
-        output, misfit = misfit_of_model(model, _inputs(captured, rows), training=training)
-        if misfit is not None or captured.loss_fn is None:
-            return misfit or not_as_captured("loss", error, type(model).__name__)
-        column = list(rows)[-1]
-        return misfit_of_loss(captured.loss_fn, output, rows[column], column)
+        output, misfit = misfit_of_model(model, _inputs(captured, rows), training=mode == "train")
+        if misfit is None and kind == "loss" and captured.loss_fn is not None:
+            column = list(rows)[-1]
+            return misfit_of_loss(captured.loss_fn, output, rows[column], column)
+    if misfit is None and isinstance(error, RaypipeError):
+        return error
+    return misfit or not_as_captured(kind, error, type(model).__name__)
 
 
 def _inputs(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> Inputs:
