@@ -48,13 +48,14 @@ from raypipe.prepare.inputs import resolve_defaults
 from raypipe.prepare.job import Job
 from raypipe.prepare.policies import (
     checkpoint_policy,
+    continued,
     evaluated_as,
     evaluations_of,
+    free_name,
     refuse_in_threads,
     refuse_replicas,
-)  # fmt: skip
+)
 from raypipe.prepare.prepare import prepare, profile
-from raypipe.prepare.resume import continued, free_name
 from raypipe.progress import RunProgress, progress_shown
 from raypipe.run.plans.blueprint import Blueprint, Charter, predicted_step
 from raypipe.run.same_run import refuse_another_run

@@ -5,7 +5,7 @@
     prepare.py          plan (run/plans/planning.py), stages, one trial of every optimizer
     job.py              ready to start
     identity.py, model_code.py    what settings.json has of a run and of the code of its model
-    policies.py, resume.py        when a run saves and evaluates, and what an earlier one of the same name decides
+    policies.py                   when a run saves and evaluates, and what an earlier one of the same name decides
 
 ``raypipe/preflight`` has the checks.
 """
