@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -167,10 +168,12 @@ class PipelineTrainer:
         Raises:
             RaypipeError: no plan could be made; the message is one paragraph with the fix.
         """
-        self._check_travel()
         own = cluster is None and profiled is None
         job = self._prepared() if own else self._prepare(self._pipeline, cluster=cluster, profiled=profiled)
-        self._check_travel(job)
+        if "ray" in sys.modules:  # else a start on Ray checks them
+            self._check_travel(job)
+        else:
+            check_operations(job.programs)
         return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
@@ -316,9 +319,9 @@ class PipelineTrainer:
         setup = partial(Job.run_setup, place=self._storage(), links=self._pipeline)
         return actors(job.num_workers, self._resources(), setup)
 
-    def _check_travel(self, job: Job | None = None) -> None:
+    def _check_travel(self, job: Job) -> None:
         """Refuse arguments that cannot be sent to workers, and operations of a captured job that they cannot import."""
-        check_operations(job.programs if job else ())
+        check_operations(job.programs)
         sent = {**self._arguments._asdict(), "loss_reduction": self._pipeline.loss_reduction}
         sent["callbacks"] = self._callbacks
         check_travel({name: value for name, value in sent.items() if name not in ("model", "unfilled")})

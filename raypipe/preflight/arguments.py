@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import copyreg
 import inspect
-import io
 import os
-import sys
-import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from multiprocessing.reduction import ForkingPickler
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -137,22 +131,26 @@ _OUTPUTS = {"output", "outputs", "y_pred", "y_hat", "pred", "preds", "prediction
 
 
 def check_travel(arguments: Mapping[str, Any]) -> None:
-    """Refuse values that cannot be sent to Ray's actors, before any actor is started.
+    """Refuse values, by name of the argument, that cannot be sent to Ray's actors, before any actor is started."""
+    from ray.cloudpickle import CloudPickler
 
-    Args:
-        arguments: values by name of the trainer's argument.
-    """
+    class Trial(CloudPickler):
+        """Ray's own pickler, but for tensors and arrays, which can always be sent and may be large."""
+
+        def reducer_override(self, value: Any) -> Any:
+            library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
+            return (_nothing, ()) if library or isinstance(value, torch.Tensor) else super().reducer_override(value)
+
     for name, value in arguments.items():
         try:
-            _Trial().dump(value)
-        except (_EnoughError, RecursionError):
+            Trial(_Sink()).dump(value)
+        except _EnoughError:
             continue
         except Exception as error:  # noqa: BLE001  (whatever a type raises)
-            if not _sent_by_ray(value):
-                raise ConfigError(
-                    f"{name} cannot be sent to another process: {short(error)} Stages are processes of their own: "
-                    f"define {name} at module level, and let it make such things where it is called."
-                ) from None
+            raise ConfigError(
+                f"{name} cannot be sent to another process: {short(error)} Stages are processes of their own: define "
+                f"{name} at module level, and let it make such things where it is called."
+            ) from None
 
 
 class _EnoughError(Exception):
@@ -171,71 +169,8 @@ class _Sink:
         return len(data)
 
 
-class _Trial(ForkingPickler):
-    """Pickler that accepts what Ray's pickler accepts, to try if a value can be sent.
-
-    As Ray does, it pickles the content of functions and classes that another process cannot import. It skips tensors,
-    arrays and the other types in _SENT, which can always be sent.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_Sink())
-        self.dispatch_table = copyreg.dispatch_table  # without reducers for values that only a forked process can take
-
-    def reducer_override(self, value: Any) -> Any:
-        text = isinstance(value, io.TextIOWrapper) and not value.closed and not value.writable()
-        library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
-        if text or library or isinstance(value, _SENT):
-            return _nothing, ()
-        if isinstance(value, types.FunctionType) and not _importable(value):
-            return _nothing, (*_cells(value), value.__defaults__, value.__kwdefaults__, _globals(value, value.__code__))
-        if isinstance(value, type) and not _importable(value):
-            return _nothing, tuple(part for name, part in vars(value).items() if not name.startswith("__"))
-        return NotImplemented
-
-
-_SENT = (
-    torch.Tensor, types.ModuleType, types.CodeType, types.MappingProxyType, property, classmethod, staticmethod,
-    memoryview, weakref.WeakSet,
-)  # fmt: skip
-"""Types that Ray's pickler accepts, or that would take too long to try."""
-
-
 def _nothing(*_: Any) -> None:
     """Replace the constructor of a value in a trial."""
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-
-
-def _globals(function: types.FunctionType, code: types.CodeType) -> list[Any]:
-    """List the globals that a function reads, and those that functions defined inside it read."""
-    own = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return [*own, *(value for const in inner for value in _globals(function, const))]
-
-
-def _importable(value: Any) -> bool:
-    """Return True if another process finds the same object by its name; False for those of a script or notebook."""
-    module = getattr(value, "__module__", None)
-    if module in (None, "__main__") or "<locals>" in value.__qualname__ or module not in sys.modules:
-        return False
-    part: Any = sys.modules[module]
-    for name in value.__qualname__.split("."):
-        part = getattr(part, name, None)
-    return part is value
-
-
-def _sent_by_ray(value: Any) -> bool:
-    """Return True if Ray is loaded and its pickler accepts a value, whose type may be registered with Ray."""
-    ray = sys.modules.get("ray")
-    try:
-        return ray is not None and bool(ray.cloudpickle.dumps(value))
-    except Exception:  # noqa: BLE001  (whatever a type raises)
-        return False
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:
