@@ -56,7 +56,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
     pipeline = _pipeline(run)
     trainer = PipelineTrainer(
         _seeded(_bound(run, "model", taking=0), pipeline.seed),
-        loss_fn=_loss_fn(run),
+        loss_fn=_judge(run, ("loss_fn",), values["loss_fn"]) if "loss_fn" in values else None,
         optimizer=_bound(run, "optimizer", taking=1),
         lr_scheduler=_bound(run, "lr_scheduler", taking=1) if "lr_scheduler" in values else None,
         train_data=_data(run, "train_data"),
@@ -89,10 +89,6 @@ def _seeded(make: Callable[[], Any], seed: int) -> Callable[[], Any]:
         return make()
 
     return build
-
-
-def _loss_fn(run: RunFile) -> Any:
-    return _judge(run, ("loss_fn",), run.values["loss_fn"]) if "loss_fn" in run.values else None
 
 
 def _metrics(run: RunFile) -> dict[str, Any] | None:

@@ -300,7 +300,7 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
     inside: list[fx.Node] = []
     depth = 0
     for node in nodes:
-        called = getattr(node.target, "__name__", "") if _is_functorch(node) else ""
+        called = getattr(node.target, "__name__", "") if getattr(node.target, "__module__", "") == _FUNCTORCH else ""
         if called == "lazy_load_decompositions":
             continue
         depth += called == "_vmap_increment_nesting"
@@ -318,10 +318,6 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
             if not depth:
                 yield inside
                 inside = []
-
-
-def _is_functorch(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__module__", "") == _FUNCTORCH
 
 
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:

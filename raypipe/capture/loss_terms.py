@@ -228,13 +228,10 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
         if isinstance(divisor, fx.Node) and divisor in reach.of_data and _is_number(divisor):
             return _Count(divisor)
         return _SAMPLES
-    if "reduction" in (arguments := _arguments(node)):
+    arguments = bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
+    if "reduction" in arguments:
         return _ADDED_UP if arguments["reduction"] == _SUM else _SAMPLES
     return _ADDED_UP if name in ("aten::sum", "aten::dot") else _SAMPLES
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
 
 
 def _is_number(node: fx.Node) -> bool:

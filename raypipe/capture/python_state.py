@@ -41,8 +41,6 @@ _LIBRARIES = (
     "functools", "typing", "logging", "threading", "tqdm", "rich",
 )  # fmt: skip
 """Packages whose classes and functions are skipped: some of their state changes by the clock."""
-_OPAQUE = ("logging", "threading", "_thread", "io")
-"""Packages whose objects are not read: what they hold differs from process to process."""
 CACHE = "the cache of "
 """Beginning of the path of a functools cache, whose value is its number of entries."""
 _IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, range, slice)
@@ -275,7 +273,7 @@ class _Walk:
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         self.memory.values[path] = type(value).__qualname__
-        if type(value).__module__.partition(".")[0] in _OPAQUE:
+        if type(value).__module__ == "logging":  # its objects refer to all loggers of the process
             return
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):

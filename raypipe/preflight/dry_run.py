@@ -196,8 +196,9 @@ def rehearse(
         assert loss is not None
         outputs = outputs if training else program.loss_outputs(outputs)
         targets = _copied(rows, program.targets)
+        learning = {name: captured.parameters[name] for name in captured.trainable}
         try:
-            with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, allowed=(*outputs, *targets)):
+            with no_reads_of(learning, "loss_fn", _OF_A_LOSS, allowed=(*outputs, *targets)):
                 returned_loss = loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
             raise _explained(model, captured, rows, error, "loss", mode) from None
@@ -238,10 +239,6 @@ def _refuse_spoiled(
                 f"A forward on {count} sample{'s' * (count > 1)} makes the buffer {name!r} nan or infinite, as the "
                 "variance of a batch norm that has a single value per channel, which plain PyTorch refuses."
             )
-
-
-def _learning(captured: Capture) -> dict[str, torch.Tensor]:
-    return {name: captured.parameters[name] for name in captured.trainable}
 
 
 def _copied(rows: Mapping[Any, torch.Tensor], names: Sequence[Any]) -> list[torch.Tensor]:

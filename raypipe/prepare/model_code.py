@@ -120,7 +120,8 @@ class _Walk:
     def _function(self, function: FunctionType, code: CodeType) -> None:
         if digest := _digests(code.co_filename).get(code.co_firstlineno):
             outer, _, name = function.__qualname__.rpartition(".")
-            entry = {"file": _shown(code.co_filename), "sha256": []}
+            file = Path(code.co_filename)  # those of a notebook have new names in each session
+            entry = {"file": file.name if file.is_file() else "the notebook", "sha256": []}
             digests = self.found.setdefault(f"{name} of {outer}" if outer else name, entry)["sha256"]
             if digest not in digests:
                 digests.append(digest)
@@ -188,10 +189,6 @@ def _is_own(file: str) -> bool:
 
 def _is_own_class(cls: Any) -> bool:
     return _is_own(_file_of(cls))
-
-
-def _shown(file: str) -> str:
-    return Path(file).name if Path(file).is_file() else "the notebook"  # its files have new names in each session
 
 
 @functools.lru_cache(maxsize=512)

@@ -110,11 +110,6 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
     return factor, type(optimizer).__name__
 
 
-def _part(like: torch.Tensor) -> torch.Tensor:
-    """Create zeros of at most MOST_SIDE per dimension, in place of a meta tensor that may be too large to allocate."""
-    return torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)
-
-
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
     """Build the user's optimizer and take one step on one parameter; None if it cannot be built for one."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
@@ -122,7 +117,8 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
     if like is None:
         return None
     with contextlib.suppress(Exception):
-        copy = torch.nn.Parameter(_part(like) if like.is_meta else like.detach().clone())
+        part = torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)  # all of it may not fit
+        copy = torch.nn.Parameter(part if like.is_meta else like.detach().clone())
         copy.grad = torch.zeros_like(copy)
         optimizer = make_optimizer([(name, copy)])
         with no_reads_of(captured.parameters, "optimizer"):  # refused by preflight/optimizer.py

@@ -118,7 +118,7 @@ def _counters(spans: Sequence[Span], process: int, clock: Clock) -> list[Event]:
         changes.setdefault("messages on their way", []).extend(moments)
     events: list[Event] = []
     for name, moved in sorted(changes.items()):
-        held = max(0, -min(_sums(moved)))  # of a step before, in a timeline that begins in the middle
+        held = max(0, -min(total for _, total in _totals(moved, 0)))  # by a step before
         for moment_us, total in _totals(moved, held):
             events.append({"ph": "C", "pid": process, "name": name, "ts": moment_us, "args": {"count": total}})
     return events
@@ -132,7 +132,3 @@ def _totals(moments: Iterable[tuple[float, int]], start: int) -> list[tuple[floa
         total += change
         totals[moment_us] = total
     return list(totals.items())
-
-
-def _sums(moments: Iterable[tuple[float, int]]) -> list[int]:
-    return [total for _, total in _totals(moments, 0)] or [0]
