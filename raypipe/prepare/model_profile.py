@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,32 +42,21 @@ def profile_of(
         budget_s: of processor time.
         rates: of the device that stages compute on; None for this machine's CPU.
     """
-    profile = _on_cpu(captured, example, larger, by_size, budget_s, rates)
-    return profile if rates is None or profile.device == rates.device else in_seconds_of(rates, captured, profile)
-
-
-def _on_cpu(
-    captured: Capture,
-    example: Mapping[Any, torch.Tensor],
-    larger: Mapping[Any, torch.Tensor] | None,
-    by_size: bool,
-    budget_s: float,
-    rates: Rates | None,
-) -> Profile:
-    """Measure the graph on this CPU, or estimate it with ``rates`` if the model cannot run; see ``profile_of``."""
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
+    estimate = partial(estimate_graph, captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
     if any(p.is_meta for p in captured.parameters.values()):  # meta tensors have no memory, and cannot be timed
-        return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+        return estimate()
     bar = ProfilingBar()
     try:
         sizes, more = (None, larger) if by_size else ((), None)
-        return cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)[0]
+        profile, _ = cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: raise the first error
-            return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+            return estimate()
         raise error from None
     finally:
         bar.close()
+    return profile if rates is None else in_seconds_of(rates, captured, profile)
 
 
 def shared_processors() -> int | None:
