@@ -49,7 +49,6 @@ SHOWN = 3
 """Maximum number of names of each kind in an error message."""
 MOST_BYTES = 1 << 40
 PICKLED = (".pt", ".pth", ".bin")
-_FILES = (*PICKLED, ".safetensors")
 
 
 class InitialWeights:
@@ -107,40 +106,16 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """
     place = located(source, storage, title)
     try:
-        if source.endswith(_FILES):
-            return _of_file(place, source, title)
-        return _of_folder(place, title) if is_hugging_face(place) else _of_checkpoint(place, title)
+        if source.endswith(PICKLED):
+            return _pickled(place.read_bytes(most_bytes=MOST_BYTES), source, title)
+        if source.endswith(".safetensors") or is_hugging_face(place):
+            weights = weights_in(place, title)
+            return dict(WeightFiles.as_stored(weights, title).read(weights))
+        return load_state_dict(place.path, storage_filesystem=place.filesystem)
     except PlaceError as error:
         raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
-
-
-def _of_folder(place: Place, title: str) -> dict[str, torch.Tensor]:
-    weights = weights_in(place, title)
-    return dict(WeightFiles.as_stored(weights, title).read(weights))
-
-
-def _of_checkpoint(place: Place, title: str) -> dict[str, torch.Tensor]:
-    try:
-        return load_state_dict(place.path, storage_filesystem=place.filesystem)
-    except PlaceError:
-        raise
     except CheckpointError as error:
         raise CheckpointError(f"{title}: {error}") from None
-
-
-def _of_file(place: Place, source: str, title: str) -> dict[str, torch.Tensor]:
-    data = place.read_bytes(most_bytes=MOST_BYTES)
-    return _pickled(data, source, title) if source.endswith(PICKLED) else _safetensors(data, source, title)
-
-
-def _safetensors(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return load(data)
-    except (SafetensorError, ValueError) as error:
-        raise ConfigError(f"{title}={source!r} is no safetensors file: {short(error)}") from None
 
 
 def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
