@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from raypipe.api.export import shared_names
+from raypipe.capture.flatten import canonical_names
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.device.device import memory_bytes
 from raypipe.engine.initial.meta_init import ModuleInit, Writes, build_on_meta
@@ -41,7 +42,6 @@ from raypipe.engine.stage.module_copy import copy_of
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.preflight.arguments import Unfilled
 from raypipe.prepare.inputs import build_model
-from raypipe.user_lines import short
 
 T = TypeVar("T")
 
@@ -408,8 +408,7 @@ def stored_weights(source: str, storage: Place, title: str = "init_from") -> dic
 
 def _files_of(model: nn.Module, weights: Mapping[str, StoredTensor], title: str) -> StateSource:
     own = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
-    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    aliases = {name: first[id(x)] for name, x in own.items() if first.get(id(x), name) != name}
+    aliases = {name: first for name, first in canonical_names(model).items() if first != name and name in own}
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in own]
     if lost:
         raise ConfigError(

@@ -98,7 +98,7 @@ def _placeholders(
 ) -> dict[fx.Node, Any]:
     """Add a placeholder to ``traced`` for each input of the program; map the program's nodes to the placeholders."""
     env: dict[fx.Node, Any] = {}
-    canonical = _canonical_names(model)
+    canonical = canonical_names(model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     known: dict[str, fx.Node] = {}
     user_inputs = iter(columns)
@@ -131,7 +131,7 @@ def _placeholders(
     return env
 
 
-def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
+def canonical_names(model: torch.nn.Module) -> dict[str, str]:
     """Map every name of a parameter or buffer to the first name of the same tensor, its canonical name."""
     first = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     all_names = (

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raypipe.capture.flatten import canonical_names
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.data.open_data import Source
 from raypipe.data.stream_source import ENDLESS
@@ -88,14 +89,8 @@ class Job:
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of shared tensors in the state_dict -> names that raypipe uses."""
-        model, first, others = self.opened.model, dict[int, str](), dict[str, str]()
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        wanted = model.state_dict().keys()
-        for name, tensor in named:
-            canonical = first.setdefault(id(tensor), name)
-            if canonical != name and name in wanted:
-                others[name] = canonical
-        return others
+        first, wanted = canonical_names(self.opened.model), self.opened.model.state_dict().keys()
+        return {name: first[name] for name in first if first[name] != name and name in wanted}
 
     @property
     def plan(self) -> Plan:
