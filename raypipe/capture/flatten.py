@@ -126,7 +126,8 @@ def _placeholders(
             case _:
                 raise CaptureError(
                     f"forward reads {spec.target!r} ({spec.kind.name}), which is not a tensor, and stages are given "
-                    "tensors only. Draw without generator=: every draw is keyed by seed, step and micro-batch."
+                    "tensors only. If it is a torch.Generator, draw without generator=: every draw is keyed by seed, "
+                    "step and micro-batch."
                 )
     return env
 
