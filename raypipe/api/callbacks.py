@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +16,7 @@ from raypipe.ir.report import StepRecord
 
 
 def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """Return all callbacks of a run, in the order in which they are called.
-
-    Args:
-        callbacks: the trainer's ``callbacks``.
-        run: ray.train.RunConfig, whose callbacks are called after those of the trainer; or None.
-        scaling: ray.train.ScalingConfig, passed on to callbacks of Ray Train; or None.
+    """Return the trainer's callbacks, followed by those of ray.train.RunConfig, in the order in which they are called.
 
     Raises:
         ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not
@@ -70,10 +67,9 @@ class FromRayTrain(Callback):
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:
         self._callback = callback
         self.name = type(callback).__qualname__
-        # What Ray's own TrainRunContext offers; its class is private to Ray.
-        self._context = SimpleNamespace(
-            run_id="", run_config=run, scaling_config=scaling, train_loop_config=None, get_run_config=_Given(run)
-        )
+        # As Ray's own TrainRunContext, whose class is private to Ray; no lambda, because it is pickled.
+        self._context = SimpleNamespace(run_id="", run_config=run, scaling_config=scaling, train_loop_config=None)
+        self._context.get_run_config = partial(itemgetter(0), (run,))
         self._metrics: dict[str, Any] = {}
 
     def on_start(self, run: RunStart) -> None:
@@ -102,13 +98,3 @@ class FromRayTrain(Callback):
 
     def _report(self, checkpoint: Any) -> None:
         self._callback.after_report(self._context, [dict(self._metrics)], checkpoint)
-
-
-class _Given:
-    """Callable that returns a constant; in contrast to a lambda it can be pickled."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        return self._value

@@ -9,6 +9,7 @@ Both run the stages of the plan forward only, in evaluation mode. Data are split
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,6 @@ from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.setup import RunSetup
 from raypipe.errors import ConfigError, DataError, StageError
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
 from raypipe.prepare.inputs import check_columns, refuse_stateful_data
 from raypipe.prepare.job import Job
 from raypipe.run.evaluations import ListOutputs, Outputs, evaluation_orders, numbers_of, remark_on, with_outputs
@@ -120,21 +119,26 @@ def with_checkpoint(
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    if job.unfilled:
-        return _with_files(job, checkpoint, run, storage)
+    place: Place | None = None
     if checkpoint is not None:
         source = os.fspath(checkpoint)
-        weights = read_weights(source, storage, "checkpoint")
-    elif run is not None and newest_step(run) is not None:
+    elif run is None or newest_step(run) is None:
+        return job, ""
+    else:
         newest, _ = find_checkpoint(run)
         place = run if newest is None else newest.place
         source = str(place)
-        weights = load_state_dict(place.path, storage_filesystem=place.filesystem)
-    else:
-        return job, ""
     own = {name: job.tensors[name].detach() for name in job.tensors if name in job.persistent}
     own |= {alias: own[name] for alias, name in job.aliases.items() if name in own}
-    values = matched(own, weights, f"checkpoint={source!r}", "of this trainer")
+    title, model = f"checkpoint={source!r}", "of this trainer"
+    if job.unfilled:  # each stage will read its own tensors
+        files = stored_weights(source, storage, "checkpoint") if place is None else weights_in(place, title)
+        return dataclasses.replace(job, unfilled=(files_for(own, job.aliases, files, title, model),)), source
+    if place is None:
+        weights = read_weights(source, storage, "checkpoint")
+    else:
+        weights = load_state_dict(place.path, storage_filesystem=place.filesystem)
+    values = matched(own, weights, title, model)
     # In the layout of the model's own, on which the bits of some operations depend.
     filled = {name: torch.empty_like(own[name]).copy_(value) for name, value in values.items()}
     tensors = {
@@ -144,32 +148,10 @@ def with_checkpoint(
     return dataclasses.replace(job, tensors=tensors), source
 
 
-def _with_files(
-    job: Job, checkpoint: str | os.PathLike[str] | None, run: Place | None, storage: Place
-) -> tuple[Job, str]:
-    """Carry out ``with_checkpoint`` for a model without tensors in this process: each stage will read its own tensors.
-
-    Returns:
-        The job, with the files of the checkpoint as its only source of tensors, and the path.
-    """
-    if checkpoint is not None:
-        source = os.fspath(checkpoint)
-        stored = stored_weights(source, storage, "checkpoint")
-    elif run is not None and newest_step(run) is not None:
-        source = str(run)
-        stored = weights_in(run, "checkpoint")
-    else:
-        return job, ""
-    own = {name: job.tensors[name] for name in job.tensors if name in job.persistent}
-    own |= {alias: own[name] for alias, name in job.aliases.items() if name in own}
-    files = files_for(own, job.aliases, stored, f"checkpoint={source!r}", "of this trainer")
-    return dataclasses.replace(job, unfilled=(files,)), source
-
-
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
     """Compute eval_loss over job.sources["eval"], weighted as in ``fit``, and eval_<name> of each metric."""
     with _compared(job), stages.open(job) as fleet:
-        reports = list(fleet.run(iter(_orders(job)), _rows(job)))
+        reports = list(fleet.run(iter(_orders(job)), functools.cache(job.rows)))
     if remark := remark_on(reports):
         warnings.warn(f"The loss of the evaluation is no number. {remark}", stacklevel=3)
     return dict(numbers_of(reports, sums=job.settings.loss_reduction == "sum"))
@@ -222,7 +204,7 @@ def predictions(job: Job, stages: Stages) -> Any:
     try:
         job = dataclasses.replace(job, programs=with_outputs(job.programs, outputs))
         with _compared(job), stages.open(job) as fleet:
-            for _ in fleet.run(iter(_orders(job)), _rows(job)):
+            for _ in fleet.run(iter(_orders(job)), functools.cache(job.rows)):
                 pass
         collected = outputs.take()
     finally:
@@ -232,11 +214,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Replace a StageError in the context by a DataError if the data differ from train_data in shape or dtype.
-
-    Raises:
-        DataError: names the first column that differs.
-    """
+    """Replace a StageError in the context by a DataError if the data differ from train_data in shape or dtype."""
     try:
         yield
     except StageError as error:
@@ -268,28 +246,11 @@ def _orders(job: Job) -> list[Any]:
     return evaluation_orders(source.num_samples, job.plan.minibatch_size, job.plan.microbatch_size)
 
 
-def _rows(job: Job) -> Callable[[RowsKey], Schedule]:
-    known: dict[RowsKey, Schedule] = {}
-
-    def rows(key: RowsKey) -> Schedule:
-        if key not in known:
-            known[key] = job.rows(key)
-        return known[key]
-
-    return rows
-
-
 def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs of micro-batches into one output of the same structure.
+    """Concatenate the outputs of micro-batches, with so many samples each, into one output of the same structure.
 
     Tensors with one row per sample are concatenated. A value that is not a tensor is kept if all micro-batches agree.
-
-    Args:
-        outputs: one output per micro-batch, in order.
-        sizes: samples of each micro-batch.
-
-    Raises:
-        ConfigError: a tensor has not one row per sample, or another value differs between micro-batches.
+    Anything else is refused.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     spec = flat[0][1]

@@ -88,7 +88,8 @@ def export_hugging_face(
         raise ConfigError(f"{target} is there already. Give the path of a new or empty folder.")
     state, shared = _state(checkpoint)
     parts = _parts({name: tensor.info.size_bytes for name, tensor in state.items()}, file_bytes)
-    names = [_TOGETHER] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
+    count = len(parts)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [_TOGETHER]
     for name, part in zip(names, parts, strict=True):
         _write(target / name, {key: state[key] for key in part}, {a: b for a, b in shared.items() if b in part})
     if len(parts) > 1:
@@ -141,16 +142,8 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     return parts
 
 
-def _part_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file; if that fails, an existing local file is left unchanged.
-
-    Args:
-        shared: further names of shared tensors -> stored names, for the file's metadata.
-    """
+    """Write tensors to a safetensors file, with further names of shared ones in its metadata, or leave it as it is."""
     from raypipe.engine.initial.weight_files import copy_tensors
     from raypipe.engine.io.storage import Place, PlaceError
 

@@ -1,12 +1,4 @@
-"""RunHandle: access to a run that continues in the background, from this process or another one.
-
-handle = trainer.start(num_steps=500)       or: handle = raypipe.attach("lm")
-print(handle.status())
-handle.plot()                               draws the loss in a notebook
-handle.watch()                              shows the status in place, until the run ends
-handle.stop()                               ends the run after the current step, with a checkpoint
-result = handle.wait()
-"""
+"""RunHandle: access to a run that continues in the background, from this process or another one."""
 
 from __future__ import annotations
 

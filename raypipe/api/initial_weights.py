@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from raypipe.api.export import shared_names
+from raypipe.capture.flatten import canonical_names
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.device.device import memory_bytes
 from raypipe.engine.initial.meta_init import ModuleInit, Writes, build_on_meta
@@ -41,7 +42,6 @@ from raypipe.engine.stage.module_copy import copy_of
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.preflight.arguments import Unfilled
 from raypipe.prepare.inputs import build_model
-from raypipe.user_lines import short
 
 T = TypeVar("T")
 
@@ -49,7 +49,6 @@ SHOWN = 3
 """Maximum number of names of each kind in an error message."""
 MOST_BYTES = 1 << 40
 PICKLED = (".pt", ".pth", ".bin")
-_FILES = (*PICKLED, ".safetensors")
 
 
 class InitialWeights:
@@ -57,14 +56,13 @@ class InitialWeights:
 
     Args:
         model: nn.Module, of which a copy gets the weights, or a function that builds one.
-        source: the value of init_from.
         storage: folder of runs that are given by name.
 
     Attributes:
         digest: {"sha256": checksum of the weights}, once a model was built; None before.
 
     Raises:
-        ConfigError: ``source`` is not a path.
+        ConfigError: ``source``, the value of init_from, is not a path.
     """
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], source: Any, storage: Place) -> None:
@@ -85,12 +83,7 @@ class InitialWeights:
         return built
 
     def note(self, run: str | None, resume: bool | None) -> str:
-        """Describe the effect of init_from for a note of the plan: a resumed run has weights of its own.
-
-        Args:
-            run: name of the run; None for a new one.
-            resume: as in the trainer.
-        """
+        """Describe the effect of init_from for a note of the plan: a resumed run has weights of its own."""
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is None:
             return f"The run begins with the weights of init_from={self.source!r}."
@@ -104,8 +97,7 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """Read {name: tensor} of a run, a checkpoint or a file.
 
     Args:
-        source: a value of init_from; see the top of this file.
-        storage: folder of runs that are given by name.
+        source, storage: as in ``InitialWeights``.
         title: name of the argument that has this value, for messages.
 
     Raises:
@@ -114,40 +106,16 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """
     place = located(source, storage, title)
     try:
-        if source.endswith(_FILES):
-            return _of_file(place, source, title)
-        return _of_folder(place, title) if is_hugging_face(place) else _of_checkpoint(place, title)
+        if source.endswith(PICKLED):
+            return _pickled(place.read_bytes(most_bytes=MOST_BYTES), source, title)
+        if source.endswith(".safetensors") or is_hugging_face(place):
+            weights = weights_in(place, title)
+            return dict(WeightFiles.as_stored(weights, title).read(weights))
+        return load_state_dict(place.path, storage_filesystem=place.filesystem)
     except PlaceError as error:
         raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
-
-
-def _of_folder(place: Place, title: str) -> dict[str, torch.Tensor]:
-    weights = weights_in(place, title)
-    return dict(WeightFiles.as_stored(weights, title).read(weights))
-
-
-def _of_checkpoint(place: Place, title: str) -> dict[str, torch.Tensor]:
-    try:
-        return load_state_dict(place.path, storage_filesystem=place.filesystem)
-    except PlaceError:
-        raise
     except CheckpointError as error:
         raise CheckpointError(f"{title}: {error}") from None
-
-
-def _of_file(place: Place, source: str, title: str) -> dict[str, torch.Tensor]:
-    data = place.read_bytes(most_bytes=MOST_BYTES)
-    return _pickled(data, source, title) if source.endswith(PICKLED) else _safetensors(data, source, title)
-
-
-def _safetensors(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return load(data)
-    except (SafetensorError, ValueError) as error:
-        raise ConfigError(f"{title}={source!r} is no safetensors file: {short(error)}") from None
 
 
 def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
@@ -178,9 +146,6 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
 
 def located(source: str, storage: Place, title: str = "init_from") -> Place:
     """Find the path of a run, a checkpoint or a file: as a path or an address, else as the name of a run.
-
-    Args:
-        storage, title: as in ``read_weights``.
 
     Raises:
         ConfigError: not found.
@@ -270,11 +235,7 @@ def matched(
 def _held(
     own: Iterable[str], weights: Mapping[str, Any], first: Mapping[str, str], equal: Callable[[Any, Any], bool]
 ) -> tuple[dict[str, str], list[str]]:
-    """Map the first name of each tensor of the model to a name in ``weights``; see ``matched``.
-
-    Returns:
-        The map, and messages on pairs of names of one tensor whose weights differ in value.
-    """
+    """Map the first name of each tensor of the model to one in ``weights``, and list unequal pairs; see ``matched``."""
     held: dict[str, str] = {}
     unequal = []
     for name in own:
@@ -391,11 +352,7 @@ class WorkerWeights:
 def weights_for(
     model: BuildModel, init_from: Any, pipeline: PipelineConfig, storage: Place
 ) -> InitialWeights | WorkerWeights | None:
-    """Choose how a run gets its initial weights: in this process, or on workers; None if the model has its own.
-
-    Args:
-        storage: folder of runs that are given by name.
-    """
+    """Choose how a run gets its initial weights: in this process, or on workers; None if the model has its own."""
     initial = None if init_from is None else InitialWeights(model, init_from, storage)
     source = None if initial is None else initial.source
     if pipeline.weights_on == "workers" or (
@@ -421,13 +378,7 @@ def files_for(
     title: str,
     model: str,
 ) -> StateSource:
-    """Create the source from which stages read their own tensors in files.
-
-    Args:
-        own: tensors of the model's state_dict, under all their names.
-        aliases: further names of shared tensors -> their first names.
-        weights: tensors in files, by name.
-        title, model: for messages, see ``matched``.
+    """Create the source from which stages read their own tensors in files; arguments as in ``matched``.
 
     Raises:
         ConfigError: names are missing or surplus, or shapes or kinds differ.
@@ -439,10 +390,6 @@ def files_for(
 
 def stored_weights(source: str, storage: Place, title: str = "init_from") -> dict[str, StoredTensor]:
     """Locate the tensors of a run, a checkpoint or safetensors files, without reading their values.
-
-    Args:
-        source: a value of init_from.
-        storage, title: as in ``read_weights``.
 
     Raises:
         ConfigError: ``source`` was not found, or is a file of torch.save.
@@ -461,8 +408,7 @@ def stored_weights(source: str, storage: Place, title: str = "init_from") -> dic
 
 def _files_of(model: nn.Module, weights: Mapping[str, StoredTensor], title: str) -> StateSource:
     own = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
-    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    aliases = {name: first[id(x)] for name, x in own.items() if first.get(id(x), name) != name}
+    aliases = {name: first for name, first in canonical_names(model).items() if first != name and name in own}
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in own]
     if lost:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +69,15 @@ def summary_of(folder: Place) -> RunSummary:
     end = _last(events)
     state = _ENDS[end["decision"]] if end else _state_by_lease(folder)
     steps = [int(event["step"]) for event in events if isinstance(event.get("step"), int)]
-    step = max(_steps_written(folder), steps[-1] if steps else 0)
+    step = steps[-1] if steps else 0
+    with suppress(CheckpointError):
+        step = max(step, steps_written(folder))
     times = [written for name in (EVENTS, METRICS, LEASE) if (written := folder.written_s(name)) is not None]
     return RunSummary(folder.name, state, step, num_steps, max(times, default=None), str(folder))
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """Read how the newest submission of a run ended; None if no end was recorded.
-
-    Returns:
-        Name, path and state of the run, and all fields of its last "finish", "stop" or "fail" event.
+    """Read name, path and state of a run, with all fields of the event by which it ended; None if it has not.
 
     Raises:
         ConfigError: events.jsonl cannot be read.
@@ -96,13 +96,6 @@ def _events(folder: Place) -> list[dict[str, Any]]:
         return read_events(folder)
     except CheckpointError as error:
         raise ConfigError(f"{folder / EVENTS} cannot be read: {error} Give the folder of a run.") from error
-
-
-def _steps_written(folder: Place) -> int:
-    try:
-        return steps_written(folder)
-    except CheckpointError:
-        return 0
 
 
 def _state_by_lease(folder: Place) -> str:

@@ -1,9 +1,4 @@
-"""HTML of a run for notebooks, and a view that is updated in place.
-
-handle               a table of the run's status, and a chart of its loss (_repr_html_)
-handle.watch()       this table and chart, updated in place until the run ends; an interrupt ends the view, not the run
-result               a table of the last step's numbers, and a chart of the loss
-"""
+"""HTML of a run and of its result for notebooks, and a view of a run that is updated in place."""
 
 from __future__ import annotations
 

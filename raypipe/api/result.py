@@ -70,10 +70,9 @@ class Records(Sequence[StepRecord]):
 
 
 def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | None]) -> pa.Table:
-    """Build the table with one row per step of the run.
+    """Build the table with one row per step of the run from the records of the newest steps and the parts before them.
 
     Args:
-        last: records of the newest steps.
         before: (step) -> bytes of the newest part of metrics.parquet that has steps below ``step``; None if there is
             no such part. It is called until the table begins at step 0.
     """

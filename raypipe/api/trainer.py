@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -48,13 +49,14 @@ from raypipe.prepare.inputs import resolve_defaults
 from raypipe.prepare.job import Job
 from raypipe.prepare.policies import (
     checkpoint_policy,
+    continued,
     evaluated_as,
     evaluations_of,
+    free_name,
     refuse_in_threads,
     refuse_replicas,
-)  # fmt: skip
+)
 from raypipe.prepare.prepare import prepare, profile
-from raypipe.prepare.resume import continued, free_name
 from raypipe.progress import RunProgress, progress_shown
 from raypipe.run.plans.blueprint import Blueprint, Charter, predicted_step
 from raypipe.run.same_run import refuse_another_run
@@ -166,10 +168,12 @@ class PipelineTrainer:
         Raises:
             RaypipeError: no plan could be made; the message is one paragraph with the fix.
         """
-        self._check_travel()
         own = cluster is None and profiled is None
         job = self._prepared() if own else self._prepare(self._pipeline, cluster=cluster, profiled=profiled)
-        self._check_travel(job)
+        if "ray" in sys.modules:  # else a start on Ray checks them
+            self._check_travel(job)
+        else:
+            check_operations(job.programs)
         return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
@@ -315,13 +319,9 @@ class PipelineTrainer:
         setup = partial(Job.run_setup, place=self._storage(), links=self._pipeline)
         return actors(job.num_workers, self._resources(), setup)
 
-    def _check_travel(self, job: Job | None = None) -> None:
-        """Refuse arguments that cannot be serialised for workers. The model is not checked: stages get its capture.
-
-        Args:
-            job: job whose captured operations are checked too; None if nothing was captured yet.
-        """
-        check_operations(job.programs if job else ())
+    def _check_travel(self, job: Job) -> None:
+        """Refuse arguments that cannot be sent to workers, and operations of a captured job that they cannot import."""
+        check_operations(job.programs)
         sent = {**self._arguments._asdict(), "loss_reduction": self._pipeline.loss_reduction}
         sent["callbacks"] = self._callbacks
         check_travel({name: value for name, value in sent.items() if name not in ("model", "unfilled")})

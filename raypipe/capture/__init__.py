@@ -188,59 +188,51 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
     frozen = frozenset(n for n, p in named.items() if not p.requires_grad)
-    about = _About(held, frozen, loss_fn, precision, evaluates, metric_reads.outputs, parts)
+    source: TracedModel | SequentialModel
+    stages: TracedRecipe | SequentialModel
+    terms = None
     with model_in(model, precision):
         one_input = len(taken.inputs.args) == 1 and not taken.inputs.kwargs
         if isinstance(model, nn.Sequential) and is_plain_sequential(model) and one_input:
-            result = _children_captured(model, taken, about)
+            source = stages = _children_captured(model, taken.inputs, evaluates=evaluates)
+            graph = sequential_graph(source.train, held, frozen)
         else:
-            result = _traced(model, taken, about)
-    _refuse_rounded(model, result, precision)
-    numels = {name: parameter.numel() for name, parameter in named.items()}
-    trainable = frozenset(named) - frozen
+            source, terms = _traced(
+                model, taken, metric_reads.outputs, returns_loss=loss_fn is None, evaluates=evaluates, parts=parts
+            )
+            graph = model_graph(source.train, taken.samples, held, frozen)
+            stages = _recipe_of(source, taken.samples, held, type(model).__name__)
+    _refuse_rounded(model, source, precision)
     recipe = ModelRecipe(
-        result.graph,
-        result.stages,
-        numels,
-        trainable,
+        graph,
+        stages,
+        {name: parameter.numel() for name, parameter in named.items()},
+        frozenset(named) - frozen,
         tuple(buffers),
-        result.loss,
+        _loss_of(source, loss_fn, precision),
         taken.targets,
         metric_reads,
         precision,
     )
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
-    return Capture(recipe, named, buffers, persistent, result.model, taken.shapes, result.terms)
+    return Capture(recipe, named, buffers, persistent, source, taken.shapes, terms)
 
 
-class _About(NamedTuple):
-    """Arguments shared by both ways to capture a model.
-
-    Attributes:
-        held: bytes of every parameter and buffer, by name.
-        frozen: names of the parameters that are not trained.
-        loss_fn, precision, evaluates, parts: see ``capture``.
-        metric_outputs: keys of the outputs that metrics read; ``kept`` of ``trace``.
-    """
-
-    held: Mapping[str, int]
-    frozen: frozenset[str]
-    loss_fn: LossFn | None
-    precision: Precision
-    evaluates: bool
-    metric_outputs: Sequence[Any]
-    parts: bool
+def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, precision: Precision) -> Loss:
+    """Return the loss of the last stage: the user's loss_fn, or the loss that the model returns."""
+    if loss_fn is None:
+        return _own_loss
+    if isinstance(source, SequentialModel):
+        return _UserLoss(loss_fn, _Returned(None), precision)
+    evaluated = None if source.eval is None else _Returned.of(source.eval)
+    return _UserLoss(loss_fn, _Returned.of(source.train), precision, evaluated)
 
 
-def _refuse_rounded(model: nn.Module, result: _Found, precision: Precision) -> None:
-    """Refuse a 16-bit precision if forward updates a float buffer: small changes of statistics would be rounded away.
-
-    Raises:
-        CaptureError: names the buffer.
-    """
+def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, precision: Precision) -> None:
+    """Refuse a 16-bit precision if forward updates a float buffer: small changes would be rounded away."""
     if not precision.leaves:
         return
-    changing = _changed_by(result.model)
+    changing = _changed_by(source)
     wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
@@ -258,13 +250,7 @@ def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
 
 
 class _Example(NamedTuple):
-    """One micro-batch, divided into the arguments of the model and of the loss.
-
-    Attributes:
-        inputs: arguments of the model.
-        targets: names of the data columns that the loss_fn takes.
-        shapes: shape and dtype of every data column, by name.
-    """
+    """One micro-batch, divided into the arguments of the model and the names of the columns that the loss_fn takes."""
 
     inputs: Inputs
     targets: tuple[Any, ...]
@@ -294,51 +280,37 @@ class _Example(NamedTuple):
         return min((len(t) for t in self.inputs.tensors if t.dim()), default=1)
 
 
-class _Found(NamedTuple):
-    """Results shared by both ways to capture a model: fields of Capture and ModelRecipe."""
-
-    graph: ModelGraph
-    stages: TracedRecipe | SequentialModel
-    model: TracedModel | SequentialModel
-    loss: Loss
-    terms: LossTerms | None = None
-
-
-def _children_captured(model: nn.Sequential, taken: _Example, about: _About) -> _Found:
+def _children_captured(model: nn.Sequential, inputs: Inputs, *, evaluates: bool) -> SequentialModel:
     """Capture the children of an nn.Sequential, which run as they are."""
     try:
-        train, evaluation = sequential_children(model, taken.inputs.args[0])
+        train, evaluation = sequential_children(model, inputs.args[0])
     except CaptureError:
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
-        raise untraceable(model, taken.inputs, error) from None
-    children = SequentialModel(tuple(train), tuple(evaluation) if about.evaluates else None, taken.inputs.columns[0])
-    loss: Loss = _own_loss if about.loss_fn is None else _UserLoss(about.loss_fn, _Returned(None), about.precision)
-    return _Found(sequential_graph(train, about.held, about.frozen), children, children, loss)
+        raise untraceable(model, inputs, error) from None
+    return SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, inputs.columns[0])
 
 
-def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
-    """Trace the model with torch.export in training mode, and in evaluation mode if anything is evaluated."""
+def _traced(
+    model: nn.Module, taken: _Example, kept: Sequence[Any], *, returns_loss: bool, evaluates: bool, parts: bool
+) -> tuple[TracedModel, LossTerms | None]:
+    """Trace the model with torch.export in training mode, and in evaluation mode if anything is evaluated.
+
+    Args:
+        kept: keys of the outputs that metrics read, see ``trace``.
+    """
     if taken.samples < 2:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
-    loss_fn = about.loss_fn
-    run = partial(trace, model, taken.inputs, returns_loss=loss_fn is None)
+    run = partial(trace, model, taken.inputs, returns_loss=returns_loss)
     # A caller that passes meta tensors wants the whole capture on the meta device.
     with nullcontext() if any(tensor.is_meta for tensor in taken.inputs.tensors) else stand_ins(model):
         training = run(training=True)
         evaluated = None
-        if about.evaluates:
+        if evaluates:
             with evaluating():  # a forward may check torch.is_grad_enabled()
-                evaluated = run(training=False, one_length=training.one_length, kept=about.metric_outputs)
-        terms = _weighable_terms(model, training, evaluated, parts=about.parts) if loss_fn is None else None
-    source = TracedModel(analyse(training), None if evaluated is None else analyse(evaluated))
-    loss: Loss = _own_loss
-    if loss_fn is not None:
-        in_evaluation = None if source.eval is None else _Returned.of(source.eval)
-        loss = _UserLoss(loss_fn, _Returned.of(source.train), about.precision, in_evaluation)
-    graph = model_graph(source.train, taken.samples, about.held, about.frozen)
-    stages = _recipe_of(source, taken.samples, about.held, type(model).__name__)
-    return _Found(graph, stages, source, loss, terms)
+                evaluated = run(training=False, one_length=training.one_length, kept=kept)
+        terms = _weighable_terms(model, training, evaluated, parts=parts) if returns_loss else None
+    return TracedModel(analyse(training), None if evaluated is None else analyse(evaluated)), terms
 
 
 def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
@@ -352,13 +324,7 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
-    """Turn the graphs of both modes into lines of source.
-
-    Args:
-        samples: batch size of the example.
-        held: bytes of every parameter and buffer, by name.
-        title: name of the model's class.
-    """
+    """Turn the graphs of both modes into lines of source; ``held`` are bytes of parameters and buffers, by name."""
     train = lines_of(traced.train)
     if traced.eval is None:
         return TracedRecipe(train, None, (), (), title)

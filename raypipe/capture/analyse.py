@@ -353,10 +353,7 @@ def is_open(value: Any) -> bool:
     return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 
 
-def _hint(size: int | torch.SymInt) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
-
-
 def nbytes(value: torch.Tensor) -> int:
     """Count the bytes of a traced tensor at the example's batch size."""
-    return math.prod(_hint(d) for d in value.shape) * value.element_size()
+    sizes = (size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape)
+    return int(math.prod(sizes)) * value.element_size()

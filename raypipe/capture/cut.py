@@ -33,9 +33,8 @@ def stage_function(
     """Build the function of one stage.
 
     Args:
-        operations: numbers of the stage's operations in ``lines.values``, in execution order.
-        inputs: numbers of the values that the previous stage sends.
-        outputs: numbers of the values that the stage returns.
+        operations, inputs, outputs: numbers in ``lines.values`` of the stage's operations in execution order, of the
+            values that the previous stage sends, and of those that the stage returns.
         title: name of the function in tracebacks.
     """
     values = lines.values
@@ -104,13 +103,7 @@ class _Source:
         self._body: list[tuple[str, str, list[str]]] = []  # name, source, names of what it reads
 
     def take_all(self, sites: Iterable[tuple[int, int, int]], held: Iterable[int], columns: Iterable[int]) -> None:
-        """Add all arguments of the function, in the order of its signature.
-
-        Args:
-            sites: (operation, parameter that it reads, index of this use of the parameter).
-            held: buffers and constants.
-            columns: data columns.
-        """
+        """Add all arguments of the function, in the order of its signature; ``held`` are buffers and constants."""
         values = self._lines.values
         for number, used, index in sites:
             self.take(f"{values[used].name}__{index}", used, by=number)
@@ -274,8 +267,7 @@ def assign_by_owner(
     An operation goes to the earliest stage that has its inputs and holds its parameters and changing buffers.
 
     Args:
-        lines: the model in evaluation mode.
-        holders: stages that hold each parameter or changing buffer in training, by name.
+        lines, holders: as in ``assign_by_anchors``.
         together: pairs of positions of operations that must share a stage.
 
     Raises:
@@ -310,11 +302,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first stage from ``earliest`` on that holds the tensor ``name``.
-
-    Raises:
-        CaptureError: all holders come before ``earliest``.
-    """
+    """Return the first stage from ``earliest`` on that holds the tensor ``name``."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

@@ -8,7 +8,6 @@ user's line.
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,8 +62,6 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     name, where, text = type(model).__name__, quoted(error), short(error)
     if _OF_DEVICES.search(str(error)):
         return CaptureError(f"{name} fails{where}: {text} {_ON_DEVICES}")
-    if (generator := _generator_in(error)) is not None:
-        return draws_from(model, generator)
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
@@ -76,41 +73,8 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     return CaptureError(f"{name} could not be traced{where}: {text} Change that line, or {blocks}.")
 
 
-def draws_from(model: nn.Module, generator: torch.Generator) -> CaptureError:
-    """Build the error for a forward that draws from a generator other than torch's default one."""
-    held = (
-        f"the torch.Generator {'.'.join(part for part in ('model', path, name) if part)}"
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        # What a traced program holds may be a copy.
-        if isinstance(value, torch.Generator) and torch.equal(value.get_state(), generator.get_state())
-    )
-    return CaptureError(
-        f"forward draws from {next(held, 'a torch.Generator of its own')}, whose state no stage shares and no "
-        "checkpoint holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
-        "numbers that shall not change in a buffer."
-    )
-
-
-def _generator_in(error: Exception) -> torch.Generator | None:
-    """Find the torch.Generator because of which torch.export failed; None if there is no such cause.
-
-    Since torch 2.13 torch.export does not fail: the generator is an input of its graph.
-    """
-    if not (isinstance(error, NotImplementedError) and "Generator" in str(error)):
-        return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    held = (value for frame in reversed(frames) for value in frame.f_locals.values())
-    return next((value for value in held if isinstance(value, torch.Generator)), None)
-
-
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
-    """Build the error for a captured graph that does not run although the model itself does.
-
-    Args:
-        kind: "graph" or "loss".
-        title: name of the model's class.
-    """
+    """Build the error for a captured graph or loss (``kind``) that does not run although the model itself does."""
     return CaptureError(
         f"The {kind} of {title}, as it was captured, does not run although the model itself does{quoted(error)}: "
         f"{short(error)} Build the model as an nn.Sequential of blocks, which are not traced, or leave out of forward "
@@ -148,11 +112,7 @@ def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) 
 
 
 def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torch.Tensor, column: Any) -> RaypipeError:
-    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more.
-
-    Args:
-        column: name of the target's data column.
-    """
+    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -222,9 +182,8 @@ def _part_of(x: torch.Tensor, held: torch.Tensor) -> bool:
 
 @contextmanager
 def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
-    """Run the code inside with the model in one mode, without gradients and warnings.
-
-    The model's modes and buffers and torch's random generator are restored afterwards.
+    """Run the code inside with the model in one mode, without gradients and warnings; modes, buffers and torch's
+    random generator are restored afterwards.
     """
     with (
         in_mode(model, training=training),

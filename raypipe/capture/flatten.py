@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind
 
 from raypipe.capture.analyse import (
     UNCAST,
@@ -27,7 +27,6 @@ from raypipe.capture.analyse import (
     work_out_of_place,
     write_buffers_early,
 )
-from raypipe.capture.explain import draws_from
 from raypipe.engine.stage.generated_source import Body, Conditional, Region, names_of
 from raypipe.engine.stage.randomness import draws_randomness, dropout, keyed_call, num_draws
 from raypipe.errors import CaptureError
@@ -43,10 +42,7 @@ _AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mo
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
-    """Build the flat training or evaluation graph of a model.
-
-    Args:
-        columns: names of the data columns, in the order of the program's inputs.
+    """Build the flat training or evaluation graph of a model, whose inputs have the names ``columns``.
 
     Raises:
         CaptureError: an input of the graph is not a tensor, or the graph contains an operation that cannot be cut.
@@ -102,7 +98,7 @@ def _placeholders(
 ) -> dict[fx.Node, Any]:
     """Add a placeholder to ``traced`` for each input of the program; map the program's nodes to the placeholders."""
     env: dict[fx.Node, Any] = {}
-    canonical = _canonical_names(model)
+    canonical = canonical_names(model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     known: dict[str, fx.Node] = {}
     user_inputs = iter(columns)
@@ -128,18 +124,15 @@ def _placeholders(
             case InputKind.USER_INPUT:
                 traced.columns[copy] = next(user_inputs)
             case _:
-                raise _no_tensor(model, program, spec)
+                raise CaptureError(
+                    f"forward reads {spec.target!r} ({spec.kind.name}), which is not a tensor, and stages are given "
+                    "tensors only. If it is a torch.Generator, draw without generator=: every draw is keyed by seed, "
+                    "step and micro-batch."
+                )
     return env
 
 
-def _no_tensor(model: torch.nn.Module, program: torch.export.ExportedProgram, spec: InputSpec) -> CaptureError:
-    held = program.constants.get(str(spec.target)) if spec.kind is InputKind.CUSTOM_OBJ else None
-    if isinstance(held, torch.Generator):
-        return draws_from(model, held)
-    return CaptureError(f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only.")
-
-
-def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
+def canonical_names(model: torch.nn.Module) -> dict[str, str]:
     """Map every name of a parameter or buffer to the first name of the same tensor, its canonical name."""
     first = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     all_names = (
@@ -173,7 +166,9 @@ def _copy_nodes(
         if node.op in ("placeholder", "output") or str(node.target).startswith(_DROPPED):
             continue
         if node.op == "get_attr":
-            env[node] = _region_body(owner, str(node.target))
+            env[node] = operator.attrgetter(str(node.target))(owner)
+            if not isinstance(env[node], fx.GraphModule):
+                raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
             continue
         if node.target in _AUTOCAST_ENDS:
             raise CaptureError(
@@ -201,18 +196,6 @@ def _copy_nodes(
             copy.meta[UNCAST] = uncast
         if detached:
             env[node] = _detached(graph, copy)
-
-
-def _region_body(owner: torch.nn.Module, path: str) -> fx.GraphModule:
-    """Return the graph module at ``path``, the body of a region.
-
-    Raises:
-        CaptureError: the attribute is something else, which stages cannot be given.
-    """
-    body = operator.attrgetter(path)(owner)
-    if not isinstance(body, fx.GraphModule):
-        raise CaptureError(f"The graph reads the attribute {path!r}, which raypipe cannot ship.")
-    return body
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -318,7 +301,7 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
     inside: list[fx.Node] = []
     depth = 0
     for node in nodes:
-        called = getattr(node.target, "__name__", "") if _is_functorch(node) else ""
+        called = getattr(node.target, "__name__", "") if getattr(node.target, "__module__", "") == _FUNCTORCH else ""
         if called == "lazy_load_decompositions":
             continue
         depth += called == "_vmap_increment_nesting"
@@ -338,19 +321,11 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
                 inside = []
 
 
-def _is_functorch(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__module__", "") == _FUNCTORCH
-
-
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add one operation to ``graph`` that computes all of these nodes of another graph.
-
-    Args:
-        nodes: the nodes of a vmap.
-        env: node outside of ``nodes`` -> its counterpart in ``graph``.
+    """Add one operation to ``graph`` that computes all nodes of a vmap of another graph.
 
     Returns:
-        Node that has users outside of ``nodes`` -> its counterpart in ``graph``.
+        Node that has users outside of the vmap -> its counterpart in ``graph``.
     """
     inner, known, arguments = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
 
@@ -384,20 +359,6 @@ def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dic
     return parts
 
 
-def lost_body(model: str, error: Exception) -> CaptureError | None:
-    """Build the error to raise if torch.export lost the branches of a nested torch.cond; None for other errors.
-
-    Args:
-        model: name of the model's class.
-    """
-    if not (isinstance(error, AttributeError) and re.search(r"(true|false)_graph_\d+'$", str(error))):
-        return None
-    return CaptureError(
-        f"{model} calls torch.cond within a way of torch.cond, and has a torch.no_grad region too, which torch.export "
-        "cannot hold both. Write the inner one as torch.where(condition, one, other)."
-    )
-
-
 def _body_of(graph: fx.Graph) -> Body:
     """Compile a finished graph to a function."""
     code = graph.python_code("self")
@@ -405,11 +366,7 @@ def _body_of(graph: fx.Graph) -> Body:
 
 
 def _refuse_draws(node: fx.Node, where: str) -> None:
-    """Refuse a random operation inside torch.cond or torch.func.vmap, whose draws cannot be numbered.
-
-    Args:
-        where: name of the function that contains it, for the message.
-    """
+    """Refuse a random operation inside torch.cond or torch.func.vmap (``where``), whose draws cannot be numbered."""
     if node.op == "call_function" and draws_randomness(node.target, node.args, node.kwargs):
         raise CaptureError(
             f"forward draws random numbers inside {where} ({node.target}{line_of(node)}), where raypipe cannot make "

@@ -123,9 +123,6 @@ def cuda_autocast_refused() -> Iterator[None]:
     Without CUDA torch disables every such autocast, so a trace would lose an enabled one. If it is created inside the
     context, its argument ``enabled`` decides. If it decorates a function (as in rotary embeddings of x-transformers),
     the source of the decorator decides. One that was created before and kept in an attribute is refused.
-
-    Raises:
-        CaptureError: names the line.
     """
     if torch.cuda.is_available():
         yield
@@ -169,9 +166,6 @@ def _switches_refused() -> Iterator[None]:
     """Refuse user code that switches a setting of torch inside forward, as sdpa_kernel(...) does.
 
     A trace loses the setting, and stages would select other kernels, whose results differ in the last digits.
-
-    Raises:
-        CaptureError: names the setting and the line.
     """
     begun = torch_settings()
 
@@ -205,9 +199,6 @@ def generators_kept(whose: str) -> Iterator[None]:
 
     Args:
         whose: name of the code inside, for the message.
-
-    Raises:
-        CaptureError: names the generator or the dtypes.
     """
     dtype = torch.get_default_dtype()
     with own_generators():

@@ -153,12 +153,7 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
 
 
 class _Reach:
-    """Dependencies of the nodes of a graph.
-
-    Attributes:
-        of_data: nodes that depend on data columns, and otherwise on constants and buffers only.
-        fixed: nodes that depend on constants, buffers and parameters only: they are equal for all micro-batches.
-    """
+    """Nodes that follow from data columns, constants and buffers; and nodes that are equal for all micro-batches."""
 
     def __init__(self, traced: Traced, data: Set[fx.Node]) -> None:
         self.of_data = set(data)
@@ -233,13 +228,10 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
         if isinstance(divisor, fx.Node) and divisor in reach.of_data and _is_number(divisor):
             return _Count(divisor)
         return _SAMPLES
-    if "reduction" in (arguments := _arguments(node)):
+    arguments = bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
+    if "reduction" in arguments:
         return _ADDED_UP if arguments["reduction"] == _SUM else _SAMPLES
     return _ADDED_UP if name in ("aten::sum", "aten::dot") else _SAMPLES
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
 
 
 def _is_number(node: fx.Node) -> bool:

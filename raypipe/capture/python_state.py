@@ -41,6 +41,8 @@ _LIBRARIES = (
     "functools", "typing", "logging", "threading", "tqdm", "rich",
 )  # fmt: skip
 """Packages whose classes and functions are skipped: some of their state changes by the clock."""
+CACHE = "the cache of "
+"""Beginning of the path of a functools cache, whose value is its number of entries."""
 _IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, range, slice)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -95,11 +97,7 @@ _MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def read_memory(model: nn.Module, loss_fn: Any = None) -> Memory:
-    """Read the Python state that a model and a loss_fn refer to, apart from parameters and buffers.
-
-    Args:
-        loss_fn: None if the model returns its own loss.
-    """
+    """Read the Python state that a model and a loss_fn, if there is one, refer to, but no parameters and buffers."""
     walk = _Walk()
     walk.module(model, "model")
     if loss_fn is not None:
@@ -115,25 +113,17 @@ def read_memory_of(thing: Any, name: str) -> Memory:
 
 
 def first_change(once: Memory, twice: Memory) -> str:
-    """Describe the first value that a second call changed again; "" if there is no such value.
-
-    Args:
-        once, twice: state after the first call and after the second call.
-    """
+    """Describe the first value that differs after a second call; "" if there is no such value."""
     for path, before, after in once.changes(twice):
         return f"{path} with every call: {_words(before)} after one call, {_words(after)} after the next"
     return ""
 
 
 def refuse_change(once: Memory, twice: Memory, whose: str) -> None:
-    """Refuse state that a second call changed again.
-
-    Args:
-        once, twice: state after the first call and after the second call.
-        whose: name of the callable, for the message.
+    """Refuse state that differs after a second call of ``whose``.
 
     Raises:
-        CaptureError: the second call changed a value; names its path and both values.
+        CaptureError: names the path of the state and both values.
     """
     change = first_change(once, twice)
     if change:
@@ -218,26 +208,30 @@ class _Walk:
             self._function(value, path, depth)
         elif hasattr(type(value), "cache_info"):  # of the type, for some objects have an answer to every name
             size = value.cache_info().currsize
-            self._put(f"the cache of {path}", size, functools.partial(_forget, value, size))
+            self._put(f"{CACHE}{path}", size, functools.partial(_forget, value, size))
             self.value(getattr(value, "__wrapped__", None), path, depth + 1)
         elif isinstance(value, type):
             self._class(value, depth)
-        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.memory.values[path] = value.__qualname__
+        elif not isinstance(value, types.ModuleType):
             self._object(value, path, depth)
 
     def _items(self, items: Any, path: str, depth: int) -> None:
         self.memory.values[f"the number of items in {path}"] = len(items)
         if isinstance(items, set | frozenset):
             if all(isinstance(item, _PLAIN) for item in items):
-                self.memory.values[path] = hash(frozenset(items))
+                self.memory.values[path] = tuple(sorted(map(repr, items)))
             return
         for position, item in itertools.islice(enumerate(items), _MOST_ITEMS):
             self.value(item, f"{path}[{position}]", depth + 1)
 
     def _function(self, function: types.FunctionType, path: str, depth: int) -> None:
-        """Record a function's attributes, closure and default arguments, and the globals that it names."""
+        """Record a function's name, code, attributes, closure and defaults, and the globals that it names."""
+        self.memory.values[path] = f"{function.__module__}.{function.__qualname__}"
         if _of_library(function):
             return
+        self.memory.values[f"the code of {path}"] = tuple(_code(function.__code__))
         if vars(function):
             self._undo_dict(vars(function))
             for name, item in list(vars(function).items()):
@@ -253,7 +247,7 @@ class _Walk:
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if not isinstance(item, _PLAIN):
                 self.value(item, f"a default argument of {function.__qualname__}", depth + 1)
-        for name in _names(code):
+        for name in names_in(code):
             if name in function.__globals__:
                 held = function.__globals__[name]
                 if isinstance(held, _PLAIN):
@@ -278,6 +272,9 @@ class _Walk:
                     self.value(value, f"the class attribute {base.__qualname__}.{name}", depth + 1)
 
     def _object(self, value: Any, path: str, depth: int) -> None:
+        self.memory.values[path] = type(value).__qualname__
+        if type(value).__module__ == "logging":  # its objects refer to all loggers of the process
+            return
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             self._undo_dict(held)
@@ -358,12 +355,22 @@ def _begin(tensor: torch.Tensor) -> str:
     return ", ".join(f"{x:.5g}" if isinstance(x, float) else str(x) for x in tensor.flatten()[:3].tolist())
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names that a function reads, including those in nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+    """Yield the byte code of a function and the constants in it, including those of nested functions."""
+    yield code.co_code.hex()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code(constant)
+        else:
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _of_library(thing: Any) -> bool:

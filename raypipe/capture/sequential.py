@@ -157,13 +157,6 @@ class SequentialFunction:
 
         A change is found by comparing values on the CPU. On a GPU that would make the host wait, so version counters
         and norms in training mode decide.
-
-        Args:
-            unconverted: buffers as the stage holds them.
-            used: buffers that the forward read and may have changed.
-
-        Raises:
-            StageError: a child changed a buffer that it did not change when it was captured.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -220,10 +213,7 @@ def _flat_children(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn
 
 
 def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[list[Child], list[Child]]:
-    """Capture the children in training and in evaluation mode, as (training, evaluation). The model is not changed.
-
-    Args:
-        example: input of the first child for one micro-batch; not changed.
+    """Capture the children in training and in evaluation mode, as (training, evaluation). Nothing is changed.
 
     Raises:
         CaptureError: a child does not return one tensor, changes a parameter, keeps Python state between calls, or
@@ -295,16 +285,7 @@ def _of_child(name: str, run: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> None:
-    """Refuse a child that changes a parameter or does not return a tensor.
-
-    Args:
-        whose: name of the child, for the message.
-        own: the user's module.
-        run: copy of ``own`` that computed the output.
-
-    Raises:
-        CaptureError: names the child and the fix.
-    """
+    """Refuse a child whose copy ``run`` has changed a parameter of ``own``, or that does not return a tensor."""
     for local, parameter in own.named_parameters():
         if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
             raise CaptureError(
@@ -322,11 +303,9 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
 def sequential_graph(
     children: Sequence[Child], tensor_bytes: Mapping[str, int], frozen: frozenset[str] = frozenset()
 ) -> ModelGraph:
-    """Build the planner's graph, a chain with one Node per child. Its first user has the bytes of a shared parameter.
+    """Build the planner's graph, a chain with one Node per child. A shared parameter counts at its first user.
 
-    Args:
-        tensor_bytes: bytes of every parameter and buffer, by canonical name.
-        frozen: names of the parameters that are not trained.
+    Args: as in ``model_graph``.
     """
     together = []  # pairs of children that use one changing buffer
     for name in sorted({name for child in children for name in child.changes}):
@@ -370,11 +349,7 @@ class SequentialModel:
 
 
 def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
-    """Build one function per stage; the first stage reads the data column.
-
-    Raises:
-        CaptureError: a buffer that changes would be in two stages.
-    """
+    """Build one function per stage; the first stage reads the data column."""
     bounds = [0, *cuts, len(children)]
     parts = [children[start:stop] for start, stop in itertools.pairwise(bounds)]
     for name in sorted({name for child in children for name in child.changes}):

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from raypipe.capture.analyse import Traced, is_tokens
 from raypipe.capture.explain import Inputs, untraceable
-from raypipe.capture.flatten import flatten, lost_body
+from raypipe.capture.flatten import flatten
 from raypipe.capture.guards import generators_kept, in_mode, nothing_lost, watched_forward
 from raypipe.capture.own_loss import loss_only, own_forward
 from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
@@ -124,14 +124,13 @@ def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
     cause = error.__cause__ or error.__context__
     if isinstance(cause, CaptureError):
         return cause
-    name = type(model).__name__
-    if "Constraints violated" in str(error):
-        return CaptureError(
-            f"{name} takes one number of samples only, the example's, and micro-batches have others. Take it from the "
-            "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU "
-            "and RNN."
-        )
-    return lost_body(name, error)
+    if "Constraints violated" not in str(error):
+        return None
+    return CaptureError(
+        f"{type(model).__name__} takes one number of samples only, the example's, and micro-batches have others. Take "
+        "it from the data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for "
+        "nn.LSTM, GRU and RNN."
+    )
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> torch.export.ExportedProgram:
@@ -160,10 +159,7 @@ def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> tor
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Map the parameters of forward to dynamic shapes, in the form that torch.export takes.
-
-    Args:
-        args, kwargs: the dynamic shapes of positional and keyword arguments.
+    """Map the parameters of forward to the dynamic shapes of its arguments, in the form that torch.export takes.
 
     Raises:
         CaptureError: forward does not take these arguments.
@@ -270,7 +266,7 @@ def _lstm_types_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _AsUntraced:
-    """Forward hook that casts the outputs of an LSTM under autocast to their dtypes in eager mode."""
+    """Forward hook that casts the outputs of an LSTM to their dtypes in eager mode, see ``_lstm_types_kept``."""
 
     def __init__(self, lstm: nn.LSTM) -> None:
         own = next(lstm.parameters()).dtype

@@ -1,15 +1,5 @@
 """The command line: one thin function per verb, one file per group of verbs.
 
-    cli/machine_commands.py  init                     a YAML file that trains as it stands
-                             doctor, probe            this machine and cluster, and the links between nodes
-                             dashboards install       boards for Grafana, alerts for Prometheus
-    cli/plan_commands.py     plan, profile, data      of a YAML file, for here or for a described cluster
-    cli/simulate.py          simulate                 a YAML file, or a schedule on paper
-    cli/run_commands.py      train                    from a YAML file
-                             list                     the runs of a folder
-                             status, stop, resize, trace, report   of a run, by its name or folder
-                             export                   a checkpoint for others
-
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
 comes from), 2 a mistake in the command itself, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. torch, Ray and
 numpy are imported by the verbs that need them.

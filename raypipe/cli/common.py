@@ -60,11 +60,7 @@ def known_folder(run: str) -> Place | None:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before a minute is spent on what goes into it.
-
-    Raises:
-        ConfigError: names the file.
-    """
+    """Refuse a file that cannot be written, before a minute is spent on what goes into it."""
     if path is None:
         return
     folder = path.absolute().parent

@@ -1,8 +1,4 @@
-"""``raypipe init``, ``doctor``, ``probe`` and ``dashboards install``: files to begin with, and checks of machines.
-
-raypipe probe --address auto                     latency and bandwidth of the links between nodes, measured now
-raypipe probe --address auto -o cluster.yaml     and a file for `raypipe plan run.yaml --cluster cluster.yaml`
-"""
+"""``raypipe init``, ``doctor``, ``probe`` and ``dashboards install``: files to begin with, and checks of machines."""
 
 from __future__ import annotations
 

@@ -1,16 +1,5 @@
 """``raypipe plan``, ``profile`` and ``data``: what a run would do and read, on this machine or a described cluster.
 
-raypipe profile CONFIG.yaml -o profile.json            measure once
-raypipe plan CONFIG.yaml --cluster cluster.yaml        what fits there, how long a step takes, and why
-raypipe plan CONFIG.yaml --explain                     all of it: tables, every reason, what was not chosen
-raypipe data CONFIG.yaml                               the first mini-batch
-
-raypipe plan CONFIG.yaml --cluster small.yaml --cluster large.yaml --deadline "1 h"
-cluster     stages  step    a step   million samples  an hour  run   takes
-small.yaml  2       246 ms  0.00041  12.81            6.00     0.41  5 min
-large.yaml  8       71 ms   0.00047  14.79            24.00    0.47  1 min
-The cheapest within 1 h is small.yaml.
-
 None of them starts an actor or needs a cluster.
 """
 
@@ -127,13 +116,7 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 class CostBudget(NamedTuple):
-    """CostBudget of a run: its cost and time.
-
-    Attributes:
-        num_steps: of the whole run; 0 if the run file does not set it.
-        deadline: for it, in words; None for any time.
-        tokens_per_sample: 0 counts samples.
-    """
+    """Steps of the whole run (0 if unknown), its deadline in words, and tokens per sample (0 counts samples)."""
 
     num_steps: int
     deadline: str | None

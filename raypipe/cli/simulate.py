@@ -1,8 +1,4 @@
-"""``raypipe simulate``: a step on paper, of a run's plan or of any schedule.
-
-raypipe simulate CONFIG.yaml                                   stage times as the plan predicts them
-raypipe simulate --stages 4 --schedule kfkb --latency-ms 5     stage times and links as given
-"""
+"""``raypipe simulate``: a step on paper, of a run's plan or of any schedule."""
 
 from __future__ import annotations
 

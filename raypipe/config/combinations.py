@@ -33,11 +33,7 @@ def turns_schedule(config: PipelineFields) -> bool:
 
 
 def check_combinations(config: PipelineFields) -> None:
-    """Refuse fields that exclude each other.
-
-    Raises:
-        ConfigError: names both fields, their values, the reason and the fix.
-    """
+    """Refuse fields that exclude each other."""
     for check in (_check_microbatches, _check_stages, _check_recompute, _check_slack):
         check(config)
     for field, conflict, reason, fix in EXCLUSIONS:
@@ -116,10 +112,6 @@ def _weights_of(name: str, value: object) -> Callable[[PipelineFields], str]:
     """Return the conflict of a field of weight versions with the schedule.
 
     "pipedream" accepts any value; "2bw" and synchronous schedules accept only the value that they have anyway.
-
-    Args:
-        name: name of the field.
-        value: value that a synchronous schedule has; None if it accepts no value.
     """
     two = {"weight_versions": 2, "vertical_sync": True}.get(name)
     return _unused(

@@ -13,7 +13,8 @@ refused by the same rule, so that no table here can fall behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -118,9 +119,6 @@ def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) 
     Args:
         scaling, run: ray.train.ScalingConfig and RunConfig, or None.
         evaluated: names of the results of evaluations; empty without eval_data.
-
-    Raises:
-        ConfigError: names the field, its value, why it has no effect, and what to do.
     """
     checkpoints = getattr(run, "checkpoint_config", None)
     for argument, kind, settings in (
@@ -180,6 +178,11 @@ def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
             yield name, f"it would have no effect: {reason}. Leave it out{'' if name in _REASONS else f'; {of}'}."
 
 
+def _only(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any, Any], str]:
+    """Make the check of a field that looks at its value alone."""
+    return lambda value, settings: "" if accepts(value) else otherwise
+
+
 def _check_name(value: Any, settings: Any) -> str:
     if not isinstance(value, str) or value in (".", "..") or "/" in value or not value.strip():
         return (
@@ -229,24 +232,10 @@ def _check_resources(value: Any, settings: Any) -> str:
     return ""
 
 
-def _check_gpu(value: Any, settings: Any) -> str:
-    return "" if isinstance(value, bool) else "it places stages on GPUs; give True or False."
-
-
 def _check_accelerator(value: Any, settings: Any) -> str:
     if not getattr(settings, "use_gpu", False):
         return "it names the kind of GPU that workers are placed on, and use_gpu is False. Set use_gpu=True."
     return "" if isinstance(value, str) and value else "give the name of a kind of GPU, as in 'A100'."
-
-
-def _check_kept(value: Any, settings: Any) -> str:
-    return "" if type(value) is int and value >= 1 else "give an integer of at least 1, or None to keep all."
-
-
-def _check_failures(value: Any, settings: Any) -> str:
-    if type(value) is not int or value < -1:
-        return "it is the number of failures that a run survives; give an integer from 0 on, or -1 for any number."
-    return ""
 
 
 def _check_score(value: Any, settings: Any) -> str:
@@ -294,14 +283,23 @@ _OWN_CALLBACKS = "Give raypipe's own callbacks to the trainer, as in PipelineTra
 
 _CHECKS = {
     "name": _check_name,
+    "storage_path": _only(
+        lambda value: isinstance(value, str | os.PathLike) and bool(value),
+        "give a path or a URI, as in s3://bucket/runs.",
+    ),
     "callbacks": _check_callbacks,
     "num_workers": _check_workers,
     "elastic_resize_monitor_interval_s": _check_interval,
-    "use_gpu": _check_gpu,
+    "use_gpu": _only(lambda value: isinstance(value, bool), "it places stages on GPUs; give True or False."),
     "accelerator_type": _check_accelerator,
     "resources_per_worker": _check_resources,
-    "max_failures": _check_failures,
-    "num_to_keep": _check_kept,
+    "max_failures": _only(
+        lambda value: type(value) is int and value >= -1,
+        "it is the number of failures that a run survives; give an integer from 0 on, or -1 for any number.",
+    ),
+    "num_to_keep": _only(
+        lambda value: type(value) is int and value >= 1, "give an integer of at least 1, or None to keep all."
+    ),
     "checkpoint_score_attribute": _check_score,
     "checkpoint_score_order": _check_order,
 }

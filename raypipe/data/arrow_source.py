@@ -315,11 +315,7 @@ class ArrowSource:
         return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
-        """Read columns of a row group.
-
-        Raises:
-            DataError: the file is damaged; names the file and the rows.
-        """
+        """Read columns of a row group; a DataError names the damaged file and the rows."""
         try:
             return self._decode(group, names)
         except (pa.ArrowException, OSError) as error:

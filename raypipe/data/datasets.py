@@ -140,11 +140,7 @@ class Packed(Dataset[Any]):
 
 
 def _borders(documents: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Return "position_ids" and "attention_mask" of a block; see Packed.
-
-    Args:
-        documents: index of each token's document, shape (length,), ascending.
-    """
+    """Return "position_ids" and "attention_mask" of a block by the documents of its tokens; see Packed."""
     places = np.arange(len(documents))
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
     positions = places - begins[np.searchsorted(begins, places, side="right") - 1]

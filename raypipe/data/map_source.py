@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe.data.epoch_order import EpochOrder
 from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
-from raypipe.data.stacking import Batching, Collate, batch_of, by_request, check_range, key_of
+from raypipe.data.stacking import Collate, batch_of, by_request, check_range, key_of
 from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
@@ -94,11 +94,7 @@ class MapSource:
         return [row for _, rows, _ in cached[1].locate(start, count) for row in rows.tolist()]
 
     def _check_repeats(self) -> None:
-        """Read the first items twice, and then others for at most MORE_S seconds, and compare them.
-
-        Raises:
-            DataError: an item differs when it is read again; names the item and the column.
-        """
+        """Read the first items twice, and then others for at most MORE_S seconds, and refuse items that differ."""
         if self.is_tensors:
             return
         first = list(range(min(NUM_READ_TWICE, self.num_samples)))
@@ -136,7 +132,7 @@ class MapSource:
         return batch if rows else {key: value[:0] for key, value in batch.items()}
 
     def _batch(self, epoch: int, items: list[Any], rows: list[int], keys: Sequence[Any]) -> dict[Any, torch.Tensor]:
-        return batch_of(items, rows, Batching(self.name, self.collate, self._seed), self.columns, keys, epoch)
+        return batch_of(items, rows, self.name, self.collate, self.columns, keys, seed=self._seed, epoch=epoch)
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
         """Read items of the dataset, each after seeding the generators by its key.
@@ -161,12 +157,7 @@ class MapSource:
             return items
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
-        """Return the dataset's items of these indices; after a failure, read them one by one to find the item that
-        fails.
-
-        Raises:
-            DataError: the dataset raised; names the item and the line.
-        """
+        """Return the dataset's items of these indices; after a failure, read one by one to find the item that fails."""
         try:
             items = list(batched(rows))
             if len(items) == len(rows):

@@ -1,8 +1,5 @@
 """Training data by position: any samples of any epoch, equal in every process, without reading the samples before them.
 
-    source = open_data("corpus/train", seed=0)
-    tokens, targets = source.read(epoch=0, start=64, count=32, columns=(0, 1))
-
 A source keeps no position: a run resumes at (epoch, start), two integers of a checkpoint. Every stage that needs data
 reads its own columns of the same samples.
 
@@ -123,9 +120,7 @@ _STREAM = (
 
 
 def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (argument, value, remedy) of the first argument of a DataLoader that a run cannot
-    follow, if there is one.
-    """
+    """Yield (argument, value, remedy) of the first argument of a DataLoader that a run cannot follow, if any."""
     sampler: Any = data.sampler
     if isinstance(data.dataset, IterableDataset):
         yield "dataset", type(data.dataset).__name__, _STREAM
@@ -367,11 +362,7 @@ def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, li
 
 
 def _refuse_views(data: pyarrow.dataset.Dataset, schema: pa.Schema, num_rows: int) -> None:
-    """Refuse a pyarrow dataset that changes columns or rows of its files, since only the files are read.
-
-    Raises:
-        DataError: names the columns or rows.
-    """
+    """Refuse a pyarrow dataset that changes columns or rows of its files, since only the files are read."""
     shows, holds = ([f"{field.name}: {field.type}" for field in one] for one in (data.schema, schema))
     if shows != holds:
         raise DataError(
@@ -408,11 +399,7 @@ def _no_source(source: Any) -> DataError:
 
 
 def _refuse_containers(source: Any) -> None:
-    """Refuse dicts of datasets and tuples of tensors, whose items are not samples.
-
-    Raises:
-        DataError: names what to give instead.
-    """
+    """Refuse dicts of datasets and tuples of tensors, whose items are not samples."""
     kind = type(source).__name__
     if isinstance(source, Mapping):
         names = ", ".join(repr(name) for name in list(source)[:5])

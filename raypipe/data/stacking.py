@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,7 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 
 def stacked(name: str, column: Any, values: list[Any], rows: Sequence[int]) -> torch.Tensor:
-    """Stack the values of one column to shape (len(values), ...).
-
-    Args:
-        name: name of the dataset, for messages.
-        rows: indices of the items in the dataset, for messages.
+    """Stack the values of one column to shape (len(values), ...); ``rows`` are their indices in the dataset ``name``.
 
     Raises:
         DataError: the values have different shapes or types, or cannot become a dense tensor.
@@ -106,12 +102,7 @@ def _numbers(value: list[Any]) -> bool:
 
 
 def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
-    """Return the key of a column in ``columns`` that is given by its key or by its index.
-
-    Args:
-        name: name of the data, for messages.
-        columns: keys of all columns.
-        column: key or index.
+    """Return the key of a column of the data ``name`` that is given by its key or by its index in ``columns``.
 
     Raises:
         DataError: there is no such column.
@@ -132,9 +123,6 @@ numbers than the row.
 
 def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int, epoch: int) -> dict[Any, torch.Tensor]:
     """Call the collate function, with the random generators seeded by (seed, epoch, first row).
-
-    Args:
-        rows: indices of the items in the dataset.
 
     Returns:
         Tensors of shape (len(items), ...) by column name or index.
@@ -171,41 +159,32 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
     return columns
 
 
-class Batching(NamedTuple):
-    """Rule for the batches of a dataset.
-
-    Attributes:
-        name: name of the dataset, for messages.
-        collate: function that creates columns from items; None stacks the items.
-        seed: seed of the random draws of ``collate``.
-    """
-
-    name: str
-    collate: Collate | None
-    seed: int
-
-
 def batch_of(
     items: list[Any],
     rows: Sequence[int],
-    batching: Batching,
+    name: str,
+    collate: Collate | None,
     columns: tuple[Any, ...],
     keys: Sequence[Any],
+    *,
+    seed: int,
     epoch: int = 0,
 ) -> dict[Any, torch.Tensor]:
     """Create the columns of a batch from items, by the collate function or by stacking.
 
     Args:
         rows: indices of the items in the dataset.
+        name: name of the dataset, for messages.
+        collate: function that creates columns from items; None stacks the items.
         columns: columns of item 0, which all items must have; empty if they are not known yet.
         keys: columns to return; empty for all.
+        seed, epoch: key of the random draws of ``collate``.
 
     Raises:
         DataError: an item, or the batch of the collate function, has other columns.
     """
-    name = batching.name
-    if batching.collate is not None:
-        batch = collated(batching.collate, items, rows, batching.seed, epoch)
+    if collate is not None:
+        batch = collated(collate, items, rows, seed, epoch)
         if any(key not in batch for key in keys):
             raise DataError(
                 f"collate_fn made the columns {list(batch)} of items {rows[0]} and others, but of item 0 it made "
@@ -223,11 +202,7 @@ def batch_of(
 
 
 def check_range(name: str, num_samples: int, start: int, count: int) -> None:
-    """Check that samples start, ..., start + count - 1 are in an epoch.
-
-    Raises:
-        DataError: they are not; names the data and its number of samples.
-    """
+    """Raise a DataError unless samples start, ..., start + count - 1 of the data ``name`` are in an epoch."""
     if not 0 <= start <= start + count <= num_samples:
         raise DataError(f"Samples {start} to {start + count} of {name} do not exist: an epoch has {num_samples}.")
 

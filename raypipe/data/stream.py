@@ -73,11 +73,7 @@ class StreamReader:
         self._held: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, start: int, count: int) -> list[Any]:
-        """Read the items at positions start, ..., start + count - 1.
-
-        Raises:
-            DataError: the stream raises, or has too few items.
-        """
+        """Read the items at positions start, ..., start + count - 1; raise a DataError if the stream fails or ends."""
         with own_generators():
             return [
                 self._held.pop(at) if at in self._held else self._item(at, marks=at == start)
@@ -114,11 +110,7 @@ class StreamReader:
         self._marks[mark.position] = mark
 
     def _item(self, position: int, *, marks: bool) -> Any:
-        """Read the item at a position.
-
-        Args:
-            marks: True keeps a mark of the position, because a read begins there.
-        """
+        """Read the item at a position, and keep a mark of it if a read begins there (``marks``)."""
         nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
@@ -193,14 +185,10 @@ class StreamReader:
 
 
 def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
-    """Return True if marks can use the stream's state: in a trial with its first items, a copy of the stream returns
-    the same items after ``load_state_dict``.
+    """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of a few.
 
     A stream with a shuffle buffer fails: its state lacks the items in the buffer, which are lost by
-    ``load_state_dict``.
-
-    Args:
-        same: function that returns True if two items are equal.
+    ``load_state_dict``. ``same`` returns True if two items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
@@ -265,11 +253,7 @@ def _begun(stream: Any, number: int, state: Any) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Copy a state through JSON.
-
-    Raises:
-        ValueError, TypeError: the state is not plain data.
-    """
+    """Copy a state through JSON; raise ValueError or TypeError if it is not plain data."""
     plain = json.loads(json.dumps(state, allow_nan=False))
     if plain != state:
         raise ValueError("not plain data")

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from raypipe.data.item_randomness import own_generators
-from raypipe.data.stacking import Batching, Collate, batch_of, by_request, check_range, key_of, parts_of
+from raypipe.data.stacking import Collate, batch_of, by_request, check_range, key_of, parts_of
 from raypipe.data.stream import MOST_MARKS, Mark, StreamReader, copied, resumes
 from raypipe.errors import ConfigError, DataError
 
@@ -180,11 +180,7 @@ class StreamSource:
             self.reader(None).close()
 
     def _check_repeats(self) -> None:
-        """Check, on its first items, that the stream can be iterated over twice with the same items.
-
-        Raises:
-            DataError: it cannot; names the first item that differs.
-        """
+        """Refuse a stream whose first items differ when it is iterated over twice."""
         if iter(self._items) is self._items:
             raise DataError(
                 f"{self._name} can be iterated over once only, but every stage that reads data iterates over it. "
@@ -216,7 +212,7 @@ class StreamSource:
 
     def _columns_of(self, items: list[Any], first: int, keys: Sequence[Any]) -> dict[Any, torch.Tensor]:
         rows = range(first, first + len(items))
-        return batch_of(items, rows, Batching(self._name, self._collate, self._seed), self.columns, keys)
+        return batch_of(items, rows, self._name, self._collate, self.columns, keys, seed=self._seed)
 
 
 class StreamReading:

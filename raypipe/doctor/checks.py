@@ -1,10 +1,4 @@
-"""Checks of a machine and a cluster: facts in, findings out, each with its fix.
-
-facts of every node (doctor/collect.py)  -->  checks: pure functions  -->  ok | warning | problem
-
-problem  versions   node 10.0.0.2 has torch 2.12.0, this machine 2.13.0
-         cure: install the same everywhere: pip install torch==2.13.0 there, then start its Ray again
-"""
+"""Checks of a machine and a cluster: facts in (doctor/collect.py), findings out, each with its fix."""
 
 from __future__ import annotations
 
@@ -40,22 +34,15 @@ class NodeFacts:
     Attributes:
         address: address of the node, or "this machine".
         error: reason why the node did not answer, so that the other facts are unknown; "" if it did.
-        node_id: Ray's id of the node.
-        host: host name.
         versions: versions of python, torch, ray and raypipe; "" for a package that cannot be imported.
-        cpus: processors that this process may use.
         ray_cpus, ray_gpus: CPUs and GPUs that Ray assigns there.
         object_store_bytes: size of Ray's object store; 0 without Ray.
-        shm_bytes, shm_free_bytes: size of /dev/shm, and free part of it.
-        gpus: number of GPU device files.
+        gpus: number of GPU device files; torch sees ``cuda_gpus`` of them.
         visible: CUDA_VISIBLE_DEVICES of the process that started Ray; None if not set.
         cuda_build: CUDA version for which torch was built; "" without CUDA.
-        cuda_gpus: GPUs that torch sees.
         cuda_driver: newest CUDA version that the driver runs; "" if its library is not found.
         cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
-        nccl: version of torch's NCCL; "" without NCCL.
-        port: port on which the node could listen; 0 if it could listen on no port.
-        port_error: reason if ``port`` is 0.
+        port: port on which the node could listen; 0 if it could listen on no port, for ``port_error``.
         unreachable: {"address:port" of a listener to which the node could not connect: reason}.
         storage_error: reason why the storage folder cannot be written; "" if it can.
         storage_shared: True if the storage folder is the same as that of this process.
@@ -88,15 +75,9 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Requirements of a run.
+    """Requirements of a run: ports for links (None for any), storage_path, workers and their resources.
 
-    Attributes:
-        ports: lowest and highest port for links between nodes; None for any port.
-        storage: storage_path of the run.
-        num_workers: number of workers (the minimum of an elastic run); 0 if unknown.
-        resources: resources of one worker.
-        transport: transport of its links.
-        codecs: True if the run uses a codec, or the controller may choose one.
+    ``num_workers`` is the minimum of an elastic run, 0 if unknown; ``codecs`` is True if a codec may be used.
     """
 
     ports: tuple[int, int] | None = None
@@ -260,11 +241,7 @@ LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 
 
 def _driver(node: NodeFacts) -> tuple[str, str]:
-    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix.
-
-    Returns:
-        (explanation, fix).
-    """
+    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix."""
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:
         text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
@@ -294,11 +271,7 @@ def _nccl(node: NodeFacts) -> _Complaints:
 
 
 def _cupy(node: NodeFacts, *, needed: bool) -> _Complaints:
-    """Check that the codecs' kernels can run beside torch: one CuPy, built for torch's CUDA.
-
-    Args:
-        needed: a run is to use them.
-    """
+    """Check that the codecs' kernels can run beside torch, if they are needed: one CuPy, built for torch's CUDA."""
     fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     extra = fits.removeprefix("cupy-").removesuffix("x")
     others = [name for name in node.cupy if name not in (fits, "cupy")]  # "cupy" is built for what is there

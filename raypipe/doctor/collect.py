@@ -1,8 +1,5 @@
 """Collection of the facts for raypipe.doctor.checks, in a separate process, because Ray may hang or end its process.
 
-this process  --request-->  python -m raypipe.doctor.collect  --a small actor per node-->  node.py
-              <--JSON-----
-
 The last line of the separate process's output is the answer as JSON. Without an answer in time that process is killed.
 """
 

@@ -151,12 +151,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Collect the facts of the machine's GPUs, of torch's CUDA, the driver and CuPy.
-
-    Args:
-        devices: folder of the device files.
-        environment: environment from which CUDA_VISIBLE_DEVICES is used.
-    """
+    """Collect the facts of the machine's GPUs (device files), of torch's CUDA, the driver and CuPy."""
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import io
 import os
-import sys
-import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pickle import Pickler
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.data.stacking import Collate
@@ -23,7 +18,6 @@ from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.stage.generated_source import Registered
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.preflight.optimizer import PLATEAU
 from raypipe.user_lines import quoted, short
 
 
@@ -51,18 +45,10 @@ class Unfilled(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments of a trainer, apart from settings.
+    """Arguments of a trainer, apart from settings; see PipelineTrainer.
 
     Attributes:
-        model: a module, or a function without arguments that builds one.
-        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
-        optimizer: function of named parameters that makes an optimizer.
-        lr_scheduler: function of an optimizer that makes a scheduler; None without one.
-        train_data, eval_data: paths or map-style datasets.
         survives: True if workers keep copies of the state in memory, so that the run can resume after a failure.
-        metrics: metrics of evaluations, by name.
-        early_stopping: a raypipe.EarlyStopping, or None.
-        collate_fn: function that makes a batch of a list of items.
         unfilled: function that builds the model without weights and names the sources of its weights; None if ``model``
             has weights.
     """
@@ -83,11 +69,7 @@ class Arguments(NamedTuple):
 def check_arguments(
     model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
 ) -> None:
-    """Refuse arguments of wrong types, or a loss_fn with a wrong signature.
-
-    Raises:
-        ConfigError: names the argument and the value to write.
-    """
+    """Refuse arguments of wrong types, or a loss_fn with a wrong signature."""
     if not callable(model):
         raise ConfigError(
             f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
@@ -108,8 +90,6 @@ def check_arguments(
             "optimizer must be a function of named parameters, because every stage makes its own: "
             "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
         )
-    if isinstance(lr_scheduler, ReduceLROnPlateau) or lr_scheduler is ReduceLROnPlateau:
-        raise ConfigError(PLATEAU.replace("makes", "is", 1))
     if lr_scheduler is not None and (isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)):
         raise ConfigError(
             f"lr_scheduler is {_what(lr_scheduler)}, but every stage makes one for its own optimizer. Give a function "
@@ -122,11 +102,7 @@ def check_arguments(
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
-    """Check by its signature and parameter names that a loss_fn takes (output, target), in this order.
-
-    Raises:
-        ConfigError: it takes other arguments, or is a torch.jit.ScriptModule.
-    """
+    """Check by its signature and parameter names that a loss_fn takes (output, target), in this order."""
     if isinstance(loss_fn, torch.jit.ScriptModule):
         raise ConfigError(
             "loss_fn is a torch.jit.ScriptModule, which cannot be sent to a stage. Give the module that it was made of."
@@ -155,25 +131,26 @@ _OUTPUTS = {"output", "outputs", "y_pred", "y_hat", "pred", "preds", "prediction
 
 
 def check_travel(arguments: Mapping[str, Any]) -> None:
-    """Refuse values that cannot be sent to Ray's actors, before any actor is started.
+    """Refuse values, by name of the argument, that cannot be sent to Ray's actors, before any actor is started."""
+    from ray.cloudpickle import CloudPickler
 
-    Args:
-        arguments: values by name of the trainer's argument.
+    class Trial(CloudPickler):
+        """Ray's own pickler, but for tensors and arrays, which can always be sent and may be large."""
 
-    Raises:
-        ConfigError: names the argument, and the type that cannot be sent.
-    """
+        def reducer_override(self, value: Any) -> Any:
+            library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
+            return (_nothing, ()) if library or isinstance(value, torch.Tensor) else super().reducer_override(value)
+
     for name, value in arguments.items():
         try:
-            _Trial().dump(value)
-        except (_EnoughError, RecursionError):
+            Trial(_Sink()).dump(value)
+        except _EnoughError:
             continue
         except Exception as error:  # noqa: BLE001  (whatever a type raises)
-            if not _sent_by_ray(value):
-                raise ConfigError(
-                    f"{name} cannot be sent to another process: {short(error)} Stages are processes of their own: "
-                    f"define {name} at module level, and let it make such things where it is called."
-                ) from None
+            raise ConfigError(
+                f"{name} cannot be sent to another process: {short(error)} Stages are processes of their own: define "
+                f"{name} at module level, and let it make such things where it is called."
+            ) from None
 
 
 class _EnoughError(Exception):
@@ -192,78 +169,12 @@ class _Sink:
         return len(data)
 
 
-class _Trial(Pickler):
-    """Pickler that accepts what Ray's pickler accepts, to try if a value can be sent.
-
-    As Ray does, it pickles the content of functions and classes that another process cannot import. It skips tensors,
-    arrays and the other types in _SENT, which can always be sent.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_Sink())
-
-    def reducer_override(self, value: Any) -> Any:
-        text = isinstance(value, io.TextIOWrapper) and not value.closed and not value.writable()
-        library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
-        if text or library or isinstance(value, _SENT):
-            return _nothing, ()
-        if isinstance(value, types.FunctionType) and not _importable(value):
-            return _nothing, (*_cells(value), value.__defaults__, value.__kwdefaults__, _globals(value, value.__code__))
-        if isinstance(value, type) and not _importable(value):
-            return _nothing, tuple(part for name, part in vars(value).items() if not name.startswith("__"))
-        return NotImplemented
-
-
-_SENT = (
-    torch.Tensor, types.ModuleType, types.CodeType, types.MappingProxyType, property, classmethod, staticmethod,
-    memoryview, weakref.WeakSet,
-)  # fmt: skip
-"""Types that Ray's pickler accepts, or that would take too long to try."""
-
-
 def _nothing(*_: Any) -> None:
     """Replace the constructor of a value in a trial."""
 
 
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-
-
-def _globals(function: types.FunctionType, code: types.CodeType) -> list[Any]:
-    """List the globals that a function reads, and those that functions defined inside it read."""
-    own = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return [*own, *(value for const in inner for value in _globals(function, const))]
-
-
-def _importable(value: Any) -> bool:
-    """Return True if another process finds the same object by its name; False for those of a script or notebook."""
-    module = getattr(value, "__module__", None)
-    if module in (None, "__main__") or "<locals>" in value.__qualname__ or module not in sys.modules:
-        return False
-    part: Any = sys.modules[module]
-    for name in value.__qualname__.split("."):
-        part = getattr(part, name, None)
-    return part is value
-
-
-def _sent_by_ray(value: Any) -> bool:
-    """Return True if Ray is loaded and its pickler accepts a value, whose type may be registered with Ray."""
-    ray = sys.modules.get("ray")
-    try:
-        return ray is not None and bool(ray.cloudpickle.dumps(value))
-    except Exception:  # noqa: BLE001  (whatever a type raises)
-        return False
-
-
 def check_operations(programs: Iterable[StageProgram]) -> None:
-    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script.
-
-    Raises:
-        ConfigError: names the first such operation.
-    """
+    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script."""
     for program in programs:
         for function in program.modes.values():
             for known in getattr(function, "names", {}).values():

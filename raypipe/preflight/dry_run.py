@@ -29,13 +29,7 @@ from raypipe.user_lines import quoted, short
 
 
 class _Watched(TorchDispatchMode):
-    """Dispatch mode that raises a CaptureError before an operation reads a tensor that it must not read.
-
-    Args:
-        named: storage of a forbidden tensor -> its name.
-        whose, cure: see ``no_reads_of``.
-        allowed: storages of tensors that may be read; None if trainable parameters are not checked.
-    """
+    """Dispatch mode that raises before an operation reads a forbidden storage (``named``); see ``no_reads_of``."""
 
     def __init__(self, named: Mapping[int, str], whose: str, cure: str, allowed: Collection[int] | None) -> None:
         super().__init__()
@@ -102,14 +96,7 @@ _OF_A_LOSS = (
 
 
 def scalar(loss: Any, samples: int) -> torch.Tensor:
-    """Return ``loss`` if it is a scalar tensor.
-
-    Args:
-        samples: number of samples that it was computed on, for the message.
-
-    Raises:
-        CaptureError: it is something else.
-    """
+    """Return ``loss``, of so many samples, if it is a scalar tensor; else raise a CaptureError."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise CaptureError(
             f"loss_fn returns {returned(loss)} for {samples} samples instead of a scalar tensor. {_cure(loss)}"
@@ -144,11 +131,6 @@ def rehearse_single(
     minibatch_size: int, microbatch_size: int,
 ) -> None:  # fmt: skip
     """Run a forward and backward on one row if an epoch has a micro-batch of one sample, on which batch norms fail.
-
-    Args:
-        columns: a micro-batch by column, of which the first row is taken.
-        num_samples: number of samples of an epoch.
-        minibatch_size, microbatch_size: numbers of samples.
 
     Raises:
         DataError: the model does not train on one sample; names the sizes to change.
@@ -197,7 +179,8 @@ def rehearse(
         return  # without values nothing can be computed
     rows = {name: x[:NUM_ROWS] if x.dim() else x for name, x in columns.items()}
     (program,) = captured.programs(())
-    function = program.modes["train" if training else "eval"]
+    mode = "train" if training else "eval"
+    function = program.modes[mode]
     names = [site.parameter for site in function.sites]
     leaves = [captured.parameters[name].detach().requires_grad_(name in program.trainable) for name in names]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
@@ -206,18 +189,19 @@ def rehearse(
         try:
             outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
-            raise _of_model(model, captured, rows, error, training=training) from None
+            raise _explained(model, captured, rows, error, "graph", mode) from None
         if training:
             _refuse_spoiled(captured, function.buffers, buffers, rows)
-        loss = program.loss_by_mode["train" if training else "eval"]
+        loss = program.loss_by_mode[mode]
         assert loss is not None
         outputs = outputs if training else program.loss_outputs(outputs)
         targets = _copied(rows, program.targets)
+        learning = {name: captured.parameters[name] for name in captured.trainable}
         try:
-            with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, allowed=(*outputs, *targets)):
+            with no_reads_of(learning, "loss_fn", _OF_A_LOSS, allowed=(*outputs, *targets)):
                 returned_loss = loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
-            raise _of_loss(model, captured, rows, error, training=training) from None
+            raise _explained(model, captured, rows, error, "loss", mode) from None
         parts = returned_loss if isinstance(returned_loss, tuple) and captured.loss_fn is None else (returned_loss,)
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
@@ -230,15 +214,7 @@ def rehearse(
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch.
-
-    Args:
-        before: buffers by name, before the backward.
-        after: buffers by name, after the backward.
-
-    Raises:
-        CaptureError: names the first one.
-    """
+    """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch."""
     changed = next((name for name, buffer in before.items() if not same_bits(buffer, after[name])), None)
     if changed is not None:
         raise CaptureError(
@@ -254,13 +230,6 @@ def _refuse_spoiled(
     """Refuse a forward that makes a finite buffer NaN or infinite.
 
     A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not.
-
-    Args:
-        names: names of the buffers in ``after``.
-        after: the buffers after the forward.
-
-    Raises:
-        DataError: names the buffer.
     """
     for name, buffer in zip(names, after, strict=True):
         before = captured.buffers[name]
@@ -270,10 +239,6 @@ def _refuse_spoiled(
                 f"A forward on {count} sample{'s' * (count > 1)} makes the buffer {name!r} nan or infinite, as the "
                 "variance of a batch norm that has a single value per channel, which plain PyTorch refuses."
             )
-
-
-def _learning(captured: Capture) -> dict[str, torch.Tensor]:
-    return {name: captured.parameters[name] for name in captured.trainable}
 
 
 def _copied(rows: Mapping[Any, torch.Tensor], names: Sequence[Any]) -> list[torch.Tensor]:
@@ -302,27 +267,20 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
             )
 
 
-def _of_model(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
+def _explained(
+    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, kind: str, mode: str
 ) -> RaypipeError:
-    with model_in(model, captured.recipe.precision):
-        _, misfit = misfit_of_model(model, _inputs(captured, rows), training=training)
-    if isinstance(error, RaypipeError) and misfit is None:
-        return error
-    return misfit or not_as_captured("graph", error, type(model).__name__)
-
-
-def _of_loss(
-    model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, *, training: bool
-) -> RaypipeError:
-    if isinstance(error, RaypipeError):
+    """Build the error to raise if the captured graph or the loss (``kind``) fails, by running the user's model."""
+    if kind == "loss" and isinstance(error, RaypipeError):
         return error
     with model_in(model, captured.recipe.precision):
-        output, misfit = misfit_of_model(model, _inputs(captured, rows), training=training)
-        if misfit is not None or captured.loss_fn is None:
-            return misfit or not_as_captured("loss", error, type(model).__name__)
-        column = list(rows)[-1]
-        return misfit_of_loss(captured.loss_fn, output, rows[column], column)
+        output, misfit = misfit_of_model(model, _inputs(captured, rows), training=mode == "train")
+        if misfit is None and kind == "loss" and captured.loss_fn is not None:
+            column = list(rows)[-1]
+            return misfit_of_loss(captured.loss_fn, output, rows[column], column)
+    if misfit is None and isinstance(error, RaypipeError):
+        return error
+    return misfit or not_as_captured(kind, error, type(model).__name__)
 
 
 def _inputs(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> Inputs:

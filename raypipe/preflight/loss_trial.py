@@ -339,13 +339,10 @@ class LossTrial:
 def _trying(
     model: torch.nn.Module, *, training: bool = False
 ) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
-    """Set the modes of a model for a trial; modes and buffers are restored afterwards.
+    """Set the modes of a model for a trial: dropout and batch norms evaluate, whatever ``training`` is.
 
     Torch's fast path of transformer encoders is switched off within the context, because its values at masked positions
-    depend on the masks of all rows.
-
-    Args:
-        training: mode of all modules except dropout and batch norms, which are in evaluation mode.
+    depend on the masks of all rows. Modes and buffers are restored afterwards.
 
     Yields:
         (function that restores the buffers, function that returns True if a buffer has changed).

@@ -74,11 +74,7 @@ class LossReduction(NamedTuple):
 
 
 def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
-    """Refuse update_interval="per_replica" if samples have different weights, which only the last stage can compute.
-
-    Raises:
-        ConfigError: names the fields and values that work.
-    """
+    """Refuse update_interval="per_replica" if samples have different weights, which only the last stage can compute."""
     if pipeline.update_interval == "per_replica" and reduction not in ("mean", "sum"):
         counted = reduction.words if isinstance(reduction, LossCounts) else getattr(reduction, "__name__", reduction)
         raise ConfigError(
@@ -94,8 +90,6 @@ def find_reduction(
     """Return the reduction that the user set, or find one for loss_reduction="auto".
 
     Args:
-        model: the user's model.
-        loss_fn: (output, target) -> scalar; None if the model returns its own loss.
         rows: samples by column, as the model reads them. A few of them go through the model, more through a loss_fn.
 
     Raises:
@@ -186,11 +180,7 @@ def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
-    """List reductions that may fit the loss, the likeliest first.
-
-    Args:
-        terms: terms of the loss in its graph; None if it could not be traced.
-    """
+    """List reductions that may fit the loss, the likeliest first; ``terms`` is None if it could not be traced."""
     candidates: list[Reduction] = [terms.counts] if terms is not None and terms.counts else []
     candidates += ["sum", "mean"] if terms is not None and terms.sums else ["mean", "sum"]
     if terms is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
@@ -203,10 +193,6 @@ def _fitting(
     pipeline: PipelineConfig,
 ) -> LossReduction:  # fmt: skip
     """Return the first candidate whose weighted losses and gradients add up to those of all rows in every trial.
-
-    Args:
-        terms: terms of the loss in its graph; None if it could not be traced.
-        target: name of the target's column; None without a loss_fn.
 
     Raises:
         ConfigError: no candidate fits; shows the numbers.
@@ -231,11 +217,7 @@ def _fitting(
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
-    """Compute the weights of a grouping's micro-batches; None if the data has no items to count.
-
-    Args:
-        target: name of the column in which "valid_tokens" and the user's functions count items; None without one.
-    """
+    """Compute the weights of a grouping's micro-batches; None if the data has no items to count."""
     counted: Any = grouping.parts
     if isinstance(reduction, str) or callable(reduction):
         counted = [part[target] for part in grouping.parts] if target is not None else None
@@ -246,14 +228,7 @@ def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[f
 
 
 def _refuse_sum(field: Any, tried: Tried) -> None:
-    """Refuse to weight a loss by samples if it is a sum over samples: it would shrink with more micro-batches.
-
-    Args:
-        field: value of loss_reduction, for the message.
-
-    Raises:
-        ConfigError: the losses on some rows add up; shows the numbers.
-    """
+    """Refuse to weight a loss by samples if it is a sum over samples: it would shrink with more micro-batches."""
 
     def fits(reduction: str) -> bool:
         return all(misfit(tried, g, _weights_of(reduction, g, None)) is None for g in tried.groupings)
@@ -292,12 +267,7 @@ def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig
 
 
 class _LossModule(torch.nn.Module):
-    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced.
-
-    Args:
-        spec: pytree spec of the model's output.
-        fixed: position -> value of every leaf of the output that is not a tensor.
-    """
+    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced."""
 
     def __init__(self, loss_fn: LossFn, spec: pytree.TreeSpec, fixed: Mapping[int, Any]) -> None:
         super().__init__()
@@ -350,13 +320,7 @@ def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
     pipeline: PipelineConfig,
 ) -> ConfigError:  # fmt: skip
-    """Build the error that shows the numbers of the first grouping whose losses do not add up.
-
-    Args:
-        pairs: (trial, one of its groupings).
-        weigh: returns the weights of a grouping's micro-batches.
-        what: reduction of the losses, in words.
-    """
+    """Build the error that shows the numbers of the first grouping whose weighted losses do not add up."""
     tried, grouping, wrong = next(
         (tried, grouping, wrong) for tried, grouping in pairs if (wrong := misfit(tried, grouping, weigh(grouping)))
     )

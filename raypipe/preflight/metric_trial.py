@@ -38,11 +38,7 @@ def metric_reads(
 ) -> MetricReads:
     """Record which outputs of a model that returns its own loss, and which data columns, metrics read.
 
-    Args:
-        metrics: metrics by name; each is called once.
-        example: a micro-batch by column, of which the first rows are taken.
-        precision: the run's number format, in which the model is called: with another dtype, a metric may read other
-            outputs.
+    Each metric is called once, on the model's output in the run's precision: in another dtype a metric may read others.
 
     Raises:
         ConfigError: the model returns nothing but the loss, a metric fails, or reads something other than a tensor.
@@ -79,9 +75,7 @@ def try_metrics(
     """Call every metric on the captured model's outputs for the first rows of eval_data.
 
     Args:
-        rows: rows of eval_data by column.
-        more: reads more rows, for metrics with update() and compute() that fail on few rows, such as an AUC, which
-            needs samples of every class.
+        more: reads more rows, for metrics with update() and compute() that fail on few rows, such as an AUC.
 
     Returns:
         Names of the numbers that the metrics returned; empty for a model without values (on the meta device).
@@ -128,7 +122,6 @@ def try_on_smallest(
 
     Args:
         rows_of: reads the given number of rows of eval_data.
-        num_samples: number of rows of eval_data.
         sizes: numbers of rows of the micro-batches of an evaluation.
 
     Raises:
@@ -150,11 +143,7 @@ def try_on_smallest(
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:
-    """Return the output of the model in evaluation mode; modes, buffers and random generators are restored.
-
-    Raises:
-        ConfigError: the model fails.
-    """
+    """Return the output of the model in evaluation mode; modes, buffers and random generators are restored."""
     numbered = all(isinstance(name, int) for name in rows)
     try:
         with own_generators(), torch.no_grad(), one_thread(), model_in(model, precision):

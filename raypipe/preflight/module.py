@@ -34,11 +34,7 @@ def turned_on(model: nn.Module) -> list[str]:
 
 
 def refuse_still_norms(model: nn.Module) -> None:
-    """Refuse norms in evaluation mode with running statistics, which training would change after model.train().
-
-    Raises:
-        CaptureError: names the first such module.
-    """
+    """Refuse norms in evaluation mode with running statistics, which training would change after model.train()."""
     for path in turned_on(model):
         module = model.get_submodule(path)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
@@ -66,11 +62,7 @@ def note_on_modes(paths: Sequence[str]) -> str:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse gradient hooks of parameters and backward hooks of modules, which stages would not call.
-
-    Raises:
-        CaptureError: names the first such parameter or module.
-    """
+    """Refuse gradient hooks of parameters and backward hooks of modules, which stages would not call."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"The parameter {name!r} has a gradient hook, which a stage would not run; remove it.")
@@ -86,9 +78,6 @@ def refuse_frequencies(model: nn.Module, whole: str) -> None:
 
     Args:
         whole: setting that makes one micro-batch of a mini-batch, for the message.
-
-    Raises:
-        CaptureError: names the first such module.
     """
     for name, module in model.named_modules():
         if getattr(module, "scale_grad_by_freq", False) is True:
@@ -108,9 +97,6 @@ def refuse_aliased_memory(captured: Capture) -> None:
 
     A stage holds each of them as a separate tensor, so that they would differ after a step. A single parameter under
     two names is accepted.
-
-    Raises:
-        CaptureError: names both tensors.
     """
     named, changing = {**captured.parameters, **captured.buffers}, captured.changing
     if isinstance(captured.model, TracedModel):

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.data.item_randomness import generator_states, own_generators
@@ -34,10 +33,6 @@ from raypipe.errors import CaptureError, CheckpointError, ConfigError
 from raypipe.preflight.dry_run import no_reads_of
 from raypipe.user_lines import quoted, short
 
-PLATEAU = (
-    "lr_scheduler makes ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that follows "
-    "from the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=1000)."
-)
 _EXAMPLE = "lambda p: torch.optim.AdamW(p, lr=3e-4)"
 _SCHEDULER = "lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)"
 _APART = (
@@ -151,10 +146,6 @@ def _step_once(
 ) -> bool:  # fmt: skip
     """Make a stage's optimizer and scheduler, step both with zero gradients, and check that their state can be saved.
 
-    Args:
-        named: the stage's parameters, small or at full size.
-        users: parameters of the user's own model, which a step must not read.
-
     Returns:
         True if the step draws random numbers.
     """
@@ -173,7 +164,8 @@ def _step_once(
         except Exception as error:  # noqa: BLE001  (the user's code)
             raise ConfigError(
                 f"{field}: the step of {type(stepped).__name__} fails on stage {stage}{quoted(error)}: {short(error)} "
-                "It must step from the gradients of the stage's own parameters, and from nothing else."
+                "It is called without arguments, and must step from the gradients of the stage's own parameters and "
+                "the number of steps, not from a metric or a loss that it computes again."
             ) from None
     try:
         parts = optimizer_parts(optimizer, {id(p): name for name, p in named}, {name for name, _ in named})
@@ -212,11 +204,6 @@ def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
             f"optimizer makes {kind} with parameters that it was not called with. Every stage trains copies of its "
             f"own, so take those that come as the argument, not model.parameters(): optimizer={_EXAMPLE}."
         )
-    if _required_argument(optimizer.step):
-        raise ConfigError(
-            f"optimizer makes {kind}, whose step needs a closure that computes the loss again, which a pipeline does "
-            f"not. Take one that steps from the gradients alone: optimizer={_EXAMPLE}."
-        )
     return optimizer
 
 
@@ -240,8 +227,6 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
             f"is called with the optimizer alone: {_SCHEDULER}."
         )
     kind = type(scheduler).__name__
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(PLATEAU)
     if not all(hasattr(scheduler, name) for name in ("step", "state_dict")):
         raise ConfigError(f"lr_scheduler returns {kind} instead of a scheduler. Let it return one: {_SCHEDULER}.")
     scaled = getattr(getattr(scheduler, "optimizer", optimizer), "param_groups", [])
@@ -251,19 +236,7 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
             "of this one would not change. Every stage has an optimizer of its own, so take the argument: "
             f"{_SCHEDULER}."
         )
-    if argument := _required_argument(scheduler.step):
-        raise ConfigError(
-            f"lr_scheduler makes {kind}, whose step needs {argument}, which stages do not have. Take one that follows "
-            "from the number of steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
-        )
     return scheduler
-
-
-def _required_argument(step: Any) -> str:
-    """Return the name of the first argument without a default; "" if all have one."""
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    arguments = inspect.signature(step).parameters.items()
-    return next((n for n, x in arguments if x.default is inspect.Parameter.empty and x.kind not in optional), "")
 
 
 class _FixedDraws(TorchDispatchMode):
@@ -360,10 +333,6 @@ def _compare(
     """Compare the stages' optimizers with one of the whole model, and with optimizers that have loaded their state.
 
     Nothing is compared if no optimizer can be made for the whole model.
-
-    Args:
-        stages: names of the trained parameters, by stage.
-        stand_ins: small parameters by name.
 
     Returns:
         True if a step draws random numbers.
@@ -478,13 +447,7 @@ def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, mak
 def _slice_differs(
     whole: _Stepped, half: _Stepped, parts: Sequence[list[ParameterSlice]], replica: int, gradients: Sequence[Tensors]
 ) -> str:
-    """Step the slices of one replica, and describe the difference from whole parameters; "" if there is no difference.
-
-    Args:
-        whole: optimizer of whole parameters, which has taken its steps.
-        half: optimizer to step the slices with.
-        parts: slices of each of the two replicas.
-    """
+    """Step the slices of one replica with ``half``, and describe the difference from ``whole``; "" without one."""
     try:
         half.slices = Slices(parts, replica, half.parameters)
         half.slices.take_over(half.optimizer)

@@ -95,9 +95,7 @@ def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) 
 def try_on_random_outputs(captured: Capture, rows: Columns, seed: int, most_bytes: int | None = None) -> Tried | None:
     """Compute losses of a loss_fn on random outputs of the model; None if it gives no finite loss on any.
 
-    Args:
-        rows: samples by column, the last column being the target.
-        most_bytes: limit of the outputs; None for MOST_BYTES.
+    The last column of ``rows`` is the target. The outputs take at most ``most_bytes``, or MOST_BYTES.
 
     Raises:
         CaptureError: the loss_fn draws random numbers or changes a buffer of its own.

@@ -71,14 +71,10 @@ class _Outcome(NamedTuple):
 def verify(
     model: nn.Module, captured: Capture, programs: Sequence[StageProgram], batches: Sequence[Columns], seed: int
 ) -> None:
-    """Compare the user's module with the stages that were captured from it.
+    """Compare the user's module, on the CPU, with the stages that were captured from it, on two micro-batches.
 
-    Args:
-        model: module on the CPU; its state and gradients are restored afterwards.
-        captured: capture of ``model``.
-        programs: programs of all stages, in order.
-        batches: two micro-batches; the columns of each are in the order in which the model takes them.
-        seed: seed of the random keys.
+    The columns of each batch are in the order in which the module takes them; ``seed`` keys the random numbers. The
+    module's state and gradients are restored afterwards.
 
     Raises:
         CaptureError: the results differ (names the value, the difference and the first module), the module keeps state
@@ -108,12 +104,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Comparison of a model with its capture.
-
-    Attributes:
-        before: Python state of the model and the loss at the beginning.
-        start: contents of the buffers at the beginning, by name.
-    """
+    """Comparison of a model with its capture: Python state and contents of the buffers at the beginning."""
 
     model: nn.Module
     captured: Capture
@@ -247,11 +238,7 @@ def _expected(check: _Check, batches: Sequence[Columns], begin: int = 0) -> list
 def _called(
     model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: RandomKey, precision: Precision, *, last: bool
 ) -> _Outcome:
-    """Run one micro-batch through the user's module, forward and backward.
-
-    Args:
-        last: True for the last micro-batch: nothing is added to its gradients later, so they are not copied.
-    """
+    """Run one micro-batch through the user's module, forward and backward; gradients of the last one are not copied."""
     *values, last_value = (column.clone() for column in columns.values())
     with computing(precision):
         with KeyedRandomness(key):
@@ -279,11 +266,8 @@ def _chained(
 ) -> tuple[_Outcome, list[tuple[torch.Tensor, ...]]]:
     """Run one micro-batch through the stages as if each were a process of its own.
 
-    Tensors sent between stages become leaves, and each stage runs in a new thread.
-
-    Args:
-        tensors: parameters and buffers by name.
-        forget: function that restores the Python state that earlier calls changed.
+    Tensors sent between stages become leaves, and each stage runs in a new thread, after ``forget`` has restored the
+    Python state that earlier calls changed.
 
     Returns:
         (results, output tensors of each stage).
@@ -326,12 +310,7 @@ class _Forward(NamedTuple):
 
 
 def _chained_backward(done: Sequence[_Forward], seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Run the backwards of all stages, the last stage first; return the gradients by parameter name.
-
-    Args:
-        done: forwards of all stages, in order.
-        seeds: gradients of the last stage's outputs.
-    """
+    """Run the backwards of all stages, the last stage first; return the gradients by parameter name."""
     by_site: dict[str, list[torch.Tensor]] = {}
     for function, leaves, arrived, outputs in reversed(done):
         pairs = [(o, g) for o, g in zip(outputs, seeds, strict=True) if g is not None and o.requires_grad]
@@ -377,8 +356,6 @@ def _difference(
     """Describe the first difference between module and stages; "" if they agree.
 
     Args:
-        wanted: results of the module.
-        outcome: results of the stages.
         held: buffers before the micro-batch; a buffer that no stage uses keeps this content.
         added: the module's gradients before the micro-batch, which are part of its accumulated gradients now.
         least: tolerance, see ``_rounding``.
@@ -449,14 +426,7 @@ def _in_numbers(here: torch.Tensor, there: torch.Tensor) -> str:
 
 
 def _attempt(what: str, run: Callable[[], Any]) -> Any:
-    """Call a function in a copy of the context variables.
-
-    Args:
-        what: name of the code that is called, for the message.
-
-    Raises:
-        CaptureError: the function fails; quotes the user's line.
-    """
+    """Call a function in a copy of the context variables; raise a CaptureError if it fails, for ``what``."""
     try:
         return contextvars.copy_context().run(run)
     except RaypipeError:

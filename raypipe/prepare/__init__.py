@@ -1,23 +1,11 @@
 """Preparation of a run: from the user's arguments to a job that is ready to start. No actor is started here.
 
-    model, loss, data, config
-          |
-          v
-      inputs.py            data opened, model captured, planning request
-          |
-          v
-   preflight/loss_weighting.py   what the loss averages over, tried on real rows
-          |
-          v
-   model_profile.py        seconds and bytes of every operation, from the cache or measured
-          |
-          v
-     prepare.py            plan (run/plans/planning.py), stages, one trial of every optimizer
-          |
-          v
-       job.py              ready to start
+    inputs.py           data opened, model captured, planning request
+    model_profile.py    seconds and bytes of every operation, from the cache or measured
+    prepare.py          plan (run/plans/planning.py), stages, one trial of every optimizer
+    job.py              ready to start
+    identity.py, model_code.py    what settings.json has of a run and of the code of its model
+    policies.py                   when a run saves and evaluates, and what an earlier one of the same name decides
 
-``raypipe/preflight`` has the checks. ``identity.py`` describes a run for settings.json, ``model_code.py`` describes the
-code of its model. ``resume.py`` reads the plan of an earlier run of the same name. ``policies.py`` decides when a run
-saves and evaluates.
+``raypipe/preflight`` has the checks.
 """

@@ -50,11 +50,7 @@ class Opened:
     """Opened arguments, from which a profile and a plan are made.
 
     Attributes:
-        model: the user's module.
         sources: source of "train", and of "eval" if there is eval_data.
-        request: request for the planner.
-        with_loss_fn: True if a loss_fn was given.
-        captured: capture of the model.
         example: one micro-batch, {column: tensor}.
         larger: more samples, {column: tensor}, if larger micro-batches are to be measured; else empty.
         memory: Python state of model and loss before they were called here; training begins with this state.
@@ -214,17 +210,7 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
 
 
 def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
-    """Refuse data that lack a column of train_data, or have it at another index.
-
-    Args:
-        columns: columns that are read, by name or by index.
-        source: the data.
-        train: source of train_data.
-        name: name of the argument that has the data.
-
-    Raises:
-        DataError: names the column.
-    """
+    """Refuse data (argument ``name``) that lack one of these columns of train_data, or have it at another index."""
     numbered = all(isinstance(name, int) for name in columns)
     there = tuple(range(len(source.columns))) if numbered else source.columns
     missing = [name for name in columns if name not in there]
@@ -340,14 +326,7 @@ _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Read the first micro-batch, of at least two samples.
-
-    Returns:
-        The columns in order, and their tensors as a tuple or a dict.
-
-    Raises:
-        DataError: the data have one sample only, or no target for the loss_fn.
-    """
+    """Read the first micro-batch, of at least two samples: columns in order, and their tensors as a tuple or a dict."""
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raypipe.capture.flatten import canonical_names
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.data.open_data import Source
 from raypipe.data.stream_source import ENDLESS
@@ -47,19 +48,13 @@ class Job:
     """Run that is ready to start.
 
     Attributes:
-        arguments: arguments of the trainer.
-        pipeline: configuration that was planned.
-        opened: model and capture.
         basis: input of this plan and of later ones.
         planned: plan, with memory budgets.
-        programs: programs of the stages.
         tensors: the user's parameters and buffers by name, read only. Tensors of ``unfilled`` are on the meta device.
         example: one micro-batch, {column: tensor}.
         sources: source of "train", and of "eval" if there is eval_data.
-        settings: settings of training for the stages.
         codecs: configured codecs; for "auto" the codecs with which a run begins.
-        model_labels: description of the model for settings.json.
-        model_code: description of its code and options, for settings.json.
+        model_labels, model_code: the model, and its code and options, for settings.json.
         unfilled: sources from which workers load the tensors that this process does not hold.
     """
 
@@ -94,14 +89,8 @@ class Job:
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of shared tensors in the state_dict -> names that raypipe uses."""
-        model, first, others = self.opened.model, dict[int, str](), dict[str, str]()
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        wanted = model.state_dict().keys()
-        for name, tensor in named:
-            canonical = first.setdefault(id(tensor), name)
-            if canonical != name and name in wanted:
-                others[name] = canonical
-        return others
+        first, wanted = canonical_names(self.opened.model), self.opened.model.state_dict().keys()
+        return {name: first[name] for name in first if first[name] != name and name in wanted}
 
     @property
     def plan(self) -> Plan:

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.capture.python_state import names_in
+
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[1],
                                                           Path(torch.__file__).parent))  # fmt: skip
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -118,11 +120,12 @@ class _Walk:
     def _function(self, function: FunctionType, code: CodeType) -> None:
         if digest := _digests(code.co_filename).get(code.co_firstlineno):
             outer, _, name = function.__qualname__.rpartition(".")
-            entry = {"file": _shown(code.co_filename), "sha256": []}
+            file = Path(code.co_filename)  # those of a notebook have new names in each session
+            entry = {"file": file.name if file.is_file() else "the notebook", "sha256": []}
             digests = self.found.setdefault(f"{name} of {outer}" if outer else name, entry)["sha256"]
             if digest not in digests:
                 digests.append(digest)
-        names = tuple(dict.fromkeys(_names(code)))
+        names = tuple(dict.fromkeys(names_in(code)))
         for name in names:
             self._method(name)
             self._named(name, function.__globals__)
@@ -165,14 +168,6 @@ def _functions_in(thing: Any) -> Iterator[FunctionType]:
         yield from _functions_in(part)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function reads, with those of the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
 @functools.lru_cache(maxsize=4096)
 def _file_of(cls: Any) -> str:
     """Return the file of a class; "" if it is built in. A class of a notebook has no file, but its methods do."""
@@ -194,10 +189,6 @@ def _is_own(file: str) -> bool:
 
 def _is_own_class(cls: Any) -> bool:
     return _is_own(_file_of(cls))
-
-
-def _shown(file: str) -> str:
-    return Path(file).name if Path(file).is_file() else "the notebook"  # its files have new names in each session
 
 
 @functools.lru_cache(maxsize=512)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,38 +37,26 @@ def profile_of(
     """Measure the graph's seconds, read them from the cache, or estimate them if the model cannot run alone.
 
     Args:
-        example: one micro-batch by column.
-        larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
-        by_size: measure smaller micro-batches too.
+        example, larger: a micro-batch by column, and more samples, see ``profile_graph``.
+        by_size: measure other sizes of micro-batch too.
         budget_s: of processor time.
         rates: of the device that stages compute on; None for this machine's CPU.
     """
-    profile = _on_cpu(captured, example, larger, by_size, budget_s, rates)
-    return profile if rates is None or profile.device == rates.device else in_seconds_of(rates, captured, profile)
-
-
-def _on_cpu(
-    captured: Capture,
-    example: Mapping[Any, torch.Tensor],
-    larger: Mapping[Any, torch.Tensor] | None,
-    by_size: bool,
-    budget_s: float,
-    rates: Rates | None,
-) -> Profile:
-    """Measure the graph on this CPU, or estimate it with ``rates`` if the model cannot run; see ``profile_of``."""
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
+    estimate = partial(estimate_graph, captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
     if any(p.is_meta for p in captured.parameters.values()):  # meta tensors have no memory, and cannot be timed
-        return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+        return estimate()
     bar = ProfilingBar()
     try:
         sizes, more = (None, larger) if by_size else ((), None)
-        return cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)[0]
+        profile, _ = cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: raise the first error
-            return estimate_graph(captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+            return estimate()
         raise error from None
     finally:
         bar.close()
+    return profile if rates is None else in_seconds_of(rates, captured, profile)
 
 
 def shared_processors() -> int | None:
@@ -85,11 +74,7 @@ def _alone() -> bool:
 
 
 def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
-    """Refuse a profile of a model with other operations.
-
-    Raises:
-        PlanError: names the first operation that differs.
-    """
+    """Refuse a profile of a model with other operations."""
     own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
     if own != other:
         at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
@@ -100,11 +85,9 @@ def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
 
 
 def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
-    """Measure the size of the optimizer's state, with one step on a copy of the smallest trained matrix.
+    """Return (bytes of the optimizer's state per byte of parameters, class name), by a step on the smallest matrix.
 
-    Returns:
-        (bytes of state per byte of parameters, class name of the optimizer). If the optimizer cannot be built for one
-        parameter, the size is that of Adam and the name "".
+    If the optimizer cannot be built for one parameter, the size is that of Adam and the name "".
     """
     optimizer = _tried(make_optimizer, captured)
     if optimizer is None:
@@ -117,11 +100,6 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
     return factor, type(optimizer).__name__
 
 
-def _part(like: torch.Tensor) -> torch.Tensor:
-    """Create zeros of at most MOST_SIDE per dimension, in place of a meta tensor that may be too large to allocate."""
-    return torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)
-
-
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
     """Build the user's optimizer and take one step on one parameter; None if it cannot be built for one."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
@@ -129,7 +107,8 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
     if like is None:
         return None
     with contextlib.suppress(Exception):
-        copy = torch.nn.Parameter(_part(like) if like.is_meta else like.detach().clone())
+        part = torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)  # all of it may not fit
+        copy = torch.nn.Parameter(part if like.is_meta else like.detach().clone())
         copy.grad = torch.zeros_like(copy)
         optimizer = make_optimizer([(name, copy)])
         with no_reads_of(captured.parameters, "optimizer"):  # refused by preflight/optimizer.py

@@ -1,16 +1,21 @@
-"""Policies of a run from the trainer's arguments: when it saves and evaluates, and what its workers allow."""
+"""Policies of a run: when it saves and evaluates, what its workers allow, what an earlier run of its name decides."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from raypipe.config.early_stopping import EarlyStopping, may_give
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
+from raypipe.engine.io.checkpoint import find_checkpoint
+from raypipe.engine.io.storage import Place
 from raypipe.engine.stage.eval_metrics import check_metrics
-from raypipe.errors import ConfigError, PlanError
+from raypipe.errors import CheckpointError, ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.prepare.job import Job
 from raypipe.run.spec import CheckpointPolicy, EvaluationPolicy
@@ -88,14 +93,7 @@ def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPoli
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
-    """Refuse fields that runs with replicas do not support.
-
-    Args:
-        scaling: ray.train.ScalingConfig or None.
-
-    Raises:
-        PlanError: names the field.
-    """
+    """Refuse fields that runs with replicas do not support."""
     wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
     if not wiring.replicated or plan.weights.synchronous:
         return
@@ -108,14 +106,7 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
 
 
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
-    """Refuse arguments that threads of one process do not support.
-
-    Args:
-        scaling: ray.train.ScalingConfig or None.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Refuse arguments that threads of one process do not support."""
     if detached:
         raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
     workers = worker_range(scaling)
@@ -125,3 +116,41 @@ def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
             f"become more or fewer. Give num_workers={workers.most}, whose plan such a run grows to and whose bits it "
             "has, or leave out local=True."
         )
+
+
+def free_name(storage: Place, name: str) -> str:
+    """Return the first of ``<name>``, ``<name>-2``, ``<name>-3`` and so on that has no folder."""
+    candidates = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not storage.exists(candidate))
+
+
+def _kept_plan(place: Place) -> Mapping[str, Any]:
+    """Read the plan of the run in this folder, as JSON; empty if no checkpoint exists to resume from."""
+    try:
+        newest, _ = find_checkpoint(place)
+        plan = json.loads(place.read_bytes("plan.json")) if newest is not None else {}
+    except (CheckpointError, ValueError):
+        return {}  # errors of the folder are reported when the run restores its checkpoint
+    return plan if isinstance(plan, dict) else {}
+
+
+def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
+    """Return the configuration with the micro-batches and lanes of the run to resume, where it leaves them open.
+
+    Without this a new profile might lead to other numbers, and so to other bits.
+
+    Args:
+        name: name of the run; None for a new run.
+        storage: folder of the runs.
+        resume: as in the trainer.
+    """
+    sizes, lanes = pipeline.num_microbatches == "auto", pipeline.num_replicas == "auto" == pipeline.num_lanes
+    if name is None or resume is False or not (sizes or lanes):
+        return pipeline
+    plan, size = _kept_plan(storage / name), pipeline.minibatch_size
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a file that is not a plan's
+        if sizes and size in ("auto", plan["minibatch_size"]):
+            pipeline = dataclasses.replace(pipeline, num_microbatches=int(plan["num_microbatches"]))
+        if lanes:
+            pipeline = dataclasses.replace(pipeline, num_lanes=int(plan["schedule"]["wiring"].get("lanes", 1)))
+    return pipeline

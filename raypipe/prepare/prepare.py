@@ -104,11 +104,7 @@ def prepare(
 
 
 def _notes(job: Job, counted: str) -> list[str]:
-    """List notes on the model, some of them empty.
-
-    Args:
-        counted: what the loss averages over.
-    """
+    """List notes on the model, some of them empty; ``counted`` is what the loss averages over."""
     opened = job.opened
     return [
         note_on_modes(turned_on(opened.model)),
@@ -255,11 +251,7 @@ def _job(
 
 
 def _noting_compiled(job: Job) -> Job:
-    """Add notes on compiled stages to the job's plan; return the job unchanged if compilation is off.
-
-    Raises:
-        PlanError: no stage can be compiled, or the schedule splits backwards.
-    """
+    """Add notes on compiled stages to the job's plan; return the job unchanged if compilation is off."""
     backend = job.pipeline.compile_stages
     if backend == "off":
         return job

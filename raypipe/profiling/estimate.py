@@ -99,13 +99,8 @@ def in_seconds_of(rates: Rates, captured: Capture, profiled: Profile) -> Profile
 
 
 class _Seconds(NamedTuple):
-    """Seconds on another device.
-
-    Attributes:
-        nodes: by node, seconds of the forward, the backward for inputs and the backward for parameters.
-        by_size: seconds of the whole model at each size of ``Profile.seconds_by_size``.
-        small: seconds by node at the size of ``Profile.small``; empty without one.
-        how: end of the note's sentence that begins with "they".
+    """Seconds on another device: by node (forward, backward for inputs, backward for parameters), of the whole model at
+    each size of the profile, by node at its small size, and the end of the note's sentence that begins with "they".
     """
 
     nodes: Sequence[tuple[float, float, float]]
@@ -225,13 +220,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that counts the work of every operation.
-
-    Attributes:
-        kept: observer that counts the bytes kept for the backward.
-        work: work by position.
-        passes: by position, True if there is a backward for inputs.
-    """
+    """Observer of Steps that counts work and kept bytes of every operation, and if it has a backward for inputs."""
 
     kept: KeptBytes
     work: list[_Work] = field(default_factory=list)
@@ -248,13 +237,9 @@ class _Counter:
 
 
 class _Counts(NamedTuple):
-    """Counts of one forward over ``samples`` samples; each list is by operation.
+    """Counts of one forward over ``samples`` samples; each list is by operation, as in ``_Counter``.
 
-    Attributes:
-        work: work of the forward.
-        passes: True if there is a backward for inputs.
-        kept: bytes that are kept for the backward.
-        kept_besides_data: bytes that are kept without those of the data columns; the loss's are in the last operation.
+    ``kept_besides_data`` leaves out the data columns; the loss's bytes are in the last operation.
     """
 
     samples: int
@@ -282,11 +267,7 @@ def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
 
 
 def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
-    """Compute the work of each operation at another size, on a line through the counts at two sizes.
-
-    Args:
-        there: counts at the second size; None to return the work of ``here``.
-    """
+    """Compute the work of each operation at another size, on a line through the counts at two sizes, if known."""
     if there is None:
         return here.work
     share = (size - here.samples) / (there.samples - here.samples)
@@ -302,12 +283,7 @@ def _picking(model: TracedModel) -> Any:
 
 
 class _OnMeta(NamedTuple):
-    """A model on the meta device.
-
-    Attributes:
-        leaves: parameters by site.
-        shapes: shape and dtype of every data column by name, as ``Capture.columns``.
-    """
+    """A model on the meta device: parameters by site, and shape and dtype of every data column."""
 
     steps: Steps
     leaves: list[torch.Tensor]
@@ -343,12 +319,7 @@ def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
 
 
 def _costs(captured: Capture, counts: _Counts, work: Sequence[_Work], rates: Rates) -> list[tuple[float, float, float]]:
-    """Estimate seconds by node: (forward, backward for inputs, backward for parameters).
-
-    Args:
-        counts: counts at any size, to find which backwards there are.
-        work: work at the wanted size.
-    """
+    """Estimate seconds by node for this work: (forward, backward for inputs, backward for parameters)."""
     costs = []
     for i, node in enumerate(captured.graph.nodes):
         forward = rates.seconds(*work[i])

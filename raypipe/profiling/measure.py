@@ -13,13 +13,12 @@ measured are the effects of caches and memory that stages share, and the optimiz
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,8 @@ def profile_graph(
     """
     samples = samples_of(columns)
     wanted = sorted({*(powers_of_two(samples) if sizes is None else sizes), samples} - {0}) or [samples]
-    with _refusing(samples):
-        settle_allocator()
+    settle_allocator()
+    try:
         with one_thread():
             run = _Run(captured, columns, larger or {}, wanted, Budget(budget_s), progress)
             small = run.smallest()
@@ -94,19 +93,18 @@ def profile_graph(
             run.operations(small, large)
             wholes = run.wholes(large)
             counts = run.bytes(small, large)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise StageError(
+            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
+            "Check that the example has the shapes of the training data."
+        ) from error
     run.report(1.0)
     return _profile(run, small, large, wholes, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Memory by operation.
-
-    Attributes:
-        samples: number of samples of ``kept``.
-        kept: bytes that each operation keeps for its backward.
-        spaces: workspace of each operation.
-    """
+    """Bytes that each operation keeps for its backward at so many samples, and its workspace."""
 
     samples: int
     kept: Sequence[int]
@@ -114,14 +112,7 @@ class _Bytes:
 
 
 class _Run:
-    """Measurement of one profile, step by step.
-
-    Args:
-        sizes: micro-batch sizes to measure, ascending.
-
-    Attributes:
-        notes: notes on the sizes that could not be measured.
-    """
+    """Measurement of one profile, step by step; ``notes`` name the sizes that could not be measured."""
 
     def __init__(
         self, captured: Capture, columns: Columns, larger: Columns, sizes: list[int], budget: Budget,
@@ -191,12 +182,7 @@ class _Run:
         return wholes
 
     def _rounds(self, parts: dict[int, Columns], rounds: int) -> Wholes:
-        """Time the whole model at all sizes in turns, for several rounds; sizes on which it fails are left out.
-
-        Args:
-            parts: micro-batch by size; changed in place.
-            rounds: number of rounds, with the warm-up.
-        """
+        """Time the whole model at all sizes in turns, for several rounds; sizes on which it fails leave ``parts``."""
         wholes: Wholes = {}
         begin_s = time.perf_counter()
         for size, part in list(parts.items()):
@@ -221,12 +207,7 @@ class _Run:
         return wholes
 
     def _beyond(self, seconds: float, rounds: int) -> Wholes:
-        """Time the whole model at sizes above the example's, while that takes less than CHEAP_S.
-
-        Args:
-            seconds: seconds of the whole model at the example's size.
-            rounds: number of rounds, without the warm-up.
-        """
+        """Time the whole model at sizes above the example's (``seconds``), while that takes less than CHEAP_S."""
         wholes: Wholes = {}
         for size in larger_sizes(self.samples, self.larger):
             if (rounds + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long
@@ -267,18 +248,6 @@ class _Run:
         note = f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}."
         if note not in self.notes:
             self.notes.append(note)
-
-
-@contextlib.contextmanager
-def _refusing(samples: int) -> Iterator[None]:
-    """Turn errors of the model on a micro-batch of this size into a StageError."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise StageError(
-            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
-            "Check that the example has the shapes of the training data."
-        ) from error
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

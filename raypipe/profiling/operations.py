@@ -83,13 +83,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class OperationTimes:
-    """Seconds of one operation.
+    """Seconds of one operation: forward, backward for inputs and for parameters, and adding gradients to their sums.
 
-    Attributes:
-        forward_s: forward.
-        input_s, weight_s: backward for the inputs, and for the parameters.
-        sums_s: adding the parameters' gradients to their sums.
-        measured: False if the backward is estimated.
+    ``measured`` is False if the backward is estimated.
     """
 
     forward_s: float
@@ -258,13 +254,7 @@ class OperationTimer:
 
 
 def _backward(roots: Sequence[Any], seeds: Sequence[Any], wanted: Sequence[Any], *, keep: bool) -> float:
-    """Measure the seconds of a backward, without autograd's constant overhead; 0 if no gradient is wanted.
-
-    Args:
-        roots, seeds: outputs and their gradients.
-        wanted: tensors whose gradients are computed.
-        keep: True to keep the graph for another backward.
-    """
+    """Measure the seconds of a backward, without autograd's constant overhead; 0 if no gradient is wanted."""
     if not roots or not wanted:
         return 0.0
     begin = Moment.now()

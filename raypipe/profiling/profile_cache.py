@@ -2,8 +2,7 @@
 
     key = SHA-256 of: code, attributes, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
 
-A file is complete or absent: it is written under a temporary name and renamed. An unreadable file counts as
-absent. Nothing is ever unpickled.
+A file is complete or absent, and an unreadable one counts as absent. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from raypipe.capture import Capture
+from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
@@ -75,7 +74,7 @@ def cached_profile(
     if saved is not None and [n.name for n in saved.graph.nodes] == [n.name for n in captured.graph.nodes]:
         return saved, True
     measured = profile_graph(captured, columns, larger, sizes=sizes, budget_s=budget_s, progress=progress)
-    with suppress(OSError):
+    with suppress(OSError, PlaceError):
         save_profile(folder, key, measured)
     return measured, False
 
@@ -128,20 +127,12 @@ def load_profile(folder: Path, key: str) -> Profile | None:
         return None
 
 
-def save_profile(folder: Path, key: str, profile: Profile) -> Path:
-    """Write a profile to the cache atomically: a reader finds a complete file or none. Return the file's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}.json"
+def save_profile(folder: Path, key: str, profile: Profile) -> None:
+    """Write a profile to the cache atomically: a reader finds a complete file or none."""
     content = json.loads(profile.to_json())
-    handle, name = tempfile.mkstemp(prefix=f".{key[:12]}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"sha256": _checksum(content), "profile": content}, file, indent=1)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
+    data = json.dumps({"sha256": _checksum(content), "profile": content}, indent=1).encode()
+    # Two processes may measure one model at once.
+    Place.of(folder).write_bytes(f"{key}.json", data, partial=f".{key[:12]}.{os.getpid()}.tmp")
 
 
 def _checksum(content: Any) -> str:

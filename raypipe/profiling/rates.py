@@ -137,15 +137,7 @@ def kind_of(name: str) -> str:
 
 
 def rates_of_kind(kind: str, precision: Precision) -> Rates:
-    """Return the rates that a step reaches on a GPU of this kind.
-
-    Args:
-        kind: a key of ``GPUS``.
-        precision: number format that stages compute in.
-
-    Raises:
-        KeyError: ``GPUS`` does not have the kind.
-    """
+    """Return the rates that a step reaches on a GPU of this kind, a key of ``GPUS``, in this precision."""
     gpu = GPUS[kind]
     dtype = precision.leaves or precision.autocast
     fast = dtype == "float16" or (dtype == "bfloat16" and gpu.bf16)

@@ -95,12 +95,7 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """Call of one child of an nn.Sequential.
-
-    Attributes:
-        function: stage function of all children, whose tensors are bound already.
-        prints: function (position) -> fingerprint of the child at this position.
-    """
+    """Call of one child of an nn.Sequential, whose tensors are bound; ``prints`` gives fingerprints by position."""
 
     function: SequentialFunction
     position: int
@@ -246,11 +241,7 @@ def _meta_attention(
     is_causal: bool = False,
     **scaling: Any,
 ) -> torch.Tensor:
-    """Compute attention on the meta device by the fused kernel of real devices, which keeps no tokens x tokens matrix.
-
-    Args:
-        scaling: ``scale`` and ``enable_gqa``; all arguments are those of scaled_dot_product_attention.
-    """
+    """Compute attention on the meta device by the fused kernel, which keeps no tokens x tokens matrix."""
     learns = mask is not None and mask.requires_grad  # T5's position bias, for which that kernel has no gradient
     alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]
     if dropout_p == 0.0 and alike and not learns:

@@ -169,12 +169,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with its tensors and loss, to run operation by operation on any number of samples.
-
-    Attributes:
-        leaves: parameters by site.
-        loss: function of the model's outputs and the columns; it counts as part of the last operation.
-    """
+    """A model with its tensors (parameters by site) and loss, to run one operation after the other on any samples."""
 
     steps: Steps
     leaves: Sequence[torch.Tensor]

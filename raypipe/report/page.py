@@ -326,13 +326,10 @@ def _row(*pictures: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    few = ("", ' class="few"')
+    cells = ("".join(f"<td{few[len(words) <= FEW]}>{escape(words)}</td>" for words in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(words: str) -> str:
-    """Make a cell of a table; short text is not broken into lines."""
-    return f'<td class="few">{escape(words)}</td>' if len(words) <= FEW else f"<td>{escape(words)}</td>"
 
 
 def _duration(seconds: float) -> str:

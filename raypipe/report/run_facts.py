@@ -23,17 +23,13 @@ MOST_RECORDS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Content of a run's folder.
+    """Content of a run's folder; ``missing`` has one sentence for each missing or damaged file.
 
     Attributes:
-        name, folder: name of the run, path of its folder.
         events: lines of events.jsonl, oldest first.
-        records: one record per step.
         plan: last plan of the run; None if it cannot be read.
         timelines: predicted and measured timeline of one step.
-        config: text of config.yaml; "" if the file is missing.
         cost: cost of all submissions so far; None if workers have no price.
-        missing: one sentence for each missing or damaged file.
     """
 
     name: str

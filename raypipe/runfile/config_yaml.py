@@ -40,9 +40,8 @@ def describe(
 
     Args:
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
-        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, init_from, metrics, early_stopping
-            and callbacks of the trainer.
-        name: of the run.
+        functions: the other arguments of the trainer, by name.
+        name: name of the run.
     """
     content: dict[str, Any] = {part: _part(part, value) for part, value in functions.items() if value is not None}
     settings = {f.name: getattr(pipeline, f.name) for f in dataclasses.fields(pipeline)}

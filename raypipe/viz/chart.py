@@ -1,8 +1,7 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks at events.
 
 If there are more points than pixels, local minima and maxima are drawn pale, with the running median on top. A
-non-finite point leaves a gap and a red dash on the axis. If there are many marks, those of frequent kinds become short
-ones above the lines, one row per kind.
+non-finite point leaves a gap and a red dash on the axis.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from itertools import groupby, pairwise
 from statistics import median
 from typing import NamedTuple
 
-from raypipe.viz.svg import LINES, frame, in_unit, shortened, text, ticks
+from raypipe.viz import svg
+from raypipe.viz.svg import GAP, LINES, MARK, ROW, frame, in_unit, legend, shortened, text, ticks
 
 Point = tuple[float, float]
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 62.0, 52.0
 WIDTH, HEIGHT = 640, 320
 """Size of a chart in pixels; a legend of several rows adds to the height."""
-LETTER_PX, ROW = 7.6, 22.0
+LETTER_PX = 7.6
 TITLE_PX = 17
 MEDIANS = 120
 """Number of points of the median line."""
@@ -220,27 +220,16 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 
 
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
-    """Return the legend and the height that it adds: right of the y label if it fits, else below the chart.
-
-    A chart with a single line has no legend.
-
-    Args:
-        label_px: right end of the y label.
-    """
+    """Return the legend and the height that it adds: right of the y label if it fits, else below; none for one line."""
     if len(names) < 2:
         return [], 0.0
     names = [shortened(name, WIDTH / 2) for name in names]
-    wide = [24 + LETTER_PX * len(name) + 16 for name in names]
-    beside = sum(wide) <= WIDTH - RIGHT - label_px
-    left = WIDTH - RIGHT + 16 - sum(wide) if beside else LEFT
-    parts, at, y = list[str](), left, TOP - 14 if beside else HEIGHT + 12
-    for number, (name, px) in enumerate(zip(names, wide, strict=True)):
-        if at > left and at + px > WIDTH - RIGHT + 16:
-            at, y = left, y + ROW
-        parts.append(f'<path d="M{at:.1f},{y - 5:.1f}h18" class="rp-line{number % len(LINES)}" stroke-width="3"/>')
-        parts.append(text(at + 24, y, name))
-        at += px
-    return parts, 0.0 if beside else y - HEIGHT + 14
+    wide = sum(MARK + svg.LETTER_PX * len(name) + GAP for name in names)
+    beside = wide <= WIDTH - RIGHT - label_px
+    left, top = (WIDTH - RIGHT + GAP - wide, TOP - 26) if beside else (LEFT, HEIGHT)
+    entries = [(f"area{number % len(LINES)}", name) for number, name in enumerate(names)]
+    parts, rows = legend(entries, left, top, WIDTH - RIGHT + GAP)
+    return parts, 0.0 if beside else rows * ROW + 4
 
 
 def _medians(points: Sequence[Point]) -> list[Point]:

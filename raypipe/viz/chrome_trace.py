@@ -12,12 +12,14 @@ The format: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUm
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from raypipe.ir.schedule import COMPUTE, Action, Op
 from raypipe.ir.timeline import Span, Timeline, messages_of
 
 Event = dict[str, object]
+Clock = Callable[[float], float]
 NANOSECOND_US = 0.001
 
 
@@ -29,7 +31,7 @@ def chrome_trace_json(timelines: Iterable[Timeline]) -> str:
 
 def _events(timeline: Timeline, process: int) -> list[Event]:
     spans = sorted(timeline.spans, key=lambda span: (span.worker, span.start_s))
-    clock = _Clock(min((span.start_s for span in spans), default=0.0))
+    clock = partial(_microseconds, min((span.start_s for span in spans), default=0.0))
     title = f"{timeline.source} {timeline.name}".strip()
     events: list[Event] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}}]
     names, tracks = _tracks(spans, timeline.num_workers, clock)
@@ -41,17 +43,12 @@ def _events(timeline: Timeline, process: int) -> list[Event]:
     return [*events, *_flows(spans, process, tracks, clock), *_counters(spans, process, clock)]
 
 
-class _Clock:
-    """Conversion of a time in seconds to microseconds since the start of the timeline, rounded to nanoseconds."""
-
-    def __init__(self, zero_s: float) -> None:
-        self._zero_s = zero_s
-
-    def __call__(self, moment_s: float) -> float:
-        return round((moment_s - self._zero_s) * 1e6, 3)
+def _microseconds(zero_s: float, moment_s: float) -> float:
+    """Convert seconds to microseconds since ``zero_s``, rounded to nanoseconds."""
+    return round((moment_s - zero_s) * 1e6, 3)
 
 
-def _tracks(spans: Sequence[Span], num_workers: int, clock: _Clock) -> tuple[list[str], dict[Action, int]]:
+def _tracks(spans: Sequence[Span], num_workers: int, clock: Clock) -> tuple[list[str], dict[Action, int]]:
     """Return the names of the tracks, and the track of every action.
 
     Slices of a track may not overlap. Computation is on the worker's first track. A message that leaves while another
@@ -74,7 +71,7 @@ def _tracks(spans: Sequence[Span], num_workers: int, clock: _Clock) -> tuple[lis
     return names, tracks
 
 
-def _slice(span: Span, process: int, track: int, clock: _Clock) -> Event:
+def _slice(span: Span, process: int, track: int, clock: Clock) -> Event:
     begin_us = clock(span.start_s)
     return {
         "ph": "X",
@@ -88,7 +85,7 @@ def _slice(span: Span, process: int, track: int, clock: _Clock) -> Event:
     }
 
 
-def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: _Clock) -> list[Event]:
+def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: Clock) -> list[Event]:
     """Build two flow events for each message, inside the slice of its source and inside the slice of its target."""
     events: list[Event] = []
     for number, (_, source, target, start_s, _, taken_s) in enumerate(messages_of(spans)):
@@ -100,13 +97,13 @@ def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], cl
     return events
 
 
-def _inside(span: Span, moment_us: float, clock: _Clock) -> float:
+def _inside(span: Span, moment_us: float, clock: Clock) -> float:
     """Clamp a time to the half-open slice of a span, so that viewers bind the flow to it."""
     begin_us, end_us = clock(span.start_s), clock(span.end_s)
     return round(max(begin_us, min(moment_us, end_us - NANOSECOND_US)), 3)
 
 
-def _counters(spans: Sequence[Span], process: int, clock: _Clock) -> list[Event]:
+def _counters(spans: Sequence[Span], process: int, clock: Clock) -> list[Event]:
     """Build counter events: micro-batches held by each stage, and messages in transit."""
     splits = any(span.action.op is Op.W for span in spans)
     changes: dict[str, list[tuple[float, int]]] = {}
@@ -121,7 +118,7 @@ def _counters(spans: Sequence[Span], process: int, clock: _Clock) -> list[Event]
         changes.setdefault("messages on their way", []).extend(moments)
     events: list[Event] = []
     for name, moved in sorted(changes.items()):
-        held = max(0, -min(_sums(moved)))  # of a step before, in a timeline that begins in the middle
+        held = max(0, -min(total for _, total in _totals(moved, 0)))  # by a step before
         for moment_us, total in _totals(moved, held):
             events.append({"ph": "C", "pid": process, "name": name, "ts": moment_us, "args": {"count": total}})
     return events
@@ -135,7 +132,3 @@ def _totals(moments: Iterable[tuple[float, int]], start: int) -> list[tuple[floa
         total += change
         totals[moment_us] = total
     return list(totals.items())
-
-
-def _sums(moments: Iterable[tuple[float, int]]) -> list[int]:
-    return [total for _, total in _totals(moments, 0)] or [0]

@@ -94,11 +94,7 @@ def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s
 
 
 def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
-    """Format the bytes of a stage and its limit.
-
-    Args:
-        worker: shown as the owner of the limit; None if each stage has its own.
-    """
+    """Format the bytes of a stage and its limit; ``worker`` owns the limit if it holds several stages."""
     if stage.limit_bytes is None:
         return human_bytes(stage.memory_bytes)
     of_worker = "" if worker is None else f" of worker {worker}"
@@ -108,13 +104,7 @@ def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
 def _add_bytes(
     parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], label: str
 ) -> None:
-    """Append the bar of a stage's bytes, a line at its limit if that is at most ``most``, and the label.
-
-    Args:
-        most: bytes at the right end of the scale.
-        scale: width of the scale in pixels.
-        kinds: memory categories, in the order of their colours.
-    """
+    """Append the bar of a stage's bytes, a line at its limit if that is at most ``most``, and the label."""
     shares = [
         (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
         for name, count in stage.memory

@@ -5,16 +5,6 @@ step:    393 ms predicted for 32 samples in 4 micro-batches of 8 (81.5 samples/s
 memory:  at most 53.0 MiB on worker 0, 32.6 MiB on worker 1; no limit is set
 why:     stage 1 takes longest, 78.3 ms per micro-batch; 2 stages, as set by num_stages
 
-stage  parameters  ...  forward + backward  of slowest    memory     limit  device  operations
-    0     4.0 MiB         4.1 ms + 8.2 ms         97%  10.1 GiB  24.0 GiB  gpu0    embed ... blocks.3
-
-candidates, with 4 workers:
-  workers  kind               micro-batches     step    memory
-      3-1  replicated stages         6 of 8  41.2 ms  53.0 MiB  <- chosen
-        4  data parallelism         4 of 12    58 ms  61.5 MiB  41% longer
-  1-1-1-1  pipeline                  8 of 6  91.3 ms  40.1 MiB  2.2 times as long
-      2-2  replicated stages              -        -         -  stage 1 would need 80.1 MiB of 64.0 MiB
-
 Every number is a field of the plan, and so in its JSON.
 """
 

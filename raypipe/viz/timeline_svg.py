@@ -79,13 +79,7 @@ class _Scale(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Part of a timeline that is drawn.
-
-    Attributes:
-        spans: boxes of workers.
-        links: messages by (sender, receiver).
-        whole: False if messages or boxes were left out, because there are too many.
-    """
+    """Boxes and messages that are drawn; not the whole timeline if there are too many."""
 
     spans: Sequence[Span]
     links: Sequence[tuple[tuple[int, int], list[MessageSpan]]]
@@ -271,11 +265,7 @@ def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Se
 def in_slots(
     rows: Sequence[Sequence[Action]], before: Callable[[Action], Sequence[Action]], name: str = ""
 ) -> Timeline:
-    """Compute the timeline of a schedule in slots, see SLOTS. If the rows deadlock, it ends at the deadlock.
-
-    Args:
-        rows, before, name: as in ``schedule_svg``.
-    """
+    """Compute the timeline of a schedule in slots, see SLOTS. If the rows deadlock, it ends at the deadlock."""
     rows = [[action for action in row if action.op in COMPUTE] for row in rows]
     known = {action for row in rows for action in row}
     ends: dict[Action, float] = {}

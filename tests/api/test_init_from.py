@@ -250,7 +250,7 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
     assert refusal(source, tmp_path) == f"{refused} a file. It is damaged, or not torch's. {SAVE}"
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     source = str(tmp_path / "broken.safetensors")
-    assert refusal(source, tmp_path).startswith(f"init_from={source!r} is no safetensors file: SafetensorError: ")
+    assert "not a valid safetensors file" in refusal(source, tmp_path)
 
 
 def test_places_where_nothing_is(pretrained: Path, tmp_path: Path) -> None:

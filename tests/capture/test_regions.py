@@ -96,7 +96,7 @@ class Unheld(Nested):
     ("model", "message"),
     [
         (Lossy(), r"calls torch\.cond under torch\.no_grad at .*test_regions\.py:\d+; .*detached operands"),
-        (Unheld(), r"Unheld calls torch\.cond within a way of torch\.cond.*Write the inner one as torch\.where"),
+        (Unheld(), r"Unheld could not be traced.*build the model as an nn\.Sequential of blocks"),
         (Drawing(choosing=True), r"draws random numbers inside torch\.cond .*Draw them outside and pass them in"),
         (
             Drawing(choosing=False),
