@@ -20,14 +20,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe.capture import capture
 from raypipe.data.open_data import open_data
-from raypipe.engine.copy import (
-    CopyHeader,
-    HeldCopies,
-    StageCopies,
-    bring_back,
-    copy_source,
-    parcels_of,
-)
+from raypipe.engine.copy import CopyHeader, HeldCopies, StageCopies, bring_back, copy_source
 from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
 from raypipe.engine.optim.state import Settings, StageState, shard_optimizer
@@ -38,7 +31,7 @@ from raypipe.planner.copy_interval import holders, pieces_sent
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.segments import train_segments
 from raypipe.planner.state_sources import Copy, Layout, Living, plan_transition
-from tests.engine.copy.stages import piece_of
+from tests.engine.copy.stages import parcels_of, piece_of
 from tests.engine.mortal import Counts, Job, Workers, new_state, schedule_for
 from tests.exactness import same_bits
 

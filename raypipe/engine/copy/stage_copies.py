@@ -57,11 +57,6 @@ class StageCopies:
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the memory of all copies."""
-        return sum(block.data.nbytes for slot in self._slots for block in slot.blocks.values())
-
-    @property
     def headers(self) -> tuple[CopyHeader, ...]:
         """Headers of all pieces of all complete copies, in the order of steps."""
         whole = sorted((slot for slot in self._slots if slot.step is not None), key=lambda slot: slot.step or 0)

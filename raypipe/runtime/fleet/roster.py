@@ -298,12 +298,12 @@ def stop_members(roster: Sequence[Member], term: int) -> None:
     Args:
         term: term of the driver that ends them. Members that a later driver has taken over are left alone.
     """
-    obeying = [member.actor.obeys.remote(term) for member in roster]
+    terms = [member.actor.term.remote() for member in roster]
     closing = [member.actor.close.remote(term) for member in roster]
-    ray.wait([*obeying, *closing], num_returns=2 * len(roster), timeout=GRACE_S) if roster else None
-    for member, obeys in zip(roster, obeying, strict=True):
+    ray.wait([*terms, *closing], num_returns=2 * len(roster), timeout=GRACE_S) if roster else None
+    for member, obeyed in zip(roster, terms, strict=True):
         with contextlib.suppress(RayError):  # it is dead or stuck
-            if not ray.get(obeys, timeout=0):
+            if ray.get(obeyed, timeout=0) > term:
                 continue
         end_member(member)
 

@@ -5,7 +5,7 @@
         | link_message(link, *pieces) ----------------------> group "links": copy out, inbox
         | link_message_acked(link, *pieces), every few messages ----> the same
         | <-------------------------------- "taken": the window has room, objects of the store have no user left
-    link_notify(hello | abort) -----------------------------> group "notices", which messages do not block
+    link_notify(hello | goodbye | abort) -------------------> group "notices", which messages do not block
     link_watch(link), not answered while the link is open --> it fails if the other process dies
 
 The actors call each other, without the driver. Ray controls access to actors: a run is as private as its cluster. Each
@@ -178,7 +178,7 @@ class ObjectStoreChannel(QueuedChannel):
 
     def goodbye(self, reason: str | None) -> None:
         self._unacked += 1
-        if self._call_acked(self._peer.link_goodbye, ControlMessage("goodbye", self.link, reason, self._sent)):
+        if self._call_acked(self._peer.link_notify, ControlMessage("goodbye", self.link, reason, self._sent)):
             self._window.drain(CLOSE_TIMEOUT_S)
 
     def _call_acked(self, method: Any, *arguments: object) -> bool:
@@ -297,9 +297,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
-LINK_GROUPS = {"links": 2, "notices": 1, "watch": 1}
-"""Concurrency groups of a LinkedActor. A watch that queues for its thread also fails when the process dies."""
-
 RETRY_S = 0.02
 
 
@@ -311,7 +308,7 @@ class _Address(NamedTuple):
 
 
 class ObjectStoreEndpoint:
-    """Endpoint of one LinkedActor; it opens new links whenever the actor is configured."""
+    """Endpoint of one StageActor, whose methods ``link_...`` call it; opens new links whenever that is configured."""
 
     def __init__(self) -> None:
         self._channels: dict[int, ObjectStoreChannel] = {}
@@ -361,17 +358,18 @@ class ObjectStoreEndpoint:
             return "gone"
         return channel.receive(pieces, checked=unpacked[1])
 
-    def goodbye(self, letter: ControlMessage) -> str:
-        """Take the peer's goodbye; return "taken", or "gone" without a link."""
-        channel = self._channel(letter.link)
-        if channel is None or channel.shut:
-            return "gone"
-        channel.receive_goodbye(letter)
-        return "taken"
-
     def notify(self, letter: ControlMessage) -> str:
-        """Take a hello or an abort; return "welcome", "wait", or the reason for a refusal to a hello."""
+        """Take a control message.
+
+        Returns:
+            "taken" or "gone" to a goodbye, as ``message``; to a hello "welcome", "wait", or the reason for a refusal.
+        """
         channel = self._channel(letter.link)
+        if letter.kind == "goodbye":
+            if channel is None or channel.shut:
+                return "gone"
+            channel.receive_goodbye(letter)
+            return "taken"
         if letter.kind == "abort":
             if channel is not None:
                 channel.fail(LinkAbortedError(f"{channel.name}: aborted by the peer: {letter.reason}"))
@@ -432,41 +430,3 @@ class ObjectStoreEndpoint:
                     "off, or belongs to another run or generation."
                 )
             time.sleep(RETRY_S)
-
-
-class LinkedActor:
-    """Mixin: actor methods of object-store links; the actor needs the concurrency groups LINK_GROUPS."""
-
-    _endpoint: Any = None
-    """Endpoint of any transport. Without an object-store endpoint only late peers call these methods."""
-
-    @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
-    def link_message(self, packed_link: bytes, *pieces: object) -> None:
-        """See ObjectStoreEndpoint.message. No event per message is added to Ray's list of tasks."""
-        if isinstance(self._endpoint, ObjectStoreEndpoint):
-            self._endpoint.message(packed_link, *pieces)
-
-    @ray.method(concurrency_group="links", enable_task_events=False)
-    def link_message_acked(self, packed_link: bytes, *pieces: object) -> str:
-        """See ObjectStoreEndpoint.message; acknowledged."""
-        endpoint = self._endpoint
-        return endpoint.message(packed_link, *pieces) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
-
-    @ray.method(concurrency_group="links")
-    def link_goodbye(self, letter: ControlMessage) -> str:
-        """See ObjectStoreEndpoint.goodbye."""
-        endpoint = self._endpoint
-        return endpoint.goodbye(letter) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
-
-    @ray.method(concurrency_group="notices")
-    def link_notify(self, letter: ControlMessage) -> str:
-        """See ObjectStoreEndpoint.notify."""
-        endpoint = self._endpoint
-        return endpoint.notify(letter) if isinstance(endpoint, ObjectStoreEndpoint) else "wait"
-
-    @ray.method(concurrency_group="watch")
-    def link_watch(self, link: LinkIdentity) -> None:
-        """See ObjectStoreEndpoint.watch."""
-        endpoint = self._endpoint
-        if isinstance(endpoint, ObjectStoreEndpoint):
-            endpoint.watch(link)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 
 from raypipe.engine.copy import CopyPiece, StageCopies, bring_back, copy_source, views_of
 from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.messages.record import raw_bytes
 from raypipe.engine.optim.state import StageState
 from tests.engine.rings import program_of
 from tests.exactness import same_bits
 
-__all__ = ["OPTIMIZERS", "Stage", "piece_of", "same", "source_of"]
+__all__ = ["OPTIMIZERS", "Stage", "parcels_of", "piece_of", "same", "source_of"]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.1),
@@ -100,6 +101,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def piece_of(copies: StageCopies, step: int, piece: int = 0) -> CopyPiece:
     header, block = copies.copy(step, piece)
     return CopyPiece(header, views_of(block))
+
+
+def parcels_of(block: torch.Tensor, parcel_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """A block as parcels (offset, bytes); the bytes are views of its memory."""
+    data = raw_bytes(block, block.nbytes).cast("B")
+    for offset in range(0, len(data), parcel_bytes):
+        yield offset, data[offset : offset + parcel_bytes]
 
 
 def source_of(copies: StageCopies, step: int) -> StoredState:

@@ -57,4 +57,4 @@ def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> 
         made._roster._owner = Owner(term=5)
         made.stop()
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(made.roster[0].actor.obeys.remote(5), timeout=60)
+        ray.get(made.roster[0].actor.term.remote(), timeout=60)
