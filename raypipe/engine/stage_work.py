@@ -37,7 +37,7 @@ from raypipe.errors import LinkError, RaypipeError
 from raypipe.ir.communication import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op, lane_of
-from raypipe.ir.segment import Segment
+from raypipe.ir.segment import Order, Segment
 from raypipe.ir.timeline import Span
 
 Tensors = tuple[torch.Tensor, ...]
@@ -212,8 +212,8 @@ class StageWork:
         self.counters.wait_s += seconds
 
     def report(
-        self, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
-        *, alone: bool, keep_spans: bool, measure: bool,
+        self, order: Order, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
+        *, alone: bool,
     ) -> StepReport:  # fmt: skip
         """Create the report on the mini-batch that ends.
 
@@ -224,7 +224,7 @@ class StageWork:
         """
         counters, (norm, loss) = self.counters, totals
         loss_value, norm_value = self._transfer.read((loss, norm), TransferKind.LOSS)
-        split_s = self._transfer.two_parts_s(self._split_marks) if measure else None
+        split_s = self._transfer.two_parts_s(self._split_marks) if order.measure else None
         if self._training and len(self._placement.replicas) > 1 and not self.settings.replicated_buffers:
             self.buffers.check(self.stage)
         return StepReport(
@@ -244,8 +244,8 @@ class StageWork:
             uncompressed_bytes=(counters.uncompressed_bytes[0], counters.uncompressed_bytes[1]),
             peak_in_flight=counters.peak_in_flight,
             weight_versions=self.ring.held,
-            spans=tuple(spans) if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, split_s) if measure else None,
+            spans=tuple(spans) if order.keep_spans else (),
+            sample=stage_sample(self.stage, step, spans, split_s) if order.measure else None,
             messages=tuple(times for times in counters.times.values() if times.wire_bytes),
             worker=self.worker,
             tokens=self.feed.take_tokens(self._segment, step) if self._training else 0,

@@ -298,12 +298,8 @@ class _StageActor:
                 f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
             )
         row, alone = self._rows[order.rows]
-        if order.training:
-            executor.use_codecs(order.codecs)
         begin_s = time.monotonic()
-        reports = executor.run(
-            order.segment, row, alone=alone, training=order.training, keep_spans=order.keep_spans, measure=order.measure
-        )
+        reports = executor.run(order, row, alone=alone)
         if order.keep_spans:
             self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
             reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
