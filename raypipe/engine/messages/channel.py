@@ -25,7 +25,7 @@ from raypipe.engine.codec.codec import CodedTensor
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.device.thread_pool import ThreadPool
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.frame import Head, PendingCopy
+from raypipe.engine.messages.frame import FrameFormat, Head, PendingCopy
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
@@ -250,8 +250,7 @@ class InMemoryChannel:
 
     def __init__(self, name: str, max_tensors: int, own: _End, other: _End) -> None:
         self.name = name
-        self.generation = own.generation
-        self.max_tensors = max_tensors
+        self.form = FrameFormat(own.generation, max_tensors)
         self._own, self._other = own, other
         self._codecs = Codecs()
         self._pool: ThreadPool[None] | None = None
@@ -268,7 +267,7 @@ class InMemoryChannel:
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         self._own.raise_if_failed()
-        frame.check_count(action, tensors, self.max_tensors)
+        frame.check_count(action, tensors, self.form.max_tensors)
         order = action, tensors, weight_version, self._codecs.of(action.op)
         if self._pool is None and isinstance(tensors, PendingCopy):
             self._pool = ThreadPool(f"raypipe-send {self.name}", 1)
@@ -286,16 +285,9 @@ class InMemoryChannel:
             self.abort(str(error) if isinstance(error, LinkError) else f"sending failed: {error!r}")
 
     def _carry(self, action: Action, tensors: Payload, weight_version: int, codec: Codec) -> None:
-        message = frame.encode(
-            action,
-            tensors,
-            generation=self.generation,
-            max_tensors=self.max_tensors,
-            weight_version=weight_version,
-            codec=codec,
-        )
+        message = frame.encode(action, tensors, self.form, weight_version, codec)
         try:
-            head = frame.parse(message.header, generation=self._other.generation, max_tensors=self.max_tensors)
+            head = frame.parse(message.header, self.form._replace(generation=self._other.generation))
         except LinkError as error:  # what the receiving end of a network would find
             self.abort(str(error))
             return

@@ -39,7 +39,7 @@ from raypipe.engine.codec.host import one_core
 from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.transport.endpoint import LinkSetup, is_checked
-from raypipe.runtime.transport.handshake import run_digest
+from raypipe.runtime.transport.handshake import LinkIdentity, run_digest
 from raypipe.runtime.transport.listener import machine
 from raypipe.runtime.transport.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
 
@@ -98,26 +98,17 @@ RIDING_BYTES = 1 << 20
 _LINK = struct.Struct("<16sQIII?")
 
 
-class LinkIdentity(NamedTuple):
-    """Identity of a link, seen from its sender."""
+def packed_link(link: LinkIdentity, *, checked: bool = False) -> bytes:
+    """Pack a link into bytes without pickle, with a flag: True if the message carries checksums."""
+    return _LINK.pack(*link, checked)
 
-    run: bytes
-    generation: int
-    sender: int
-    receiver: int
-    max_tensors: int
 
-    def pack(self, *, checked: bool = False) -> bytes:
-        """Pack into bytes without pickle, with a flag: True if the message carries checksums."""
-        return _LINK.pack(*self, checked)
-
-    @classmethod
-    def unpack(cls, packed: object) -> tuple[LinkIdentity, bool] | None:
-        """Unpack (link, flag) of ``pack``; return None if the argument is not of that form."""
-        if not isinstance(packed, bytes) or len(packed) != _LINK.size:
-            return None
-        *link, checked = _LINK.unpack(packed)
-        return cls(*link), checked
+def unpacked_link(packed: object) -> tuple[LinkIdentity, bool] | None:
+    """Unpack (link, flag) of ``packed_link``; return None if the argument is not of that form."""
+    if not isinstance(packed, bytes) or len(packed) != _LINK.size:
+        return None
+    *link, checked = _LINK.unpack(packed)
+    return LinkIdentity(*link), checked
 
 
 class ControlMessage(NamedTuple):
@@ -147,10 +138,10 @@ class ObjectStoreChannel(QueuedChannel):
     """
 
     def __init__(self, name: str, link: LinkIdentity, peer: Any, *, checked: bool = False) -> None:
-        super().__init__(name, link.generation, link.max_tensors)
+        super().__init__(name, frame.FrameFormat(link.generation, link.max_tensors))
         self.link = link
         self._checked = checked
-        self._packed_link = link.pack(checked=checked)
+        self._packed_link = packed_link(link, checked=checked)
         self.ended = threading.Event()
         self._peer = peer
         self._window = SendWindow()
@@ -257,19 +248,18 @@ class ObjectStoreChannel(QueuedChannel):
 
     def _take(self, pieces: Sequence[object], *, checked: bool) -> None:
         arrived_at_s = time.time()
-        body = frame.header_bytes(self.max_tensors) + checked_frame.SEAL_BYTES * checked
+        body = frame.header_bytes(self.form.max_tensors) + checked_frame.SEAL_BYTES * checked
         arrays = [_array(piece) for piece in pieces]
         if not arrays or arrays[0].size < body:
             raise LinkError("a call of the peer carried something that is not a message.")
         header = arrays[0][:body].tobytes()
         arrays[0] = arrays[0][body:]
-        known = {"generation": self.generation, "max_tensors": self.max_tensors}
-        head, payload_checksum = checked_frame.parse(header, **known, checked=checked)
+        head, payload_checksum = checked_frame.parse(header, self.form, checked=checked)
         came_bytes = sum(array.size for array in arrays)
         if came_bytes != head.payload_bytes:
             raise LinkError(f"{head.action.words} announced {head.payload_bytes} bytes, {came_bytes} came.")
         checked_frame.check_payload(head, [array.data for array in arrays], payload_checksum)
-        if head.generation < self.generation:
+        if head.generation < self.form.generation:
             return
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
@@ -350,9 +340,9 @@ class ObjectStoreEndpoint:
             raise
         return channels
 
-    def message(self, packed_link: object, *pieces: object) -> str:
+    def message(self, packed: object, *pieces: object) -> str:
         """Take a message; return "taken" once its memory is no longer used here, or "gone" without a link."""
-        unpacked = LinkIdentity.unpack(packed_link)
+        unpacked = unpacked_link(packed)
         channel = None if unpacked is None else self._channel(unpacked[0])
         if unpacked is None or channel is None or channel.shut:
             return "gone"
@@ -377,14 +367,14 @@ class ObjectStoreEndpoint:
         mine, theirs = self._channels.get(letter.link.sender), letter.link
         if mine is None or mine.link.run != theirs.run or mine.link.sender != theirs.receiver:
             return "wait"
-        if mine.generation != theirs.generation:
+        if mine.link.generation != theirs.generation:
             obsolete = f"worker {theirs.sender} opens generation {theirs.generation} while worker {theirs.receiver} "
-            obsolete += f"has generation {mine.generation}, which makes the older obsolete."
-            return obsolete if mine.generation > theirs.generation else "wait"
+            obsolete += f"has generation {mine.link.generation}, which makes the older obsolete."
+            return obsolete if mine.link.generation > theirs.generation else "wait"
         if channel is None:
             self._conflict = (
                 f"worker {theirs.sender} sends up to {theirs.max_tensors} tensors per message, worker "
-                f"{theirs.receiver} expects up to {mine.max_tensors}: they do not run the same plan."
+                f"{theirs.receiver} expects up to {mine.link.max_tensors}: they do not run the same plan."
             )
             return self._conflict
         return "welcome"

@@ -2,7 +2,7 @@
 
 worker A    begin | steps 21, 22, ...
 its thread        | [finish] [hold_copy_part 1 MiB]  [hold_copy_part 2 MiB] ...      paced, see RateLimiter
-worker B                      begin, place            place                          CopyHolder
+worker B                      hold                      place                          WorkerCopies
 worker A                                                                acknowledged: step 20
 
 RateLimiter: parcels take SHARE of the time, and only LEAST_SHARE while boundary messages wait to be sent.

@@ -47,7 +47,8 @@ from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Span
 from raypipe.runtime.transport import make_endpoint
 from raypipe.runtime.transport.endpoint import Endpoint, LinkSetup
-from raypipe.runtime.transport.object_store import ControlMessage, LinkIdentity, ObjectStoreEndpoint
+from raypipe.runtime.transport.handshake import LinkIdentity
+from raypipe.runtime.transport.object_store import ControlMessage, ObjectStoreEndpoint
 from raypipe.runtime.worker.copies import CopyFacts, StageKey, WorkerCopies
 from raypipe.runtime.worker.copy_transfer import RemoteCopy
 from raypipe.runtime.worker.heartbeat import Heartbeat, Vitals
@@ -402,14 +403,14 @@ class _StageActor:
         return endpoint if isinstance(endpoint, ObjectStoreEndpoint) else ObjectStoreEndpoint()
 
     @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
-    def link_message(self, packed_link: bytes, *pieces: object) -> None:
+    def link_message(self, link: bytes, *pieces: object) -> None:
         """See ObjectStoreEndpoint.message."""
-        self._store_links.message(packed_link, *pieces)
+        self._store_links.message(link, *pieces)
 
     @ray.method(concurrency_group="links", enable_task_events=False)
-    def link_message_acked(self, packed_link: bytes, *pieces: object) -> str:
+    def link_message_acked(self, link: bytes, *pieces: object) -> str:
         """See ObjectStoreEndpoint.message; acknowledged."""
-        return self._store_links.message(packed_link, *pieces)
+        return self._store_links.message(link, *pieces)
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: ControlMessage) -> str:

@@ -20,7 +20,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.transport.endpoint import LinkSetup
-from raypipe.runtime.transport.object_store import ControlMessage, LinkIdentity, ObjectStoreEndpoint
+from raypipe.runtime.transport.object_store import ControlMessage, ObjectStoreEndpoint, packed_link, unpacked_link
 from raypipe.runtime.worker import worker
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
 from tests.runtime.transport.ends import opening
@@ -68,17 +68,17 @@ class _BothEnds(ChannelContract):
         return own_threads()
 
     @ray.method(concurrency_group="links", num_returns=0)
-    def link_message(self, packed_link: bytes, *pieces: object) -> None:
-        self._message(packed_link, *pieces)
+    def link_message(self, link: bytes, *pieces: object) -> None:
+        self._message(link, *pieces)
 
     @ray.method(concurrency_group="links")
-    def link_message_acked(self, packed_link: bytes, *pieces: object) -> str:
-        return self._message(packed_link, *pieces)
+    def link_message_acked(self, link: bytes, *pieces: object) -> str:
+        return self._message(link, *pieces)
 
-    def _message(self, packed_link: bytes, *pieces: object) -> str:
-        found = LinkIdentity.unpack(packed_link)
+    def _message(self, link: bytes, *pieces: object) -> str:
+        found = unpacked_link(link)
         assert found is not None
-        return self.ends[found[0].receiver].message(packed_link, *self._damage(pieces))
+        return self.ends[found[0].receiver].message(link, *self._damage(pieces))
 
     def _damage(self, pieces: Any) -> list[Any]:
         with self.counting:  # calls come in two threads, in any order
@@ -146,7 +146,7 @@ class _End(worker._StageActor):
         return self._endpoint.notify(letter)
 
     def message(self, *pieces: object) -> str:
-        return self._endpoint.message(self.channel.link._replace(sender=0, receiver=1).pack(), *pieces)
+        return self._endpoint.message(packed_link(self.channel.link._replace(sender=0, receiver=1)), *pieces)
 
     def link(self) -> Any:
         return self.channel.link
