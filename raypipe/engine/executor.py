@@ -74,8 +74,7 @@ def newest_common_step(
 ) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:
     """Find the newest step that all workers can reach without a rollback; None if there is no such step.
 
-    Args:
-        step: current step of workers whose ``steps`` is None.
+    Workers whose ``steps`` is None are at ``step``.
 
     Returns:
         (number of steps made, ``totals`` of a worker that has made them or None).
@@ -376,8 +375,7 @@ class Executor:
     def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
         """Create the reports of all stages on the mini-batch that ends.
 
-        Args:
-            times: begin of the first action and end of each action, in seconds of ``time.monotonic``.
+        ``times`` are the begin of the first action and the end of each, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
@@ -452,11 +450,7 @@ class Executor:
 
 
 def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a row after the last STEP of each mini-batch; an evaluation, which has no STEP, is one part.
-
-    Args:
-        num_stages: number of stages of the worker, each of which has a STEP.
-    """
+    """Split a row after the last stage's STEP of each mini-batch; an evaluation, which has no STEP, is one part."""
     parts: list[list[Action]] = []
     part: list[Action] = []
     stepped = 0

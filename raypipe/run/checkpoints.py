@@ -112,8 +112,7 @@ class Checkpoints:
 
         Args:
             end: position of the run when the state was saved.
-            metrics: numbers for the manifest, such as the loss.
-            scored: True if the metrics include the results of an evaluation.
+            metrics: numbers for the manifest, such as the loss; ``scored`` if an evaluation's results are among them.
         """
         self._last = end.step, self._pool.submit(self._complete, end, dict(metrics), self._times_forgotten)
         self._scored = end.step if scored else 0

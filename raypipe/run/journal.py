@@ -47,11 +47,7 @@ class News(NamedTuple):
 
 
 class Journal:
-    """Records and status of a run, written by its thread and read by others.
-
-    Args:
-        name, path: of the run and its folder.
-    """
+    """Records and status of a run, written by its thread and read by others."""
 
     def __init__(self, name: str, path: str) -> None:
         self._changed = threading.Condition()
@@ -84,12 +80,9 @@ class Journal:
             self._changed.notify_all()
 
     def step(self, record: StepRecord, reports: Sequence[StepReport], stages: Stages) -> None:
-        """Publish a completed step; after a rollback it may repeat an earlier step.
+        """Publish a completed step, which ``stages`` made; after a rollback it may repeat an earlier step.
 
-        Args:
-            reports: reports of the stages on this step; the journal ignores them.
-            stages: facts of the workers that made this step. Step and workers change together, so that the status never
-                shows a step with workers that did not make it.
+        Step and workers change together, so that the status never shows a step with workers that did not make it.
         """
         with self._changed:
             self._records.append(record)

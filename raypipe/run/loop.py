@@ -210,11 +210,7 @@ class _Loop:
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
     def close(self, end: RunEnd | None) -> None:
-        """Close all components, even if closing one of them raises.
-
-        Args:
-            end: argument of the callbacks' ``on_end``; None does not call it.
-        """
+        """Close all components, even if closing one raises. ``end`` is the argument of ``on_end``; None calls none."""
         with ExitStack() as last:  # called in reverse order
             last.callback(self._log_alerts)
             last.callback(lambda: self._reporter.callbacks.end(end))

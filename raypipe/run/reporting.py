@@ -79,10 +79,9 @@ class Reporter:
         self.callbacks.event(decision, reason, numbers)
 
     def complain(self, kind: str, message: str, step: int, in_a_row: int = 0) -> None:
-        """Raise an alert, and write it to events.jsonl; of a kind of repeated failures only the first is written.
+        """Raise an alert, see ``Journal.alert``, and write it to events.jsonl.
 
-        Args:
-            kind, message, step, in_a_row: as in ``Journal.alert``.
+        Of a kind of repeated failures only the first is written.
         """
         if not in_a_row or kind not in {alert.kind for alert in self.watcher.alerts}:
             self.log("warning", message, step=step)
@@ -141,12 +140,10 @@ class CallbackThread:
         self._put("on_recovery" if decision in FAILURES else "on_decision", event.step, event)
 
     def end(self, how: RunEnd | None) -> None:
-        """Carry out the queued calls and ``on_end``, for END_S at most; later events are ignored.
+        """Carry out the queued calls and ``on_end(how)``, for END_S at most; later events are ignored.
 
-        The remaining calls are then dropped, with an alert. A callback that hangs ends with the process.
-
-        Args:
-            how: argument of ``on_end``; None does not call it.
+        The remaining calls are then dropped, with an alert. A callback that hangs ends with the process. If ``how``
+        is None, ``on_end`` is not called.
         """
         if not self._begun:
             return

@@ -73,11 +73,7 @@ class Failures:
         return self._most != 0 and isinstance(error, StageError | LinkError)
 
     def counted(self, error: RaypipeError, step: int) -> str:
-        """Count a failure; return "" if the run may continue, else the reason why not.
-
-        Args:
-            step: steps that every stage had completed.
-        """
+        """Count a failure after ``step`` steps of every stage; return why the run may not continue, or ""."""
         self.count += 1
         if self._most != UNLIMITED and self.count > self._most:
             return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
@@ -201,12 +197,7 @@ class Changing:
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish that training resumes after a failure.
-
-        Args:
-            decision: "recovery" for a rollback of all stages, or "regroup" without the lost replicas.
-            begin_s: when the failure was noticed.
-        """
+        """Publish "recovery", of all stages by a rollback, or "regroup", without the lost replicas, after a failure."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))

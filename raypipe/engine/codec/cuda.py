@@ -36,11 +36,7 @@ KERNELS: dict[str, tuple[torch.dtype, ...]] = {
 
 
 def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
-    """Return the name of a kernel in the source.
-
-    Args:
-        way: "encode" or "decode".
-    """
+    """Return the name of a kernel in the source, whose ``way`` is "encode" or "decode"."""
     return f"{way}_{name}_{_TYPES[dtype]}"
 
 

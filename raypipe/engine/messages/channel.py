@@ -126,11 +126,7 @@ class Channel(Protocol):
 
 
 class Inbox:
-    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action.
-
-    Args:
-        name: name of the channel, for error messages.
-    """
+    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,11 +137,7 @@ class Inbox:
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
     def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
-        """Store a message, or drop it after a failure. A second message of one action is a failure.
-
-        Args:
-            arrived_at_s: see Stamp.
-        """
+        """Store a message, or drop it after a failure. A second message of one action is a failure."""
         action = head.action
         stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
         message = Message.of(tensors, head.weight_version, stamp)
@@ -186,8 +178,7 @@ class Inbox:
     def fail(self, error: LinkError, *, keep: bool = False) -> None:
         """End all waits, now and later, with ``error``, or with the error of the first call of this method.
 
-        Args:
-            keep: True if messages that have arrived may still be taken, because the peer ended in good order.
+        With ``keep``, messages that have arrived may still be taken, because the peer ended in good order.
         """
         with self._lock:
             if self._error is None:

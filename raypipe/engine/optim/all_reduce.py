@@ -92,11 +92,7 @@ class AllReduce:
         self._running: _ThreadedExchange | None = None
 
     def begin(self, microbatch: int) -> None:
-        """Start the exchange in parallel with the update's last backward, which is about to run.
-
-        Args:
-            microbatch: last micro-batch of the update.
-        """
+        """Start the exchange in parallel with the update's last backward, of ``microbatch``, which is about to run."""
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
             self._running = _ThreadedExchange(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
@@ -104,11 +100,8 @@ class AllReduce:
             self._running.start()
 
     def run(self, microbatch: int) -> None:
-        """Compute the totals over all lanes, or wait for those of the exchange that ``begin`` started; close the sink
-        with them.
-
-        Args:
-            microbatch: last micro-batch of the update.
+        """Compute the totals over all lanes after the update's last micro-batch, or wait for those of the exchange that
+        ``begin`` started; close the sink with them.
 
         Raises:
             LinkError: a replica did not answer.
@@ -128,9 +121,6 @@ class AllReduce:
 
     def gather(self, microbatch: int) -> None:
         """Send the parameters of this replica's slices after its step, and write those received from other replicas.
-
-        Args:
-            microbatch: last micro-batch of the update.
 
         Raises:
             LinkError: a replica did not answer.
@@ -162,8 +152,7 @@ class AllReduce:
         """Exchange all chunks and return the totals, one per entry of the sink's ``trained``. Totals of sharded
         parameters are defined in this replica's slices only.
 
-        Args:
-            wait: called with a chunk's number; returns once this replica has all gradients of the chunk.
+        ``wait(chunk)`` returns once this replica has all gradients of the chunk.
         """
         sink, me = self._sink, self._placement.worker
         into: list[torch.Tensor | None] = [None] * len(sink.trained)

@@ -65,11 +65,7 @@ class Settings:
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:
-    """Read the learning rate of a parameter group; None if it is missing or not a number, as in lr=None of Adafactor.
-
-    Args:
-        group: one of ``optimizer.param_groups``.
-    """
+    """Read the learning rate of a parameter group; None if missing or not a number, as in lr=None of Adafactor."""
     rate: Any = group.get("lr")
     if (isinstance(rate, torch.Tensor) and rate.numel() != 1) or not hasattr(rate, "__float__"):
         return None
@@ -160,11 +156,8 @@ class StageState:
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors that this stage writes into a checkpoint: its persistent buffers, and those of its parameters
-    that no earlier stage holds.
-
-    Args:
-        persistent: names in the user's state_dict.
+    """Return the tensors that this stage writes into a checkpoint: its buffers in ``persistent``, and those of its
+    parameters that no earlier stage holds.
     """
     first = {
         name: parameter

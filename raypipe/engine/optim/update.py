@@ -124,8 +124,7 @@ class Update:
         """Return (positions in named_parameters(), gradient norms), both of shape (n,), of this stage's parameters that
         have a gradient and that no earlier stage holds.
 
-        Args:
-            parts: ``part_norms`` of all replicas, in the order of the replicas, if the optimizer state is sharded.
+        ``parts`` are ``part_norms`` of all replicas, in their order, if the optimizer state is sharded.
         """
         index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
         whole = []

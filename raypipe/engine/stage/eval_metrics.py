@@ -117,11 +117,7 @@ def check_metrics(metrics: Any) -> None:
 
 
 class EvalMetrics:
-    """The metrics of one evaluation after another.
-
-    Args:
-        metrics: by name; objects with state are copied.
-    """
+    """The metrics of one evaluation after another; objects with state are copied."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = {name: _own(metric) if is_stateful(metric) else metric for name, metric in metrics.items()}
@@ -136,10 +132,7 @@ class EvalMetrics:
                 metric.reset()
 
     def add(self, output: Any, target: Sequence[Any], samples: int) -> None:
-        """Add a micro-batch.
-
-        Args:
-            target: arguments of the metrics after the output.
+        """Add a micro-batch; ``target`` has the arguments of the metrics after the output.
 
         Raises:
             StageError: a metric raised, or did not return a number; names it.

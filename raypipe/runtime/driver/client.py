@@ -73,10 +73,6 @@ class RayConnection:
         If a living driver does not answer in time, the news has no records, and its status has a message with the
         duration of the silence.
 
-        Args:
-            since: number of the first record to return.
-            wait_s: seconds for which the driver waits for a new record.
-
         Raises:
             StageError: the driver is gone, or could not begin.
         """
@@ -292,10 +288,7 @@ def start_run(
 
 
 def _driver(spec: RunSpec, folder: str, *, detached: bool) -> Any:
-    """Create the driver actor, preferably on this node.
-
-    Args:
-        folder: working directory of the actor on a node that has it.
+    """Create the driver actor, preferably on this node, with this working directory on a node that has it.
 
     Raises:
         ConfigError: a run of this name is on the cluster.

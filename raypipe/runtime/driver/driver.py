@@ -361,12 +361,7 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
-        """Resize the run, and return when the new plan is in force.
-
-        Args:
-            num_stages: number of stages of the new plan.
-            timeout_s: seconds to wait for the new plan.
-            num_replicas: replicas of all stages, or of each; None keeps the configured number.
+        """Resize the run, and return when the new plan is in force; see Requests.resize.
 
         Raises:
             PlanError: no such plan exists, or there are not enough workers for it.

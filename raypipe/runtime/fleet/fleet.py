@@ -129,10 +129,6 @@ class Fleet(Configuring):
         They end their work and obey this driver from now on. A worker whose member is missing counts as lost. The
         caller has to recover the run afterwards (see Recovery).
 
-        Args:
-            run: setup of the run that the members have joined.
-            setup: setup of the plan that they have.
-
         Raises:
             LeaseError: a driver of a higher term has adopted a member.
         """
@@ -257,10 +253,7 @@ class Fleet(Configuring):
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
-        """Replace lost workers by spares, and start new members if there are too few.
-
-        Args:
-            count: number of workers that the plan needs.
+        """Replace lost workers by spares, and start new members if there are fewer than ``count``.
 
         Returns:
             Names of the replaced workers, for messages.

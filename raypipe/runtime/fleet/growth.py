@@ -241,8 +241,7 @@ def growth_of(
 ) -> Growth | None:
     """Create the Growth of a run that may change its number of workers; None for other runs.
 
-    Args:
-        size: size of the last resize under an earlier driver; None if the run was not resized.
+    ``size`` is that of the last resize under an earlier driver; None if the run was not resized.
     """
     if spec.workers is None:
         return None

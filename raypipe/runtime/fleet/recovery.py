@@ -162,11 +162,7 @@ class Recovery:
         return steps if len(steps) == newer - step and all(steps) else None
 
     def _roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all of them can have.
-
-        Args:
-            steps: steps of which copies may be used.
-        """
+        """Roll all stages back to the newest state that all can have: of copies, those of ``steps`` may be used."""
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -406,12 +402,10 @@ class Recovery:
     def _plan_for_fewer(self, error: PlanError, made: PlanInForce) -> PlanInForce | None:
         """Make a plan for the remaining workers, or wait for more if that fails; None if the run was stopped.
 
-        Args:
-            error: reason why lost workers could not be replaced.
-            made: plan that is returned once all its workers are there again.
+        ``made`` is returned once all its workers are there again.
 
         Raises:
-            PlanError: too few workers came in time.
+            PlanError: too few workers came in time; ``error`` says why lost workers could not be replaced.
         """
         if self._growth is None:
             try:
@@ -431,14 +425,10 @@ class Recovery:
         return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
 
     def _planned_for(self, workers: int, error: PlanError) -> PlanInForce:
-        """Make a plan for fewer workers: fewer replicas, or the same number of stages on each worker.
-
-        Args:
-            workers: number of workers that are left.
-            error: reason why lost workers could not be replaced, for the message.
+        """Make a plan for ``workers`` workers: fewer replicas, or the same number of stages on each worker.
 
         Raises:
-            StageError: no worker is left, or no such plan exists.
+            StageError: no worker is left, or no such plan exists; ``error`` says why others could not be replaced.
         """
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
@@ -463,9 +453,6 @@ class Recovery:
 
     def _restore(self, made: PlanInForce, copies: Sequence[Copy]) -> tuple[int, str, Position | None]:
         """Apply plan ``made`` with the newest state that all workers can have.
-
-        Args:
-            copies: copies of steps to which the run can roll back.
 
         Returns:
             Step of that state; its source, as text; position in the run if it is no copy, else None.

@@ -164,10 +164,9 @@ class Roster:
         return sum(not member.lost for member in self.members)
 
     def ask_for(self, count: int, without: Collection[str] = ()) -> None:
-        """Request placement groups so that there are enough for ``count`` members; cancel surplus requests.
+        """Request placement groups for ``count`` members; cancel surplus requests.
 
-        Args:
-            without: Ray's ids of nodes that are about to go, whose members do not count.
+        Members on the nodes ``without``, by Ray's ids, are about to go and do not count.
         """
         with self._growing:
             missing = max(0, count - len(self.staying(without)) - self.starting)
@@ -295,8 +294,7 @@ class Roster:
 def stop_members(roster: Sequence[Member], term: int) -> None:
     """Close the members' links, then end their actors, within seconds, whatever state they are in.
 
-    Args:
-        term: term of the driver that ends them. Members that a later driver has taken over are left alone.
+    Members that a driver of a later ``term`` has taken over are left alone.
     """
     terms = [member.actor.term.remote() for member in roster]
     closing = [member.actor.close.remote(term) for member in roster]
@@ -383,11 +381,7 @@ def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
 
 
 def shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each host whose /dev/shm is below LEAST_SHM_BYTES; a container's default is 64 MiB.
-
-    Args:
-        members: facts of all members.
-    """
+    """Return a warning for each host whose /dev/shm is below LEAST_SHM_BYTES; a container's default is 64 MiB."""
     small = {m["host"]: m["shm_bytes"] for m in members if 0 < m["shm_bytes"] < LEAST_SHM_BYTES}
     return [
         f"/dev/shm on {host} has {human_bytes(size)}, so Ray's object store spills to disk: give it more "

@@ -150,14 +150,8 @@ class Waiting:
     def _coming(self, count: int, going: Mapping[str, float | None]) -> int | None:
         """Request placement groups for missing members; return the number of available members.
 
-        Available are members that are living or starting, or whose placement group was created.
-
-        Args:
-            count: number of members to request in all.
-            going: nodes that are about to go.
-
-        Returns:
-            None if Ray does not answer.
+        Available are members that are living or starting, or whose placement group was created; members on the nodes
+        ``going`` are replaced. None if Ray does not answer.
         """
         places = self._fleet.places
         try:
@@ -167,10 +161,7 @@ class Waiting:
             return None
 
     def _started(self, failed: int) -> int:
-        """Start members in created placement groups; return the number of consecutive failures to do so.
-
-        Args:
-            failed: number of consecutive failures before.
+        """Start members in created placement groups; return how many attempts have failed in a row, ``failed`` before.
 
         Raises:
             PlanError: members failed to start MOST_FAILED times in a row.

@@ -118,9 +118,6 @@ class DeviceGroupChannel(ProcessGroupChannel):
     """Channel whose payloads go from device to device, through NCCL.
 
     Payloads carry no checksum: they leave the device through hardware that has its own.
-
-    Args:
-        device: this end's device.
     """
 
     on_device = True

@@ -111,11 +111,7 @@ class RecvBuffer(NamedTuple):
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors, once all bytes are here.
-
-        Args:
-            coded: see ``frame.decode``.
-        """
+        """Return the tensors, once all bytes are here; for ``coded`` see ``frame.decode``."""
         if self.tensors is not None:
             return self.tensors
         return frame.decode(head, self.payload, memory.take, coded=coded)

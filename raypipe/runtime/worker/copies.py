@@ -211,11 +211,7 @@ class WorkerCopies:
             own.state.wait_until_read()
 
     def noted(self, reports: Reports, begin_s: float) -> Reports:
-        """Return the reports of a segment with their fields ``copying`` and ``copied`` set.
-
-        Args:
-            begin_s: ``time.monotonic()`` at the beginning of the segment.
-        """
+        """Return the reports of a segment that began at ``begin_s`` with ``copying`` and ``copied`` set."""
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
         if not copying and not any(at):
@@ -226,12 +222,9 @@ class WorkerCopies:
         ]
 
     def hold(self, generation: int, header: CopyHeader) -> bool:
-        """Begin to receive a copy of another worker's stage; return True if it is complete already.
+        """Begin to receive a copy of another worker's stage under a plan; return True if it is complete already.
 
         If the stage already has a copy of an earlier step under the same plan, copies of older plans are dropped.
-
-        Args:
-            generation: number of the plan under which the copy was taken.
         """
         with self._lock:
             held = self._held.setdefault(StageKey(generation, header.stage, header.piece), HeldCopies())
@@ -240,11 +233,7 @@ class WorkerCopies:
             return held.begin(header).whole
 
     def place(self, key: StageKey, step: int, offset: int, data: memoryview) -> bool:
-        """Store received bytes of a copy; return True once the copy is complete.
-
-        Args:
-            step: optimizer steps done in the copy.
-            offset: index of the first of these bytes in the copy's block.
+        """Store received bytes of a copy, from index ``offset`` of its block on; return True once the copy is complete.
 
         Raises:
             CheckpointError: the copy was not begun, or the bytes are not the next ones.

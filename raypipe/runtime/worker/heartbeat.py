@@ -192,13 +192,7 @@ class Vitals:
 def heartbeat_of(
     clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
 ) -> Heartbeat:
-    """Create the heartbeat of this process, and update ``clock``.
-
-    Args:
-        action: current action; None between segments.
-        segments: number of segments carried out.
-        reads: True if a stage waits for its data.
-    """
+    """Create the heartbeat of this process, and update ``clock``; a stage that ``reads`` waits for its data."""
     now_s = time.monotonic()
     computes = action is not None and action.op in _OWN and not reads
     return Heartbeat(

@@ -129,11 +129,7 @@ class StoredTensors:
                 yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
 
     def let_go(self, saved: Collection[str]) -> None:
-        """Drop the references to parcels whose tensors are all in ``saved``; the store then frees these parcels.
-
-        Args:
-            saved: names of the tensors that checkpoints contain.
-        """
+        """Drop parcels whose tensors are all in ``saved``, those of checkpoints; the store then frees the parcels."""
         self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
 
 

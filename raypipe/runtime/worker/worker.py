@@ -133,12 +133,7 @@ class _StageActor:
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store what another driver needs to resume this run.
-
-        Args:
-            charter: the run's charter, pickled by its driver.
-            names: names of the tensors to store, which are in no checkpoint.
-        """
+        """Store what another driver needs to resume this run: its charter, and tensors that are in no checkpoint."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 

@@ -51,11 +51,7 @@ class FreshOptions(NamedTuple):
         return FreshOptions(self.names | other.names, self.scheduled or other.scheduled, self.every or other.every)
 
     def takes(self, option: str, defaults: Collection[str]) -> bool:
-        """Return True if an option keeps its present value.
-
-        Args:
-            defaults: names of the optimizer's own options.
-        """
+        """Return True if an option keeps its present value; ``defaults`` are the optimizer's own options."""
         turned = self.scheduled and (option in _SCHEDULED or option not in defaults)
         return self.every or option in self.names or turned
 

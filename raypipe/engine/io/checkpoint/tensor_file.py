@@ -75,10 +75,7 @@ _ODD_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, what: str) -> Any:
-    """Encode a value as JSON.
-
-    Args:
-        what: name of the value, for the message.
+    """Encode a value as JSON; ``what`` names it in the message.
 
     Raises:
         CheckpointError: it is neither number, text, None, a tensor of one element nor a sequence of these.
@@ -183,12 +180,9 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, Any]:
-    """Create the header's table of tensors, as JSON values, in the order of their bytes.
+    """Create the header's table of tensors, the first at byte ``begin``, as JSON values, in the order of their bytes.
 
     Dtypes with large elements come first, as in the library, so that every tensor is aligned to its elements.
-
-    Args:
-        begin: offset of the first tensor, in bytes.
 
     Raises:
         CheckpointError: a tensor cannot be stored; names it.
