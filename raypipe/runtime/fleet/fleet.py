@@ -92,11 +92,6 @@ class Fleet(Configuring):
         self.watch = Watch(lambda: self.roster, terms.lease_s, on_event, terms.owner.term)
 
     @property
-    def places(self) -> Roster:
-        """Roster: members, and requested placement groups of members that are not started yet."""
-        return self._roster
-
-    @property
     def members(self) -> list[Mapping[str, Any]]:
         """Facts that every member reported of itself, in the roster's order."""
         return [member.facts for member in self.roster]
@@ -249,7 +244,7 @@ class Fleet(Configuring):
 
         ``in_use`` keeps them until the next ``configure``.
         """
-        self._roster.drop_lost()
+        self.places.drop_lost()
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
@@ -261,9 +256,9 @@ class Fleet(Configuring):
         Raises:
             PlanError: a new member got no placement group in time.
         """
-        self._roster.drop_lost()
+        self.places.drop_lost()
         lost = self._dropped()
-        self._roster.grow(count)
+        self.places.grow(count)
         spares = [member for member in self.roster if member.worker is None]
         for worker, member in zip(lost, spares, strict=False):
             self.in_use[worker], member.worker = member, worker
@@ -373,7 +368,7 @@ class Fleet(Configuring):
     def stop(self) -> None:
         """Stop the watch, close the links, and end the actors within seconds, whatever state they are in."""
         self.watch.close()
-        self._roster.close()
+        self.places.close()
 
 
 def _shown(member: Member) -> dict[str, Any]:

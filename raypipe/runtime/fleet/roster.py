@@ -104,6 +104,8 @@ class Roster:
         living: members that are alive already.
 
     Attributes:
+        owner: driver that the members obey.
+        closed: True once the fleet has ended.
         members: all members that were not dropped; a position in this list is a roster position.
         waiting: requested placement groups of members that are not started yet, by member number.
         starting: number of members whose processes are starting; their groups are no longer in ``waiting``.
@@ -112,16 +114,16 @@ class Roster:
     """
 
     def __init__(self, count: int, terms: Terms, living: Sequence[Member] = ()) -> None:
-        self._terms, self._owner = terms, terms.owner
+        self._terms, self.owner = terms, terms.owner
         self._growing = threading.Condition()
-        self._closed = False
+        self.closed = False
         self.members = list(living)
         self.waiting: dict[int, PlacementGroup] = {}
         self.starting = 0
         self.patience_s: float | None = None
         self.stopped: Callable[[], bool] = lambda: False
         # The next number. Ending actors of an earlier driver still have theirs.
-        self._started = max((first_unused(self._owner.name), *(1 + member.number for member in living)))
+        self._started = max((first_unused(self.owner.name), *(1 + member.number for member in living)))
         self.grow(count)
 
     def grow(self, count: int, patience_s: float | None = None) -> None:
@@ -136,27 +138,17 @@ class Roster:
             PlanError: a placement group was not created in time, or a member did not start.
         """
         with self._growing:
-            self._growing.wait_for(lambda: self.living >= count or not self.starting or self._closed, UNDER_WAY_S)
+            self._growing.wait_for(lambda: self.living >= count or not self.starting or self.closed, UNDER_WAY_S)
             missing = count - self.living
-            if missing <= 0 or self._closed:
+            if missing <= 0 or self.closed:
                 return
             first = [*created(self.waiting), *self.waiting]  # created groups before pending ones
             places = {number: self.waiting.pop(number) for number in list(dict.fromkeys(first))[:missing]}
             places |= self._request(missing - len(places))
             wait_for(
-                places, self.needs, self.owner, self.patience_s if patience_s is None else patience_s, self.stopped
+                places, self.needs, self.owner.name, self.patience_s if patience_s is None else patience_s, self.stopped
             )
             self._take(self._start(places))
-
-    @property
-    def owner(self) -> str:
-        """Name of the driver that the members obey; "" if this process is not a run's driver."""
-        return self._owner.name
-
-    @property
-    def closed(self) -> bool:
-        """True once the fleet has ended."""
-        return self._closed
 
     @property
     def living(self) -> int:
@@ -172,7 +164,7 @@ class Roster:
             missing = max(0, count - len(self.staying(without)) - self.starting)
             surplus = list(self.waiting)[missing:]
             release([self.waiting.pop(number) for number in surplus])
-            if not self._closed:
+            if not self.closed:
                 self.waiting |= self._request(missing - len(self.waiting))
 
     def start_granted(self) -> int:
@@ -202,11 +194,11 @@ class Roster:
     def _request(self, count: int) -> dict[int, PlacementGroup]:
         numbers = range(self._started, self._started + count)
         self._started += max(0, count)
-        return request_places(self._owner.name, numbers, self.needs)
+        return request_places(self.owner.name, numbers, self.needs)
 
     def _take(self, new: list[Member]) -> None:
-        if self._closed:
-            stop_members(new, self._owner.term)
+        if self.closed:
+            stop_members(new, self.owner.term)
         else:
             self.members = [*self.members, *new]
 
@@ -242,9 +234,9 @@ class Roster:
 
     def close(self) -> None:
         """Close the links and end the actors within seconds, whatever state they are in; start no others afterwards."""
-        self._closed = True
+        self.closed = True
         release(list(self.waiting.values()))
-        stop_members(self.members, self._owner.term)
+        stop_members(self.members, self.owner.term)
 
     @property
     def needs(self) -> dict[str, float]:
@@ -266,7 +258,7 @@ class Roster:
 
         If this raises, all these actors are ended and all these groups are removed.
         """
-        needs, terms, owner = self.needs, self._terms, self._owner.name
+        needs, terms, owner = self.needs, self._terms, self.owner.name
         # Until the first heartbeat renews it, a lease also covers the start of the processes.
         lease_s = START_TIMEOUT_S + terms.lease_s
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
@@ -285,7 +277,7 @@ class Roster:
             ]
             _introduce(roster, listening, [member.facts for member in self.members])
         except BaseException:
-            stop_members(roster, self._owner.term)
+            stop_members(roster, self.owner.term)
             release(list(places.values()))
             raise
         return roster

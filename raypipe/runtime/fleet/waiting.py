@@ -210,7 +210,7 @@ class _Looking:
         return NO_ANSWER if now_s - self._began_s >= ANSWER_S else None
 
     def _look(self, coming: int, count: int) -> None:
-        self._shortage = shortage(self._places.needs, count, self._places.owner)
+        self._shortage = shortage(self._places.needs, count, self._places.owner.name)
         self._shortage_at = coming
 
 
