@@ -169,7 +169,7 @@ def read_lease(place: Place) -> Held | None:
         ) from error
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """Lease on a run from ``take`` to ``release``, renewed by a thread.
 
     Attributes:
@@ -291,9 +291,6 @@ class Lease:
             if not self.lost:
                 _write(self._place, self.held._replace(renewals=self._renewals, released=True))
         HERE.discard(self.held.holder.id)
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()

@@ -25,7 +25,6 @@ from raypipe.engine.io.run_files import RunFolder
 from raypipe.errors import CheckpointError
 from raypipe.ir.report import StepRecord
 from raypipe.run.spec import RunSpec, Watcher
-from raypipe.run.status import ALERTS, as_event, in_words
 from raypipe.user_lines import quoted, short
 
 MOST_WAITING = 10_000
@@ -86,11 +85,6 @@ class Reporter:
         if not in_a_row or kind not in {alert.kind for alert in self.watcher.alerts}:
             self.log("warning", message, step=step)
         self.watcher.alert(kind, message, step, in_a_row)
-
-    def log_alerts(self, step: int) -> None:
-        """Append the alerts of this submission to events.jsonl."""
-        if alerts := self.watcher.alerts:
-            self.log(ALERTS, in_words(alerts), step=step, alerts=as_event(alerts))
 
 
 class CallbackThread:

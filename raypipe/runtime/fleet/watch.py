@@ -143,19 +143,15 @@ class Watch:
         members = [member for member in self._roster() if not member.lost]
         self._watched = {id(m): self._watched.get(id(m)) or _Watched(m) for m in members}
         if asks:
-            self._request_heartbeats()
+            for watched in self._watched.values():
+                if watched.request is None:  # the last one was answered
+                    watched.request = watched.member.actor.heartbeat.remote(self._term, self._lease_s)
         self._take_heartbeats(awake_s)
         if self._closed.is_set():
             return
         self._look(members, now_s, awake_s)
         for watched in self._watched.values():
             self._judge(watched)
-
-    def _request_heartbeats(self) -> None:
-        """Send a heartbeat request to each member that has answered the last one."""
-        for watched in self._watched.values():
-            if watched.request is None:
-                watched.request = watched.member.actor.heartbeat.remote(self._term, self._lease_s)
 
     def _take_heartbeats(self, awake_s: float) -> None:
         """Store new heartbeats in their members, and add ``awake_s`` to the silence of all other members.

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -240,6 +240,13 @@ CHUNK_BYTES = 1 << 23
 MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
+def header_of(table: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file before those of its tensors."""
+    text = json.dumps({METADATA: dict(metadata), **table}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
     """Write a safetensors file piece by piece; return (its size in bytes, its SHA-256 in hexadecimal).
 
@@ -258,17 +265,14 @@ def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tenso
         size_bytes += len(data)
 
     table = table_of(tensors)
-    text = json.dumps({METADATA: {"format": "pt"}, **table}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    put(len(text).to_bytes(8, "little"))
-    put(text)
+    put(header_of(table, {"format": "pt"}))
     for name in table:
         packed = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
         put(raw_bytes(packed, packed.numel() * packed.dtype.itemsize).cast("B"))
     return size_bytes, digest.hexdigest()
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """Opened safetensors file; a context manager.
 
     Attributes:
@@ -286,9 +290,6 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TensorFile:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
