@@ -95,7 +95,6 @@ class Executor:
     """Executor of segments on one worker.
 
     Args:
-        worker: index of this worker.
         states: states of this worker's stages, in increasing order of the stages.
         channels: by worker, the channel to every worker of ``placement.neighbours(programs)``.
         device: device that computes and holds the states.

@@ -108,8 +108,6 @@ class Reduction:
     """Runner of REDUCE_GRAD and REDUCE_NORM on one worker.
 
     Args:
-        programs: programs of all stages.
-        placement: assignment of stages to workers.
         sinks, updates: gradient sums and updates of this worker's stages.
         exchanges: all-reduces with the replicas of these stages.
         send: (worker, action, tensors) sends a message.

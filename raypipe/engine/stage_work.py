@@ -100,9 +100,7 @@ class StageWork:
 
     Args:
         stage: index in ``setup.programs``.
-        worker: index of the worker that holds the stage.
         channels: by neighbour stage, and then by lane, the channel to the worker that has the lane's micro-batches.
-        transfer: transfers to and from the device that computes.
     """
 
     def __init__(

@@ -199,8 +199,6 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         """Take the lease on the run in this folder, after observing it for a while if its holder may be alive.
 
         Args:
-            place: the run's folder.
-            name: name of the run, for messages.
             report: called with a message about the wait.
             dead: generation of the lease whose holder is known to have ended; None if unknown.
             patience_s: seconds to retry while the place is full, forbidden or unreachable.

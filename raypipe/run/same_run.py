@@ -162,9 +162,7 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
     """Check that the run in this folder may be resumed, and return its earlier changes together with the new ones.
 
     Args:
-        now: identity of the current trainer.
         done: optimizer steps of the run's newest checkpoint.
-        num_steps: total number of steps wanted.
         resume: as in the trainer; None resumes if nothing differs, True accepts new values of free settings.
 
     Raises:

@@ -136,7 +136,6 @@ class Changing:
         """Recover from a failure: bring all stages to one state and resume from it.
 
         Args:
-            error: the failure.
             follow: called with reports of steps that were completed before the failure but not yet processed.
             adopted: True if the stages were adopted from a lost driver. Then all of them roll back, and the failure
                 counts only if it is a StageLostError.

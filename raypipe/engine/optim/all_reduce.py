@@ -65,8 +65,6 @@ class AllReduce:
 
     Args:
         placement: defines the replicas, and the lanes of each.
-        sink: gradient accumulators of the stage.
-        link: messages to and from the other replicas.
         device: device of the sums. An exchange in parallel with a backward has its own stream there.
         codec: "bf16" sends half the bytes: it rounds the sums of lanes before they are added up in their own dtype, and
             then the totals. Local sums are rounded too, so that the result depends on the lanes only.

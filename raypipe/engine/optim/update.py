@@ -35,7 +35,6 @@ class Update:
     Args:
         settings: max_grad_norm, on_nonfinite, loss_reduction and the seed of the optimizer's draws are used.
         weights: weight policy, with each stage's share of the norm and the update intervals.
-        transfer: transfers to and from the device that computes.
         nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if it is finite.
     """
 

@@ -34,7 +34,6 @@ def another(
 
     Args:
         basis: input of the run's first plan.
-        plan: any plan of this run.
         num_stages: number of stages; None leaves it to the planner.
         num_workers: number of workers available now; None for one per stage.
         cluster: current cluster; None for equal workers.

@@ -407,7 +407,6 @@ def fit_devices(
 
     Args:
         planned: plan that is kept if it fits.
-        waiting: waits for workers.
         event: called with (decision, reason, ...) to record an event of the run.
 
     Returns:

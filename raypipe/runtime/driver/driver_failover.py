@@ -193,9 +193,7 @@ class Departure:
 
     Args:
         stays: reason why the driver cannot move to another node, for messages; "" if it can.
-        requests: receives requests to the running loop.
         end: ends this process, so that Ray restarts the driver.
-        alert: sends an alert to all clients.
         event: called with (decision, reason, ...) to record an event of the run.
     """
 

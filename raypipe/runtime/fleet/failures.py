@@ -53,9 +53,7 @@ def leave_work(
 
     Args:
         works: maps each call of ``work`` that may still be running to its worker.
-        term: the driver's term; see Fence.
         links: number of the workers' links; see StageActor.configure.
-        planned_s: see ``settle_s``.
 
     Raises:
         LeaseError: a later driver has taken the workers over.

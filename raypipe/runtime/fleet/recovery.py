@@ -81,7 +81,6 @@ class Recovery:
 
     Args:
         fleet: configured for the plan in force.
-        charter: inputs of the run's driver.
         made: plan in force, assembled from ``charter.planned``.
         tensors: initial parameters and buffers of the run.
         spares: starts further spares after one was used; the Growth of a run that may change its number of workers.
@@ -252,7 +251,6 @@ class Recovery:
         """Run the growth thread inside the context; do nothing for a run with a fixed number of workers.
 
         Args:
-            status: returns the run's current status.
             going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
         """
         if self._growth is None:

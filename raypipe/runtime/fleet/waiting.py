@@ -94,7 +94,6 @@ class Waiting:
             begins: called with the number of available members; returns the number of workers with which the run
                 begins, 0 to wait for more.
             least: smallest number of workers that the run needs, for messages.
-            why: reason for ``least``, for messages.
             going: returns the nodes that are about to go; members are requested in place of those on them.
 
         Returns:

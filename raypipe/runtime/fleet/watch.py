@@ -78,7 +78,6 @@ class Watch:
         lease_s: duration of a lease, which every heartbeat request renews; a member that cannot be reached for as long
             is given up.
         on_event: called with each event, from the watching thread or from a caller of ``explain``.
-        term: the driver's term; see Fence.
     """
 
     def __init__(

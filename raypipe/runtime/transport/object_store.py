@@ -131,7 +131,6 @@ class ObjectStoreChannel(QueuedChannel):
     """See the Channel protocol. ``ObjectStoreEndpoint.open`` makes it.
 
     Args:
-        name: shown in errors.
         link: identity of the link, seen from this end.
         peer: handle of the other end's actor.
         checked: True if messages of this end carry checksums, which each message states itself.

@@ -34,7 +34,6 @@ class StageKey(NamedTuple):
     """Key of the copies of a stage, or of one piece of it.
 
     Attributes:
-        generation: number of the plan.
         stage: number of the stage in that plan.
         piece: part of the stage's copy, see CopyHeader.
     """
@@ -134,8 +133,6 @@ class WorkerCopies:
         ones; else the copies of the present stages become older ones.
 
         Args:
-            generation: number of the plan.
-            programs, states: this worker's stages and their states.
             holder: actor to which the copies are sent; None sends none.
             holds: (stage, piece) of the copies that other workers send to this one. Held copies of other pieces are
                 dropped when the second copy is taken.
@@ -172,7 +169,6 @@ class WorkerCopies:
         holder.
 
         Args:
-            step: optimizer steps done.
             send: also send the copies to the holder.
             must: copy this step in any case, after a wait for the previous copy; see CopySender.hurry.
             mark: called with a stage; returns its position in the stream that it reads, or None.

@@ -50,8 +50,6 @@ def load_states(
     Args:
         sources: see StageActor.load.
         present: present states; if they are of the same stages, and the sources are copies, they are overwritten.
-        own: copies in this process.
-        device: device of the states.
 
     Returns:
         (the states, number of bytes read from other workers' copies).
@@ -150,7 +148,6 @@ def joined(
 
     Args:
         copies: references to all pieces of each stage.
-        own: copies in this process.
         me: Ray's id of this actor.
         names: names of the parameters and buffers that are needed.
 

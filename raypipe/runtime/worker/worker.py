@@ -94,7 +94,6 @@ class _StageActor:
         """Open the endpoint for links, unless it is open already; return the facts of this actor, see ``facts_of``.
 
         Args:
-            transport: see PipelineConfig.transport; used for the life of the actor.
             ports: lowest and highest port that links may use; None leaves the choice to the system.
             share: fraction of a GPU to compute on; 0 for the CPU.
             device_of: called with ``share`` to create the device.

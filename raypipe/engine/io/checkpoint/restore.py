@@ -249,9 +249,7 @@ def _options(
     """Return the options of a group: its present ones, replaced by the saved options of its parameters.
 
     Args:
-        title: class name of the optimizer.
         mine: names of the group's parameters.
-        group: present group of the optimizer.
         groups: saved options by parameter name.
 
     Raises:
