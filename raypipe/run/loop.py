@@ -34,7 +34,7 @@ from raypipe.run.reporting import Reporter, start_of
 from raypipe.run.requests import Requests
 from raypipe.run.same_run import beginning
 from raypipe.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
-from raypipe.run.stage_changes import Changing, Parts, detection_delay
+from raypipe.run.stage_changes import Changing, detection_delay
 from raypipe.run.status import ALERTS, as_event, in_words
 from raypipe.run.transitions import Transitions
 
@@ -111,10 +111,8 @@ class _Loop:
             spec, setup.plan, self._checkpoints, self._control, setup.requests, self._evaluates_after
         )
         self._changing = Changing(
-            Parts(
-                spec, setup.requests, setup.lease, setup.recovery, self._reporter, self._control, self.metrics,
-                self._checkpoints, self._ordering, self._progress,
-            )
+            spec, setup.requests, setup.lease, setup.recovery, self._reporter, self._control, self.metrics,
+            self._checkpoints, self._ordering, self._progress,
         )  # fmt: skip
         self._evaluation: Numbers = ()  # of the last evaluation
         self._early = ""  # why the run ends at the current step, before its last one

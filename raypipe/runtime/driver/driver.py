@@ -283,16 +283,8 @@ class _DriverActor:
         self._predicted = plan.predicted
         if plan.predicted is not None:
             fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
-        watcher: Watcher
-        publishing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if requests is self._requests:
-            publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
-            resident = lambda: resident_bytes(fleet.roster)  # noqa: E731
-            watcher = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
-            publishing = contextlib.closing(watcher)
-            self._journal.begins()
-        else:  # it only saves a checkpoint; the run that follows reports these steps
-            watcher = Journal(spec.name, str(spec.place))
+        # If it only saves a checkpoint, the run that follows reports these steps, and may grow.
+        watcher: Watcher = Journal(spec.name, str(spec.place))
         # Imported modules live as long as this process. Full collections of them took 40 % of its processor time
         # (perf, two stages), which stages may need.
         gc.collect()
@@ -301,9 +293,13 @@ class _DriverActor:
             watching_drains(fleet, spec, requests, partial(self._journal.alert, "node goes"), self._event) as drains,
             contextlib.ExitStack() as inside,
         ):
-            if requests is self._requests:  # no growth if it only saves a checkpoint
+            if requests is self._requests:
                 inside.enter_context(recovery.growing(lambda: self._journal.status, lambda: drains.going))
-            inside.enter_context(publishing)
+                publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
+                resident = lambda: resident_bytes(fleet.roster)  # noqa: E731
+                published = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
+                watcher = inside.enter_context(contextlib.closing(published))
+                self._journal.begins()
             setup = LoopSetup(fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, lost=lost)
             return run_loop(setup)
         raise AssertionError("unreachable: closing() swallows nothing")
