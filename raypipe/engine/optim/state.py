@@ -110,7 +110,11 @@ class StageState:
         self.renew(make_optimizer, make_scheduler)
 
     def renew(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
-        """Create a new optimizer and scheduler, and clear gradients; parameters and buffers stay as they are."""
+        """Create a new optimizer and scheduler, and clear gradients; parameters and buffers stay as they are.
+
+        A rollback needs new ones: schedulers cannot step backwards, and ``load_state_dict`` cannot remove the state of
+        an optimizer that has stepped. Objects that refer to the old ones, such as an Executor, must be made anew too.
+        """
         self.wait_until_read()
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
         for _, parameter in trained:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import ray
 import torch
 
 from raypipe.data.stream import Mark
 from raypipe.data.stream_source import StreamSource
-from raypipe.engine.copy import bring_back
 from raypipe.engine.copy.copy_header import COMMON, copy_source
 from raypipe.engine.device.device import Device, TransferKind
 from raypipe.engine.io.checkpoint import StateSource, checkpoint_source, load_stage, read_all
@@ -56,10 +54,10 @@ def load_states(
     """
     placement = setup.placement(worker)
     programs = [setup.programs[stage] for stage in placement.stages]
-    copies = [source for source in sources if isinstance(source, RemoteCopy)]
+    copies, crossing = [source for source in sources if isinstance(source, RemoteCopy)], DeviceTransfer(device)
     if not copies:
         others = [source for source in sources if not isinstance(source, RemoteCopy)]
-        states = states_of(run, programs, others, DeviceTransfer(device))
+        states = states_of(run, programs, others, crossing)
         own.forget_after(-1)  # their steps are replayed, perhaps with other codecs
         return states, 0
     names = [names_of(program) for program in programs]
@@ -67,13 +65,15 @@ def load_states(
     source, moved, mark = joined(copies, own, me, [name for of_stage in names for name in of_stage])
     if mark is not None and isinstance(stream := run.sources["train"], StreamSource):
         stream.learn(mark)
-    shared = partial(shard_optimizer, placement=placement, settings=run.settings)
     if names == [names_of(state) for state in present]:
         states = present
-        for program, state in zip(programs, states, strict=True):
-            bring_back(source, program, state, run.make_optimizer, run.make_scheduler, DeviceTransfer(device), shared)
+        for state in states:
+            state.renew(run.make_optimizer, run.make_scheduler)
     else:
-        states = states_from(run, programs, source, DeviceTransfer(device), shared)
+        states = empty_states(run, programs, source, crossing)
+    for program, state in zip(programs, states, strict=True):
+        shard_optimizer(program, state, placement, run.settings)
+        load_stage(source, program, state, crossing=crossing)
     own.forget_after(copies[0].step)
     return states, moved.total
 
@@ -106,22 +106,13 @@ def states_of(
         ]
 
 
-def states_from(
-    run: RunSetup,
-    programs: Sequence[StageProgram],
-    source: StateSource,
-    crossing: DeviceTransfer,
-    shared: Callable[[StageProgram, StageState], None] = lambda program, state: None,
+def empty_states(
+    run: RunSetup, programs: Sequence[StageProgram], source: StateSource, crossing: DeviceTransfer
 ) -> list[StageState]:
-    """Build the states of stages, optimizer state included, from in-memory copies.
-
-    Args:
-        source: the copies, joined by ``joined``.
-        crossing: see ``states_of``.
-        shared: called with each (program, state), to shard the optimizer state if it is sharded over replicas.
+    """Build the states of stages with tensors like those of a source, which are to be loaded, and new optimizers.
 
     Raises:
-        CheckpointError: the copies lack something of a stage.
+        CheckpointError: the source lacks a tensor of a stage.
     """
     states = []
     for program in programs:
@@ -131,10 +122,7 @@ def states_from(
         infos = {name: source.info(name) for name in names}
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
         tensors = crossing.named(tensors, TransferKind.PARAMETERS)
-        state = StageState(program, tensors, run.make_optimizer, run.make_scheduler)
-        shared(program, state)
-        load_stage(source, program, state, crossing=crossing)
-        states.append(state)
+        states.append(StageState(program, tensors, run.make_optimizer, run.make_scheduler))
     return states
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.copy import CopyPiece, StageCopies, bring_back, copy_source, views_of
+from raypipe.engine.copy import CopyPiece, StageCopies, copy_source, views_of
+from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
 from raypipe.engine.messages.record import raw_bytes
 from raypipe.engine.optim.state import StageState
@@ -86,7 +87,8 @@ class Stage:
         return StageCopies(self.program, self.state)
 
     def back(self, source: Any) -> None:
-        bring_back(source, self.program, self.state, *self.make)
+        self.state.renew(*self.make)
+        load_stage(source, self.program, self.state)
 
 
 def _tensor(value: Any) -> torch.Tensor:

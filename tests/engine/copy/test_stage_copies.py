@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raypipe.data.stream import Mark
-from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, bring_back, copy_source
+from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, copy_source
 from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.optim.state import StageState
 from raypipe.engine.stage.stage import StageProgram
@@ -97,7 +97,8 @@ def test_a_stage_of_nothing() -> None:
     copies = StageCopies(program, state)
     copies.take(3, 3)
     source = copy_source([sent(copies, 3, HeldCopies())])
-    bring_back(source, program, state, *Stage("sgd").make)
+    state.renew(*Stage("sgd").make)
+    load_stage(source, program, state)
     assert (source.names, copies.copy(3)[1].nbytes, state.updates) == (set(), 0, 3)
 
 
