@@ -32,6 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -225,13 +226,11 @@ class _ThreadedExchange:
         self._marks: list[Mark] = [None] * len(chunks)
         self._done: Mark = None
         self._exchange, self._device = exchange, device
-        self._error: BaseException | None = None
-        self._totals: Tensors = ()
+        self._totals: Future[Tensors] = Future()
         self._abandoned = False
-        self._thread = threading.Thread(target=self._run, name="raypipe-sum", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="raypipe-sum", daemon=True).start()
 
     def completed(self, site: int) -> None:
         """Note that the last gradient of a use site was added."""
@@ -254,14 +253,12 @@ class _ThreadedExchange:
         for number, event in enumerate(self._complete):
             if not event.is_set():
                 self._completed(number)
-        self._thread.join()  # every wait in it has the deadline of a message
-        if self._error is not None:
-            raise self._error
+        totals = self._totals.result()  # every wait in the thread has the deadline of a message
         self._device.wait(self._done, f"{TransferKind.REDUCED}: used once they are exchanged")
-        for total in self._totals:
+        for total in totals:
             if total is not None:
                 self._device.record_stream(total)
-        return self._totals
+        return totals
 
     def abandon(self) -> None:
         """End the thread's waits for gradients; its waits for messages end when the channel closes."""
@@ -273,10 +270,11 @@ class _ThreadedExchange:
         try:
             one_core()
             with torch.no_grad(), self._device.prepare_thread(), self._device.stream(StreamName.EXCHANGE):
-                self._totals = self._exchange(self._wait)
+                totals = self._exchange(self._wait)
                 self._done = self._device.mark()
+            self._totals.set_result(totals)
         except BaseException as error:  # noqa: BLE001  (raised in finish())
-            self._error = error
+            self._totals.set_exception(error)
 
     def _wait(self, number: int) -> None:
         # finish() or abandon() sets the event even if the backward fails; the timeout is for one that never ends.
