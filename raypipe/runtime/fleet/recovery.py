@@ -403,7 +403,7 @@ class Recovery:
         ``made`` is returned once all its workers are there again.
 
         Raises:
-            PlanError: too few workers came in time; ``error`` says why lost workers could not be replaced.
+            PlanError: too few workers came in time; ``error`` is why lost workers were not replaced.
         """
         if self._growth is None:
             try:
@@ -426,7 +426,7 @@ class Recovery:
         """Make a plan for ``workers`` workers: fewer replicas, or the same number of stages on each worker.
 
         Raises:
-            StageError: no worker is left, or no such plan exists; ``error`` says why others could not be replaced.
+            StageError: no worker is left, or no such plan exists; ``error`` is why others were not replaced.
         """
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
