@@ -9,8 +9,9 @@ import torch
 
 from raypipe.data.open_data import open_data
 from raypipe.engine.codec import Codecs
-from raypipe.engine.copy import StageCopies, bring_back
+from raypipe.engine.copy import StageCopies
 from raypipe.engine.device.device import Device, TransferKind
+from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -93,7 +94,8 @@ def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
         list(fleet.run(iter([Order(second)]), rows))
         for executor, back in zip(fleet.executors, sources, strict=True):
             (work,) = executor.works.values()
-            bring_back(back, work.program, work.state, adamw, None, executor.transfer)
+            work.state.renew(adamw, None)
+            load_stage(back, work.program, work.state, crossing=executor.transfer)
         list(fleet.run(iter([Order(second)]), rows))
         return [
             tensor

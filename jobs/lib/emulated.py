@@ -149,7 +149,7 @@ def _delay_messages(channel: type[SocketChannel], hold: Hold) -> None:
         return
 
     def transmit(self: SocketChannel, message: frame.Frame) -> None:
-        head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
+        head = frame.parse(message.header, self.form)
         stage, op, microbatch = head.action
         if op in (Op.SEND_F, Op.SEND_B):
             forward = op is Op.SEND_F

@@ -68,13 +68,7 @@ def failing_row(
 
 
 def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
-    """Describe a row that fails alone, in one sentence.
-
-    Args:
-        position: position of the row in the epoch's order.
-        columns: columns of the micro-batch.
-        row: index into the columns.
-    """
+    """Describe a row of the micro-batch at ``position`` of the epoch that fails alone, in one sentence."""
     values = " and ".join(f"column {name!r} is {_shown(x[row] if x.dim() else x)}" for name, x in columns.items())
     what = f", whose {values}," if values else ""
     cure = "Mend that one, or leave it out."

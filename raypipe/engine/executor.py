@@ -45,7 +45,7 @@ from raypipe.engine.stage_work import StageWork, Totals
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
-from raypipe.ir.segment import Segment
+from raypipe.ir.segment import Order, Segment
 from raypipe.ir.timeline import Span
 from raypipe.ir.units import human_bytes
 from raypipe.user_lines import as_sentence
@@ -74,8 +74,7 @@ def newest_common_step(
 ) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:
     """Find the newest step that all workers can reach without a rollback; None if there is no such step.
 
-    Args:
-        step: current step of workers whose ``steps`` is None.
+    Workers whose ``steps`` is None are at ``step``.
 
     Returns:
         (number of steps made, ``totals`` of a worker that has made them or None).
@@ -96,7 +95,6 @@ class Executor:
     """Executor of segments on one worker.
 
     Args:
-        worker: index of this worker.
         states: states of this worker's stages, in increasing order of the stages.
         channels: by worker, the channel to every worker of ``placement.neighbours(programs)``.
         device: device that computes and holds the states.
@@ -213,7 +211,7 @@ class Executor:
                 self._skipped = update.step(step, total, total_loss, alone=False)
             times = self._begun_s or 0.0, time.monotonic()
             self._end_step(step)
-            return [[report] for report in self._reports(step, (), times, keep_spans=False, measure=False)]
+            return [[report] for report in self._reports(Order(self._segment), step, (), times)]
 
     def _end_step(self, step: int) -> None:
         self._steps, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
@@ -273,37 +271,28 @@ class Executor:
             for channel in self.channels.values():
                 channel.use(ahead, back)
 
-    def run(
-        self,
-        segment: Segment,
-        row: Row,
-        *,
-        training: bool = True,
-        alone: bool = False,
-        keep_spans: bool = False,
-        measure: bool = False,
-    ) -> list[list[StepReport]]:
-        """Carry out one segment; return, for each stage of the worker, a list with one report per mini-batch.
+    def run(self, order: Order, row: Row, *, alone: bool = False) -> list[list[StepReport]]:
+        """Carry out an order, but for its snapshot and copy; return, for each stage of the worker, a list with one
+        report per mini-batch.
 
         Args:
             row: this worker's actions; micro-batches are counted from 0 within the segment.
-            training: False runs the evaluation function without gradients.
             alone: every stage clips by its own norm, without waiting for others (``Wiring.alone``).
-            measure: report the times of actions and messages.
 
         Raises:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
             LinkError: a message did not come; names the link, the action and the micro-batch.
         """
-        self._begin(segment, training=training, alone=alone)
-        per_minibatch = len(segment.microbatch_samples)
+        segment = order.segment
+        if order.training:
+            self.use_codecs(order.codecs)
+        self._begin(segment, training=order.training, alone=alone)
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
-            with self.device.prepare_thread(), torch.set_grad_enabled(training):
-                parts = _split_row(row, per_minibatch, len(self.works))
-                for minibatch, part in enumerate(_merge_parts(parts, segment.num_minibatches if training else 1)):
-                    by_stage = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
-                    for of_stage, report in zip(reports, by_stage, strict=True):
+            with self.device.prepare_thread(), torch.set_grad_enabled(order.training):
+                parts = _split_row(row, len(segment.microbatch_samples), len(self.works))
+                for minibatch, part in enumerate(_merge_parts(parts, segment.num_minibatches if order.training else 1)):
+                    for of_stage, report in zip(reports, self._run_minibatch(order, part, minibatch), strict=True):
                         of_stage.append(report)
         except (RaypipeError, KeyboardInterrupt):
             raise
@@ -355,15 +344,13 @@ class Executor:
             return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
         return ""
 
-    def _run_minibatch(
-        self, row: Sequence[Action], minibatch: int, *, keep_spans: bool, measure: bool
-    ) -> list[StepReport]:
-        segment = self._segment
+    def _run_minibatch(self, order: Order, row: Sequence[Action], minibatch: int) -> list[StepReport]:
+        segment = order.segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         if self._training:
             self._steps, self._ready, self._begun_s = step, False, time.monotonic()
         for work in self.works.values():
-            work.begin_minibatch(minibatch, measure=measure)
+            work.begin_minibatch(minibatch, measure=order.measure)
             if self._training and self.placement.lanes > 1:
                 work.buffers.keep()
         self._totals = self._norms = None
@@ -382,22 +369,19 @@ class Executor:
         self._action = None
         if self._training:
             self._end_step(step)
-        return self._reports(step, done, self.device.seconds(marks), keep_spans=keep_spans, measure=measure)
+        return self._reports(order, step, done, self.device.seconds(marks))
 
-    def _reports(
-        self, step: int, done: Sequence[Action], times: Sequence[float], *, keep_spans: bool, measure: bool
-    ) -> list[StepReport]:
+    def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
         """Create the reports of all stages on the mini-batch that ends.
 
-        Args:
-            times: begin of the first action and end of each action, in seconds of ``time.monotonic``.
+        ``times`` are the begin of the first action and the end of each, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
             if action.op in COMPUTE:
                 works[action.stage].counters.busy_s += end_s - begin_s
         spans: list[Span] = []
-        if keep_spans or measure:
+        if order.keep_spans or order.measure:
             spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
         norms = None
         # Norms of asynchronous stages are of different weight versions: they have no common total.
@@ -410,10 +394,7 @@ class Executor:
         for stage, work in works.items():
             totals = self._totals if self._totals is not None else (None, work.loss())
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
-            report = work.report(
-                step, (times[0], times[-1]), totals, own,
-                alone=self._stage_norms, keep_spans=keep_spans, measure=measure,
-            )  # fmt: skip
+            report = work.report(order, step, (times[0], times[-1]), totals, own, alone=self._stage_norms)
             remark = "" if all(math.isfinite(loss) for loss, _ in report.averages) else self._nonfinite_data(step)
             lr = self._updates[stage].lr
             reports.append(replace(report, norms=norms, skipped=self._skipped, lr=lr, remark=remark))
@@ -468,11 +449,7 @@ class Executor:
 
 
 def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a row after the last STEP of each mini-batch; an evaluation, which has no STEP, is one part.
-
-    Args:
-        num_stages: number of stages of the worker, each of which has a STEP.
-    """
+    """Split a row after the last stage's STEP of each mini-batch; an evaluation, which has no STEP, is one part."""
     parts: list[list[Action]] = []
     part: list[Action] = []
     stepped = 0

@@ -147,21 +147,10 @@ class LocalFleet:
                 channel.close()
 
     def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
-        if order.training:
-            for executor in self.executors:
-                executor.use_codecs(order.codecs)
-
         def carry_out(index: int) -> _Outcome:
             try:
-                row = schedule.row(index)
-                return index, self.executors[index].run(
-                    order.segment,
-                    row,
-                    training=order.training,
-                    alone=schedule.wiring.alone(index),
-                    keep_spans=order.keep_spans,
-                    measure=order.measure,
-                )
+                row, alone = schedule.row(index), schedule.wiring.alone(index)
+                return index, self.executors[index].run(order, row, alone=alone)
             except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
                 return index, error
 

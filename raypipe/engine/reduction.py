@@ -49,12 +49,7 @@ READY: Tensors = (None,)
 
 
 class _StageLink:
-    """Messages between one stage and its replicas; see ``all_reduce.ReplicaLink``. Used by one thread at a time.
-
-    Args:
-        work: the stage.
-        channels: to the other workers.
-    """
+    """Messages between one stage and its replicas; see ``all_reduce.ReplicaLink``. Used by one thread at a time."""
 
     def __init__(self, work: StageWork, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
         self._work, self._channels, self._timeout_s = work, channels, timeout_s
@@ -86,9 +81,7 @@ def all_reduces(
 ) -> dict[int, AllReduce]:
     """Create the exchange with the replicas of each of a worker's stages.
 
-    Args:
-        settings: message timeout, codec of gradient sums, and shard_optimizer: the stages' optimizers step slices from
-            now on.
+    With shard_optimizer, the stages' optimizers step slices from now on.
     """
     shards, by_stage = is_sharded(placement, settings), {}
     for stage, work in works.items():
@@ -115,8 +108,6 @@ class Reduction:
     """Runner of REDUCE_GRAD and REDUCE_NORM on one worker.
 
     Args:
-        programs: programs of all stages.
-        placement: assignment of stages to workers.
         sinks, updates: gradient sums and updates of this worker's stages.
         exchanges: all-reduces with the replicas of these stages.
         send: (worker, action, tensors) sends a message.
@@ -224,11 +215,7 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Return the loss without a norm exchange, on the leading replica of the last stage; None on other workers.
-
-        Args:
-            losses: as in ``norm``.
-        """
+        """Return the loss without a norm exchange, on the leading replica of the last stage; None on other workers."""
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)
         action = Action(self._placement.first_stage(self._placement.worker), Op.REDUCE_NORM, microbatch)
@@ -246,8 +233,7 @@ class Reduction:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute (gradient norm, loss) along the chain of leading workers: down to the first, and back up.
 
-        Args:
-            of_parts: slice norms of all replicas, by stage of this worker; empty without sharded optimizer state.
+        ``of_parts`` has all replicas' slice norms, by stage of this worker; empty without sharded optimizer state.
         """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable

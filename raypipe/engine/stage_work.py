@@ -37,7 +37,7 @@ from raypipe.errors import LinkError, RaypipeError
 from raypipe.ir.communication import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op, lane_of
-from raypipe.ir.segment import Segment
+from raypipe.ir.segment import Order, Segment
 from raypipe.ir.timeline import Span
 
 Tensors = tuple[torch.Tensor, ...]
@@ -69,12 +69,7 @@ class StepCounters:
 
     @classmethod
     def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create counters at the beginning of a mini-batch.
-
-        Args:
-            in_flight: number of micro-batches whose activations are held already.
-            measure: time messages.
-        """
+        """Create counters at the beginning of a mini-batch; the activations of ``in_flight`` micro-batches are held."""
         if not measure:
             return cls(in_flight)
         ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)
@@ -87,11 +82,7 @@ class StepCounters:
         self.sent_bytes[direction] += wire_bytes
 
     def received(self, op: Op, message: Message, *, crossed: bool) -> None:
-        """Add a message received from another stage to ``times``, if messages are timed.
-
-        Args:
-            crossed: the message came over a link between workers; others are not counted.
-        """
+        """Add a received message to ``times`` if messages are timed and it ``crossed`` a link between workers."""
         stamp = message.stamp
         if self.times and crossed:
             raw_bytes = sum(x.nbytes for x in message if x is not None)
@@ -109,9 +100,7 @@ class StageWork:
 
     Args:
         stage: index in ``setup.programs``.
-        worker: index of the worker that holds the stage.
         channels: by neighbour stage, and then by lane, the channel to the worker that has the lane's micro-batches.
-        transfer: transfers to and from the device that computes.
     """
 
     def __init__(
@@ -187,11 +176,9 @@ class StageWork:
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
-        """Reset the counters for a mini-batch.
+        """Reset the counters for a mini-batch of the segment.
 
-        Args:
-            minibatch: index within the segment.
-            measure: time messages, and in some steps the input and weight parts of one backward.
+        With ``measure``, messages are timed, and in some steps the input and weight parts of one backward.
         """
         segment = self._segment
         count = len(segment.microbatch_samples)
@@ -212,8 +199,8 @@ class StageWork:
         self.counters.wait_s += seconds
 
     def report(
-        self, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
-        *, alone: bool, keep_spans: bool, measure: bool,
+        self, order: Order, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
+        *, alone: bool,
     ) -> StepReport:  # fmt: skip
         """Create the report on the mini-batch that ends.
 
@@ -224,7 +211,7 @@ class StageWork:
         """
         counters, (norm, loss) = self.counters, totals
         loss_value, norm_value = self._transfer.read((loss, norm), TransferKind.LOSS)
-        split_s = self._transfer.two_parts_s(self._split_marks) if measure else None
+        split_s = self._transfer.two_parts_s(self._split_marks) if order.measure else None
         if self._training and len(self._placement.replicas) > 1 and not self.settings.replicated_buffers:
             self.buffers.check(self.stage)
         return StepReport(
@@ -244,8 +231,8 @@ class StageWork:
             uncompressed_bytes=(counters.uncompressed_bytes[0], counters.uncompressed_bytes[1]),
             peak_in_flight=counters.peak_in_flight,
             weight_versions=self.ring.held,
-            spans=tuple(spans) if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, split_s) if measure else None,
+            spans=tuple(spans) if order.keep_spans else (),
+            sample=stage_sample(self.stage, step, spans, split_s) if order.measure else None,
             messages=tuple(times for times in counters.times.values() if times.wire_bytes),
             worker=self.worker,
             tokens=self.feed.take_tokens(self._segment, step) if self._training else 0,
@@ -304,11 +291,7 @@ class StageWork:
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
 
     def _bind(self, microbatch: int, stamp: int) -> Callable[[ForwardInputs], Tensors]:
-        """Bind the weights and the random key of a micro-batch to the stage's function.
-
-        Args:
-            stamp: weight version that the micro-batch's message contained.
-        """
+        """Bind weights, of version ``stamp`` if it was sent, and random key of a micro-batch to the function."""
         function = self._modes[self._mode]
         leaves: Sequence[torch.Tensor]
         if not self._training:
@@ -406,11 +389,9 @@ class StageWork:
         return self._output_grad_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:
-        """Return the mini-batch's loss so far: the weighted sum in the order of the micro-batches. None before the
-        first loss, and on all stages but the last.
+        """Return the mini-batch's loss so far, or one part of it: the weighted sum in the order of the micro-batches.
 
-        Args:
-            part: index of the only part of the loss to sum; None sums all parts.
+        None before the first loss, and on all stages but the last.
         """
         return summed([term for term in self.loss_terms() if part in (None, term.part)])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 
@@ -49,24 +49,15 @@ class Checkpoints:
         fleet: stages that write the checkpoints.
         reporter: receives events and alerts.
         lease: lease that must be held to commit a checkpoint; None if no other process can access the folder.
-        clock: returns seconds.
 
     Attributes:
         latest, latest_step: path and step of the newest complete checkpoint; "" and 0 without a checkpoint.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        fleet: AnyFleet,
-        reporter: Reporter,
-        lease: Lease | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, spec: RunSpec, fleet: AnyFleet, reporter: Reporter, lease: Lease | None = None) -> None:
         self._spec, self._place, self._policy = spec, spec.place, spec.checkpoints
         self._fleet, self._reporter, self._lease = fleet, reporter, lease
-        self._clock = clock
-        self._begun_s = clock()
+        self._begun_s = time.monotonic()
         self._pool = _pool()
         self._last: tuple[int, Future[None]] | None = None  # newest completion and its step
         self._times_forgotten = 0
@@ -95,7 +86,7 @@ class Checkpoints:
     @property
     def overdue(self) -> bool:
         """True if no interval in steps is configured, and AUTO_INTERVAL_S have passed since the last checkpoint."""
-        return self._policy.interval_steps is None and self._clock() - self._begun_s >= AUTO_INTERVAL_S
+        return self._policy.interval_steps is None and time.monotonic() - self._begun_s >= AUTO_INTERVAL_S
 
     @property
     def busy(self) -> bool:
@@ -104,7 +95,7 @@ class Checkpoints:
 
     def begin(self, step: int) -> str:
         """Restart the interval by the clock, and return the folder to which the stages save the state of ``step``."""
-        self._begun_s = self._clock()
+        self._begun_s = time.monotonic()
         return self._files(step)
 
     def complete(self, end: Position, metrics: Mapping[str, float], *, scored: bool = False) -> None:
@@ -112,8 +103,7 @@ class Checkpoints:
 
         Args:
             end: position of the run when the state was saved.
-            metrics: numbers for the manifest, such as the loss.
-            scored: True if the metrics include the results of an evaluation.
+            metrics: numbers for the manifest, such as the loss; ``scored`` if an evaluation's results are among them.
         """
         self._last = end.step, self._pool.submit(self._complete, end, dict(metrics), self._times_forgotten)
         self._scored = end.step if scored else 0
@@ -174,7 +164,7 @@ class Checkpoints:
         return contextlib.nullcontext() if self._lease is None else self._lease.completing()
 
     def _complete(self, end: Position, metrics: Mapping[str, float], times_forgotten: int) -> None:
-        begin_s, step, spec = self._clock(), end.step, self._spec
+        begin_s, step, spec = time.monotonic(), end.step, self._spec
         folder = checkpoint_name(step)
         try:
             manifest = make_manifest(
@@ -190,7 +180,7 @@ class Checkpoints:
             with self._completing():
                 commit(self._place, folder, manifest)
             self.latest, self.latest_step = str(self._place / folder), step
-            self._publish_success(step, self._clock() - begin_s)
+            self._publish_success(step, time.monotonic() - begin_s)
             self._prune()
         except (LeaseError, StageLostError):  # the loop notices both, and saves again after a recovery
             raise

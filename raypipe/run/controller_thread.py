@@ -163,12 +163,7 @@ class Control:
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
     def begin(self, config: ControllerConfig | None, *, resumed: bool) -> None:
-        """Start the controller.
-
-        Args:
-            config: configuration of the controller; None starts no controller.
-            resumed: True to continue from the state saved in the run's folder.
-        """
+        """Start the controller, if it is configured; ``resumed`` continues from the state saved in the run's folder."""
         self._config, place = config, self._reporter.folder.place
         if config is not None:
             known = resumed and place.exists(STATE_FILE)

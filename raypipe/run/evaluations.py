@@ -40,22 +40,15 @@ class Evaluations:
         self._microbatches = 0  # of all evaluations so far
 
     def after(self, step: int, *, saves: bool) -> bool:
-        """Return True if an evaluation follows ``step`` steps.
-
-        Args:
-            saves: True if a checkpoint is saved there.
-        """
+        """Return True if an evaluation follows ``step`` steps, after which a checkpoint is saved if ``saves``."""
         due = step >= self._num_steps or self._at_interval(step) or (saves and self._scores)
         return self._any and step > 0 and due
 
     def make(self, fleet: AnyFleet, plan: PlanInForce, halted: Callable[[], bool]) -> tuple[Numbers, str] | None:
-        """Evaluate all samples of eval_data on the stages.
-
-        Args:
-            halted: returns True if the stages were halted during the evaluation.
+        """Evaluate all samples of eval_data on the stages; None if ``halted()``: the stages were halted meanwhile.
 
         Returns:
-            Results by name, and a remark ("" if every loss is finite); None if the evaluation was halted.
+            Results by name, and a remark ("" if every loss is finite).
         """
         spec = self._spec
         orders = evaluation_orders(
@@ -77,11 +70,7 @@ class Evaluations:
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
     def lacking(self, at: Position, saved: int) -> bool:
-        """Return True if an evaluation is due at a position and was not done.
-
-        Args:
-            saved: step of the last checkpoint.
-        """
+        """Return True if an evaluation is due and was not done; the last checkpoint is of step ``saved``."""
         return not self.at(at) and self.after(at.step, saves=saved == at.step)
 
     def verdict(self) -> str:
@@ -100,11 +89,9 @@ class Evaluations:
 
 
 def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool) -> Numbers:
-    """Compute eval_loss and metrics from the reports of an evaluation.
+    """Compute eval_loss and metrics from an evaluation's reports, by order, by stage, by step of the order.
 
-    Args:
-        reports: by order, by stage, by step of the order, as a fleet returns them.
-        sums: True if the losses of mini-batches are added instead of averaged.
+    With ``sums``, the losses of mini-batches are added instead of averaged.
 
     Raises:
         DataError: no item counts in the loss.
@@ -126,9 +113,7 @@ def evaluation_orders(
 ) -> list[Order]:
     """Create the orders that evaluate all samples once, in their order, forward only.
 
-    Args:
-        first: number of the first micro-batch: as many as earlier evaluations of this run have used.
-        generation: generation of the plan.
+    Micro-batches are numbered from ``first``: as many as earlier evaluations of this run have used.
     """
     segments = evaluation_segments(num_samples, minibatch_size, microbatch_size, first)
     return [Order(replace(segment, generation=generation), training=False) for segment in segments]

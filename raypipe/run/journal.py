@@ -83,24 +83,18 @@ class Journal:
         """
         with self._changed:
             self._records.extend(records)
-            self._status = dataclasses.replace(
-                self._status, step=step, first_step=step, checkpoint=checkpoint, source=source, stages=stages
-            )
-            self._changed.notify_all()
+            self.update(step=step, first_step=step, checkpoint=checkpoint, source=source, stages=stages)
 
     def step(self, record: StepRecord, reports: Sequence[StepReport], stages: Stages) -> None:
-        """Publish a completed step; after a rollback it may repeat an earlier step.
+        """Publish a completed step, which ``stages`` made; after a rollback it may repeat an earlier step.
 
-        Args:
-            reports: reports of the stages on this step; the journal ignores them.
-            stages: facts of the workers that made this step. Step and workers change together, so that the status never
-                shows a step with workers that did not make it.
+        Step and workers change together, so that the status never shows a step with workers that did not make it.
         """
         with self._changed:
             self._records.append(record)
             self._status = self._status.after(record, stages)
             if self._waits and self._status.message == self._waits:
-                self._status = dataclasses.replace(self._status, message="")
+                self.update(message="")
             self._changed.notify_all()
 
     def evaluated(self, record: StepRecord) -> None:
@@ -113,7 +107,7 @@ class Journal:
         """Count a decision of the controller that changed something."""
         if decision.choice is not None:
             with self._changed:
-                self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
+                self.update(retunes=self._status.retunes + 1)
 
     def estimated(self, links: Sequence[LinkEstimate]) -> None:
         """Accept the controller's estimates of links, which a journal does not keep."""
@@ -135,8 +129,7 @@ class Journal:
         with self._changed:
             if self._status.state == "starting":
                 changes |= {"state": "starting" if doing else "running", "message": doing}
-            self._status = dataclasses.replace(self._status, **changes)
-            self._changed.notify_all()
+            self.update(**changes)
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status."""
@@ -149,8 +142,7 @@ class Journal:
         with self._changed:
             self._interrupts += 1
             self._waits = message
-            self._status = dataclasses.replace(self._status, message=message)
-            self._changed.notify_all()
+            self.update(message=message)
 
     def alert(self, kind: str, message: str, step: int | None = None, in_a_row: int = 0) -> None:
         """Add an alert to the status, and wake waiting readers.
@@ -163,9 +155,7 @@ class Journal:
         with self._changed:
             self._interrupts += 1
             at = self._status.step if step is None else step
-            alerts = with_alert(self._status.alerts, kind, message, at, in_a_row)
-            self._status = dataclasses.replace(self._status, alerts=alerts)
-            self._changed.notify_all()
+            self.update(alerts=with_alert(self._status.alerts, kind, message, at, in_a_row))
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -177,8 +167,7 @@ class Journal:
         with self._changed:
             if self._outcome is None and self._error is None:
                 self._interrupts += 1
-                self._status = dataclasses.replace(self._status, state="stopping", message=reason)
-                self._changed.notify_all()
+                self.update(state="stopping", message=reason)
 
     def end(self, outcome: Outcome | None, error: BaseException | None) -> None:
         """Publish how the run ended. An error that is not raypipe's own is wrapped with its class name."""
@@ -192,8 +181,7 @@ class Journal:
                     error = StageError(f"The run {status.name!r} failed: {type(error).__name__}: {error}")
                 changes = {"state": "failed", "message": str(error)}
             self._outcome, self._error = outcome, error
-            self._status = dataclasses.replace(status, **changes)
-            self._changed.notify_all()
+            self.update(**changes)
 
     def news(self, since: int, wait_s: float) -> News:
         """Wait up to ``wait_s`` for a record, an alert or the end of the run, and return the new records.

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, LeaseError
 
-_HERE: set[str] = set()
+HERE: set[str] = set()
 """Ids of the leases that this process holds. Any other lease of this process was not released, but is over."""
 
 
@@ -72,16 +72,8 @@ class Holder(NamedTuple):
         if not self.machine or self.machine != _machine():
             return False
         if self.pid == os.getpid() and self.started == _started(self.pid):
-            return self.id not in _HERE
+            return self.id not in HERE
         return _started(self.pid) != self.started
-
-    def begins(self) -> None:
-        """Register the id of a lease that this process holds from now on."""
-        _HERE.add(self.id)
-
-    def ends(self) -> None:
-        """Unregister the id: this process holds the lease no longer."""
-        _HERE.discard(self.id)
 
 
 def myself() -> Holder:
@@ -177,7 +169,7 @@ def read_lease(place: Place) -> Held | None:
         ) from error
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """Lease on a run from ``take`` to ``release``, renewed by a thread.
 
     Attributes:
@@ -207,8 +199,6 @@ class Lease:
         """Take the lease on the run in this folder, after observing it for a while if its holder may be alive.
 
         Args:
-            place: the run's folder.
-            name: name of the run, for messages.
             report: called with a message about the wait.
             dead: generation of the lease whose holder is known to have ended; None if unknown.
             patience_s: seconds to retry while the place is full, forbidden or unreachable.
@@ -231,7 +221,7 @@ class Lease:
     def _taken(cls, place: Place, name: str, report: Callable[[str], None], dead: int | None) -> Lease:
         before = _wait_and_see(place, name, report, dead)
         mine = Held(myself(), 1 + (before.generation if before else 0), time.time())
-        mine.holder.begins()
+        HERE.add(mine.holder.id)
         try:
             with _locked(place):
                 now = read_lease(place)
@@ -244,7 +234,7 @@ class Lease:
                 if now is None or now.holder != mine.holder:
                     raise _refusal(name, now or mine)
         except BaseException:
-            mine.holder.ends()
+            HERE.discard(mine.holder.id)
             raise
         return cls(place, name, mine, f"{before.holder}" if before and not before.released else "")
 
@@ -298,10 +288,7 @@ class Lease:
             self._look()
             if not self.lost:
                 _write(self._place, self.held._replace(renewals=self._renewals, released=True))
-        self.held.holder.ends()
-
-    def __enter__(self) -> Lease:
-        return self
+        HERE.discard(self.held.holder.id)
 
     def __exit__(self, *exception: object) -> None:
         self.release()

@@ -20,7 +20,7 @@ from raypipe.engine.io.checkpoint.run_checkpoints import find_checkpoint
 from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
 from raypipe.errors import RaypipeError, StageError
-from raypipe.ir.report import Numbers, StepRecord, StepReport, merge_reports
+from raypipe.ir.report import Numbers, StepReport, merge_reports
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig
 from raypipe.planner.segments import Position
@@ -34,7 +34,8 @@ from raypipe.run.reporting import Reporter, start_of
 from raypipe.run.requests import Requests
 from raypipe.run.same_run import beginning
 from raypipe.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
-from raypipe.run.stage_changes import Changing, Parts, detection_delay
+from raypipe.run.stage_changes import Changing, detection_delay
+from raypipe.run.status import ALERTS, as_event, in_words
 from raypipe.run.transitions import Transitions
 
 
@@ -110,10 +111,8 @@ class _Loop:
             spec, setup.plan, self._checkpoints, self._control, setup.requests, self._evaluates_after
         )
         self._changing = Changing(
-            Parts(
-                spec, setup.requests, setup.lease, setup.recovery, self._reporter, self._control, self.metrics,
-                self._checkpoints, self._ordering, self._progress,
-            )
+            spec, setup.requests, setup.lease, setup.recovery, self._reporter, self._control, self.metrics,
+            self._checkpoints, self._ordering, self._progress,
         )  # fmt: skip
         self._evaluation: Numbers = ()  # of the last evaluation
         self._early = ""  # why the run ends at the current step, before its last one
@@ -220,11 +219,7 @@ class _Loop:
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
     def close(self, end: RunEnd | None) -> None:
-        """Close all components, even if closing one of them raises.
-
-        Args:
-            end: argument of the callbacks' ``on_end``; None does not call it.
-        """
+        """Close all components, even if closing one raises. ``end`` is the argument of ``on_end``; None calls none."""
         with ExitStack() as last:  # called in reverse order
             last.callback(self._log_alerts)
             last.callback(lambda: self._reporter.callbacks.end(end))
@@ -233,8 +228,9 @@ class _Loop:
             last.callback(self._requests.end)
 
     def _log_alerts(self) -> None:
-        if self._lease is None or not self._lease.lost:
-            self._reporter.log_alerts(self._progress.at.step)
+        if (self._lease is None or not self._lease.lost) and (alerts := self._watcher.alerts):
+            step = self._progress.at.step
+            self._reporter.log(ALERTS, in_words(alerts), step=step, alerts=as_event(alerts))
 
     def _resume(self) -> None:
         """Restore the newest good checkpoint of this run, if it has one."""
@@ -334,16 +330,13 @@ class _Loop:
         record = self.metrics.append(replace(record, goodput=progress.goodput.done(record)))
         self._watcher.step(record, of_step, self._fleet.makers(of_step))
         self._reporter.callbacks.step(record)
-        self._count_skipped(record)
+        if record.skipped:
+            progress.skipped += 1
+            reason = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
+            self._reporter.event("skip", reason, step=record.step, skipped=progress.skipped)
         self._control.on_step(record.seconds, of_step, setting, counts=ordered.counts)
         self._changing.on_step(record, of_step, setting)
         self._ordering.copy_times.on_step(record.seconds, of_step)
-
-    def _count_skipped(self, record: StepRecord) -> None:
-        if record.skipped:
-            self._progress.skipped += 1
-            reason = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
-            self._reporter.event("skip", reason, step=record.step, skipped=self._progress.skipped)
 
     def _write_metrics(self) -> None:
         self._reporter.try_to(self.metrics.write)

@@ -79,12 +79,7 @@ class CopyTimes:
         self._into_new_memory = NEW_MEMORY_COPIES
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport]) -> None:
-        """Update the cost of copies, the arrival of the newest one, and the interval.
-
-        Args:
-            seconds: duration of the step.
-            of_step: reports of all workers on the step.
-        """
+        """Update the cost of copies, arrival of the newest, and interval, from all workers' reports on a step."""
         if self._least_steps is None:
             return
         self._under_way = any(report.copying for report in of_step)
@@ -221,8 +216,7 @@ class Ordering:
     def orders(self, at: Position, *, empty: bool = True) -> Iterator[Order]:
         """Yield orders up to the end of the run, the next evaluation or the next change of the stages.
 
-        Args:
-            empty: True if the pipeline holds no micro-batches of later steps.
+        The pipeline is ``empty`` if it holds no micro-batches of later steps.
         """
         self._steady = False
         for segment, after, setting in self._segments(at, empty=empty):

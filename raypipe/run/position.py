@@ -73,11 +73,7 @@ class CopyPosition(NamedTuple):
 
 
 class CopyPositions:
-    """Data positions of a run's newest in-memory copies, at most MOST_COPIES.
-
-    Args:
-        place: the run's folder.
-    """
+    """Data positions of a run's newest in-memory copies, at most MOST_COPIES, in the run's folder."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -158,8 +154,7 @@ class Progress:
     def roll_back(self, step: int, position: Position | None) -> None:
         """Roll back to a step whose state the stages have now, and drop copies and goodput of later steps.
 
-        Args:
-            position: data position saved in a checkpoint; None for that of an in-memory copy.
+        ``position`` is that saved in a checkpoint; None uses that of an in-memory copy.
         """
         self.at, self.skipped = self.copies[step] if position is None else (position, 0)
         self.copies.forget_after(self.at.step)

@@ -25,7 +25,6 @@ from raypipe.engine.io.run_files import RunFolder
 from raypipe.errors import CheckpointError
 from raypipe.ir.report import StepRecord
 from raypipe.run.spec import RunSpec, Watcher
-from raypipe.run.status import ALERTS, as_event, in_words
 from raypipe.user_lines import quoted, short
 
 MOST_WAITING = 10_000
@@ -79,19 +78,13 @@ class Reporter:
         self.callbacks.event(decision, reason, numbers)
 
     def complain(self, kind: str, message: str, step: int, in_a_row: int = 0) -> None:
-        """Raise an alert, and write it to events.jsonl; of a kind of repeated failures only the first is written.
+        """Raise an alert, see ``Journal.alert``, and write it to events.jsonl.
 
-        Args:
-            kind, message, step, in_a_row: as in ``Journal.alert``.
+        Of a kind of repeated failures only the first is written.
         """
         if not in_a_row or kind not in {alert.kind for alert in self.watcher.alerts}:
             self.log("warning", message, step=step)
         self.watcher.alert(kind, message, step, in_a_row)
-
-    def log_alerts(self, step: int) -> None:
-        """Append the alerts of this submission to events.jsonl."""
-        if alerts := self.watcher.alerts:
-            self.log(ALERTS, in_words(alerts), step=step, alerts=as_event(alerts))
 
 
 class CallbackThread:
@@ -141,12 +134,10 @@ class CallbackThread:
         self._put("on_recovery" if decision in FAILURES else "on_decision", event.step, event)
 
     def end(self, how: RunEnd | None) -> None:
-        """Carry out the queued calls and ``on_end``, for END_S at most; later events are ignored.
+        """Carry out the queued calls and ``on_end(how)``, for END_S at most; later events are ignored.
 
-        The remaining calls are then dropped, with an alert. A callback that hangs ends with the process.
-
-        Args:
-            how: argument of ``on_end``; None does not call it.
+        The remaining calls are then dropped, with an alert. A callback that hangs ends with the process. If ``how``
+        is None, ``on_end`` is not called.
         """
         if not self._begun:
             return

@@ -112,10 +112,6 @@ def compare(was: RunIdentity, now: RunIdentity) -> Compared:
     Models with equal operations are equal, whatever their code. If the operations differ and the versions are equal, it
     is another model. If the versions differ, or the model has no graph, the code is compared instead; differences of
     the code are free, so that ``resume=True`` accepts them.
-
-    Args:
-        was: identity in settings.json.
-        now: identity of the current trainer.
     """
     equal = was.versions == now.versions
     pairs = (was.fixed, now.fixed), (was.free, now.free), (was.given, now.given if was.given else {})
@@ -143,8 +139,7 @@ def compare(was: RunIdentity, now: RunIdentity) -> Compared:
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, equal_versions: bool = True) -> dict[str, str]:
     """Describe the differences as {label: line of text}, without those that follow from another difference.
 
-    Args:
-        equal_versions: False to ignore labels that exist on one side only because versions differ.
+    Without ``equal_versions``, labels are left out that exist on one side only because versions differ.
     """
     pairs = {
         label: (was.get(label, _DEFAULTS.get(label)), now.get(label, _DEFAULTS.get(label)))
@@ -167,9 +162,7 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
     """Check that the run in this folder may be resumed, and return its earlier changes together with the new ones.
 
     Args:
-        now: identity of the current trainer.
         done: optimizer steps of the run's newest checkpoint.
-        num_steps: total number of steps wanted.
         resume: as in the trainer; None resumes if nothing differs, True accepts new values of free settings.
 
     Raises:

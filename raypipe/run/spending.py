@@ -36,13 +36,11 @@ class Meter:
     """Meter of a run's cost, continued from cost.json in its folder.
 
     Args:
-        place: the run's folder.
         price: price of a worker-hour.
         workers: returns the number of workers that the run holds, spares included.
         held: True if the workers were held since the last write of cost.json, for an earlier driver: that time counts.
         guard: returns a context that is entered for each write to the folder, such as ``Lease.completing``: it raises
             if another process has taken the run over.
-        clock: returns seconds since 1970.
     """
 
     def __init__(

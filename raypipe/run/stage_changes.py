@@ -73,11 +73,7 @@ class Failures:
         return self._most != 0 and isinstance(error, StageError | LinkError)
 
     def counted(self, error: RaypipeError, step: int) -> str:
-        """Count a failure; return "" if the run may continue, else the reason why not.
-
-        Args:
-            step: steps that every stage had completed.
-        """
+        """Count a failure after ``step`` steps of every stage; return why the run may not continue, or ""."""
         self.count += 1
         if self._most != UNLIMITED and self.count > self._most:
             return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
@@ -100,9 +96,9 @@ class Failures:
         return f"the same failure came {times} after {step} steps, so trying once more would not help"
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Components of the loop that ``Changing`` uses too.
+@dataclass
+class Changing:
+    """Recoveries, resizes, moves and re-partitions of one run, and the components of the loop that they change.
 
     Attributes:
         lease: lease on the run's folder; None if no other process can access the folder.
@@ -120,27 +116,20 @@ class Parts:
     ordering: Ordering
     progress: Progress
 
-
-class Changing:
-    """Recoveries, resizes, moves and re-partitions of one run."""
-
-    def __init__(self, parts: Parts) -> None:
-        recovery = self._recovery = parts.recovery
-        self._parts, self._progress = parts, parts.progress
-        self._reporter, self._watcher, self._ordering = parts.reporter, parts.reporter.watcher, parts.ordering
-        self._failures = Failures(parts.spec.max_failures, 0 if recovery is None else recovery.failures)
-        self._replanning = None if recovery is None else recovery.replanning
+    def __post_init__(self) -> None:
+        self._watcher = self.reporter.watcher
+        self._failures = Failures(self.spec.max_failures, 0 if self.recovery is None else self.recovery.failures)
+        self._replanning = None if self.recovery is None else self.recovery.replanning
         self._step_s = 0.0  # duration of the last measured step
         self._torn = False  # True while stages may be inconsistent with progress: a transition failed half-way
         if self._replanning is not None:
-            self._replanning.serve(parts.requests.offer)
-            parts.ordering.measures = self._replanning.measures
+            self._replanning.serve(self.requests.offer)
+            self.ordering.measures = self._replanning.measures
 
     def recover(self, error: RaypipeError, follow: Follow, *, adopted: bool = False) -> None:
         """Recover from a failure: bring all stages to one state and resume from it.
 
         Args:
-            error: the failure.
             follow: called with reports of steps that were completed before the failure but not yet processed.
             adopted: True if the stages were adopted from a lost driver. Then all of them roll back, and the failure
                 counts only if it is a StageLostError.
@@ -148,16 +137,16 @@ class Changing:
         Raises:
             RaypipeError: the failure, if it cannot be survived.
         """
-        progress, lease = self._progress, self._parts.lease
+        progress, lease = self.progress, self.lease
         was, self._torn = progress.at.step, adopted
         counts = not adopted or isinstance(error, StageLostError)
         while True:
-            if self._recovery is None or (counts and not self._failures.survivable(error)):
+            if self.recovery is None or (counts and not self._failures.survivable(error)):
                 raise error
             if counts:
                 self._count(error)
-            counts, self._recovery.failures = True, self._failures.count
-            self._use_less_memory(error, self._recovery)
+            counts, self.recovery.failures = True, self._failures.count
+            self._use_less_memory(error, self.recovery)
             if lease is not None:
                 lease.check()
             self._watcher.update(message=f"recovering: {_first_line(error)}")
@@ -165,15 +154,15 @@ class Changing:
             try:
                 # Processes or links failed, and not the computation.
                 in_place = not self._torn and isinstance(error, StageLostError | LinkError)
-                if in_place and self._recover_in_place(self._recovery, follow, begin_s):
+                if in_place and self._recover_in_place(self.recovery, follow, begin_s):
                     return
                 was, self._torn = max(was, progress.at.step), True
-                back = self._recovery.carry_out(Rollback(progress.copies.steps), progress.at.step)
+                back = self.recovery.carry_out(Rollback(progress.copies.steps), progress.at.step)
                 assert back is not None, "a failure changes something"
                 self._roll_back(back)
                 if back.stopped:
                     progress.copied = True  # no workers are left to copy
-                    reason = self._parts.requests.stop_reason
+                    reason = self.requests.stop_reason
                     self._watcher.update(step=progress.at.step, stages=back.stages, message=reason)
                     return
                 self.keep_copy()
@@ -187,26 +176,21 @@ class Changing:
 
     def _recover_in_place(self, recovery: Transitions, follow: Follow, begin_s: float) -> bool:
         """Try to recover without a rollback, by dropping the lost replicas; return True on success."""
-        steps = recovery.catch_up(self._progress.at.step)
+        steps = recovery.catch_up(self.progress.at.step)
         if steps is None:
             return False
-        self._ordering.cancel_pending_saves()
+        self.ordering.cancel_pending_saves()
         follow(iter(steps))
-        back = recovery.carry_out(Regroup(), self._progress.at.step)
+        back = recovery.carry_out(Regroup(), self.progress.at.step)
         assert back is not None, "a failure changes something"
         self._stay(back)
-        replicas = "-".join(map(str, self._ordering.plan.plan.partition.replicas))
+        replicas = "-".join(map(str, self.ordering.plan.plan.partition.replicas))
         reason = f"the run goes on with {replicas} workers"
         self._publish_recovery("regroup", reason, back, begin_s, completed=len(steps))
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish that training resumes after a failure.
-
-        Args:
-            decision: "recovery" for a rollback of all stages, or "regroup" without the lost replicas.
-            begin_s: when the failure was noticed.
-        """
+        """Publish "recovery", of all stages by a rollback, or "regroup", without the lost replicas, after a failure."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))
@@ -214,7 +198,7 @@ class Changing:
 
     def change(self) -> None:
         """Carry out the requested changes between two steps: resize, move, join, re-partition."""
-        requests = self._parts.requests
+        requests = self.requests
         if (resize := requests.take_resize()) is not None:
             self._make("resize", resize.reason, resize, resize.answer, num_stages=resize.num_stages)
         if nodes := requests.take_leaving():
@@ -229,7 +213,7 @@ class Changing:
             self._watcher.alert("cutting again", f"cutting the stages again: {offer.why}")
             took_s = self._make("replan", offer.why, offer, **offer.numbers)
             if took_s is not None and self._replanning is not None:
-                self._replanning.taken(offer, self._ordering.plan.plan, took_s, self._progress.at.step)
+                self._replanning.taken(offer, self.ordering.plan.plan, took_s, self.progress.at.step)
                 less = f"steps should take {offer.gain.share:.0%} less"
                 self._watcher.alert("cut again", f"the stages were cut again within {took_s:.1f} s: {less}")
 
@@ -250,15 +234,15 @@ class Changing:
         Raises:
             Exception: the change failed half-way; a recovery must follow.
         """
-        begin_s, progress = time.monotonic(), self._progress
+        begin_s, progress = time.monotonic(), self.progress
         step = progress.at.step
         try:
-            if self._recovery is None:
+            if self.recovery is None:
                 raise PlanError(IN_THREADS)
             progress.mark()
-            back = self._recovery.carry_out(change, step)
+            back = self.recovery.carry_out(change, step)
         except PlanError as error:
-            self._reporter.event(f"{decision} refused", str(error), step=step, **numbers)
+            self.reporter.event(f"{decision} refused", str(error), step=step, **numbers)
             answer(error)
             return None
         except Exception as error:
@@ -286,21 +270,21 @@ class Changing:
 
     def keep_copy(self) -> None:
         """Have all stages copy their initial state to memory, if the pipeline is empty and no copy exists yet."""
-        progress = self._progress
-        if self._recovery is None or not self._parts.spec.copy_interval_steps:
+        progress = self.progress
+        if self.recovery is None or not self.spec.copy_interval_steps:
             return
         if progress.empty and not progress.copied:
-            self._recovery.keep_copy(progress.at.step)
-            self._ordering.copy_times.ordered(progress.at.step)
+            self.recovery.keep_copy(progress.at.step)
+            self.ordering.copy_times.ordered(progress.at.step)
             self.copied()
             progress.copied = True
 
     def copied(self) -> None:
         """Record the position of a copy that every stage keeps, also in the run's folder for a later driver."""
-        parts, progress = self._parts, self._progress
+        progress = self.progress
         progress.mark()
-        if self._reporter.try_to(parts.metrics.write):  # first: a later driver reads the steps before the copy there
-            self._reporter.try_to(progress.copies.write)
+        if self.reporter.try_to(self.metrics.write):  # first: a later driver reads the steps before the copy there
+            self.reporter.try_to(progress.copies.write)
 
     def _count(self, error: RaypipeError) -> None:
         """Count and publish a failure.
@@ -308,13 +292,13 @@ class Changing:
         Raises:
             RaypipeError: the failure, with the reason why it ends the run.
         """
-        step = self._progress.at.step
+        step = self.progress.at.step
         why_not = self._failures.counted(error, step)
         numbers = {"step": step, "failures": self._failures.count, **detection_delay(error)}
         if why_not:
-            self._reporter.event("give up", f"{_first_line(error)} ({why_not})", **numbers)
+            self.reporter.event("give up", f"{_first_line(error)} ({why_not})", **numbers)
             raise type(error)(f"{error}\nThe run ends: {why_not}.")
-        self._reporter.event("failure", _first_line(error), **numbers)
+        self.reporter.event("failure", _first_line(error), **numbers)
         self._watcher.counted("failures")
 
     def _use_less_memory(self, error: RaypipeError, recovery: Transitions) -> None:
@@ -331,45 +315,45 @@ class Changing:
         try:
             recovery.lighten(error.ran_out)
         except PlanError as impossible:
-            step = self._progress.at.step
+            step = self.progress.at.step
             if isinstance(error, StageLostError):
-                self._reporter.event("warning", str(impossible), step=step)
+                self.reporter.event("warning", str(impossible), step=step)
                 return
-            self._reporter.event("give up", f"{_first_line(error)} ({impossible})", step=step)
+            self.reporter.event("give up", f"{_first_line(error)} ({impossible})", step=step)
             raise type(error)(f"{error}\nThe run ends: {impossible}") from None
 
     def _roll_back(self, back: Recovered) -> None:
         """Roll back to the step whose state the stages have: drop what came after it, and order it again."""
-        parts, progress = self._parts, self._progress
+        progress = self.progress
         self._torn = False
         progress.roll_back(back.step, back.position)
-        self._reporter.try_to(lambda: parts.metrics.go_back(progress.at.step))
+        self.reporter.try_to(lambda: self.metrics.go_back(progress.at.step))
         self._take_plan_of(back)
-        parts.ordering.forget(progress.at.step)
+        self.ordering.forget(progress.at.step)
         self._save_dropped()
         if back.position is not None:  # that checkpoint may have been committed a moment ago, unknown here so far
-            parts.checkpoints.find()
+            self.checkpoints.find()
         # A checkpoint of a later step may have been committed meanwhile. That step, and what follows it, is repeated.
-        progress.saved = progress.completed = min(parts.checkpoints.latest_step, progress.at.step)
+        progress.saved = progress.completed = min(self.checkpoints.latest_step, progress.at.step)
 
     def _stay(self, back: Recovered) -> None:
         """Resume at the current step on other workers; outstanding orders are dropped and issued again."""
-        parts, progress = self._parts, self._progress
+        progress = self.progress
         progress.empty, progress.end_s, progress.copied = True, None, True
         self._take_plan_of(back)
-        parts.ordering.forget(progress.at.step)
-        parts.ordering.copy_times.soon()
+        self.ordering.forget(progress.at.step)
+        self.ordering.copy_times.soon()
         self._save_dropped()
-        progress.saved = progress.completed = parts.checkpoints.latest_step
+        progress.saved = progress.completed = self.checkpoints.latest_step
 
     def _save_dropped(self) -> None:
         """Request a new checkpoint if the change dropped an unfinished one that the interval would not repeat."""
-        progress, checkpoints = self._progress, self._parts.checkpoints
+        progress, checkpoints = self.progress, self.checkpoints
         # The manifest waits for the evaluation, which may be what failed.
         step = progress.saved
-        dropped = progress.completed < step < self._parts.spec.num_steps and not checkpoints.due_at(step)
+        dropped = progress.completed < step < self.spec.num_steps and not checkpoints.due_at(step)
         if checkpoints.forget_after(progress.at.step) or dropped:
-            self._ordering.save_soon()
+            self.ordering.save_soon()
 
     def _take_plan_of(self, back: Recovered) -> None:
         """Put the new plan of a transition in force, if it has one, and restart the controller and the replanner.
@@ -377,28 +361,28 @@ class Changing:
         If the plan is unchanged but workers were replaced, only the replanner restarts: its measurements are of the
         lost workers.
         """
-        parts, plan, replanning = self._parts, back.plan, self._replanning
+        plan, replanning = back.plan, self._replanning
         if plan is None:
             if back.replaced and replanning is not None:  # measurements of the replaced worker do not apply
-                parts.requests.take_offer()
-                replanning.begin(parts.ordering.plan.plan)
+                self.requests.take_offer()
+                replanning.begin(self.ordering.plan.plan)
             return
-        parts.ordering.plan = plan
+        self.ordering.plan = plan
         if replanning is not None:
             replanning.begin(plan.plan)
-            parts.ordering.measures = replanning.measures
-        parts.control.end()
-        parts.control.begin(plan.retune, resumed=False)
-        self._reporter.try_to(lambda: self._reporter.folder.write_plan(plan.plan.to_json()))
+            self.ordering.measures = replanning.measures
+        self.control.end()
+        self.control.begin(plan.retune, resumed=False)
+        self.reporter.try_to(lambda: self.reporter.folder.write_plan(plan.plan.to_json()))
         self._watcher.planned(plan)
 
     def _publish_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
         """Publish the result of a change, with the duration of its phases."""
-        step, checkpoint = self._progress.at.step, self._parts.checkpoints.latest
+        step, checkpoint = self.progress.at.step, self.checkpoints.latest
         # Before the event, whose readers query the status.
         self._watcher.update(step=step, stages=back.stages, checkpoint=checkpoint)
-        self._reporter.event(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.to_event()})
-        self._watcher.update(message=self._parts.requests.stop_reason)
+        self.reporter.event(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.to_event()})
+        self._watcher.update(message=self.requests.stop_reason)
 
 
 def _first_line(error: Exception) -> str:

@@ -60,12 +60,9 @@ class Alert:
 
 
 def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
-    """Return the alerts after one more event; kinds keep the order of their first events.
+    """Return the alerts, one of each kind, after one more event; kinds keep the order of their first events.
 
-    Args:
-        known: alerts so far, one of each kind.
-        step: steps done at the event.
-        in_a_row: consecutive failures, this one included; 0 for other events.
+    Events that are not failures have 0 failures ``in_a_row``.
     """
     for at, alert in enumerate(known):
         if alert.kind == kind:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from raypipe import __version__, cli
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.run.lease import Held, myself
+from raypipe.run.lease import HERE, Held, myself
 
 
 def test_simulate_prints_picture_time_and_memory_and_writes_files(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_runs_are_listed(tmp_path: Path) -> None:
         "running": Held(mine, 1, 0.0), "killed": Held(me._replace(started="1"), 2, 0.0),
         "failed": Held(me, 3, 0.0, released=True), "unknown": None,
     }  # fmt: skip
-    mine.begins()
+    HERE.add(mine.id)
     for age, (name, lease) in enumerate(leases.items()):
         (tmp_path / name).mkdir()
         events = [{"decision": "start", "reason": "", "step": 0, "num_steps": 9}, {"decision": "checkpoint", "step": 4}]
@@ -237,7 +237,7 @@ def test_runs_are_listed(tmp_path: Path) -> None:
         ("finish", "finished"), ("stop", "stopped"), ("fail", "failed"),
     ]  # fmt: skip
     found = json.loads(CliRunner().invoke(app, ["list", str(tmp_path), "--json"]).output)
-    mine.ends()
+    HERE.discard(mine.id)
     assert found[0] == {
         "name": "running", "state": "running", "step": 4, "num_steps": 9, "last_write_s": 1e9,
         "folder": str(tmp_path / "running"),

@@ -438,20 +438,21 @@ class ChannelContract:
         assert torch.equal(got, x)
 
     def test_messages_of_an_older_generation_are_dropped(self, pair: Pair) -> None:
-        end, current = cast("Any", pair[0]), cast("Any", pair[0]).generation
-        end.generation = current - 1
+        end, current = cast("Any", pair[0]), cast("Any", pair[0]).form
+        end.form = current._replace(generation=current.generation - 1)
         end.send(f(0), (torch.ones(2),))
         with pytest.raises(LinkError, match="did not come"):
             pair[1].recv(f(0), 0.2)
-        end.generation = current
+        end.form = current
         end.send(f(0), (torch.full((2,), 5.0),))
         assert pair[1].recv(f(0), WAIT_S)[0].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
 
     def test_a_newer_generation_is_an_error_on_both_sides(self, pair: Pair) -> None:
         end = cast("Any", pair[0])
-        end.generation += 1
+        generation = end.form.generation
+        end.form = end.form._replace(generation=generation + 1)
         wait = Failing(partial(pair[1].recv, f(0), WAIT_S))
         end.send(f(0), (torch.ones(2),))
-        assert re.search(rf"generation {end.generation}.*generation {end.generation - 1}", str(wait.result()))
+        assert re.search(rf"generation {generation + 1}.*generation {generation}", str(wait.result()))
         wait_until(lambda: refused(pair[0], f(1)) is not None)
         wait_until(lambda: refused(pair[1], b(1)) is not None)

@@ -16,7 +16,7 @@ from raypipe.engine.codec import Codec
 from raypipe.engine.codec.codec import CodedTensor
 from raypipe.engine.device.device import Device, StreamName, TransferKind
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.frame import wait_for_copies
+from raypipe.engine.messages.frame import FrameFormat, wait_for_copies
 from raypipe.engine.messages.transfer import KEPT, DeviceTransfer
 from raypipe.ir.schedule import Action, Op
 
@@ -44,8 +44,8 @@ def sample(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
 
 def _sent(action: Action, tensor: torch.Tensor, codec: Codec) -> tuple[frame.Head, torch.Tensor]:
     """Header and payload of a message that a link has encoded."""
-    made = frame.encode(action, (tensor,), generation=0, max_tensors=1, codec=codec)
-    return frame.parse(made.header, generation=0, max_tensors=1), frame.gather(made)
+    made = frame.encode(action, (tensor,), FrameFormat(0, 1), codec=codec)
+    return frame.parse(made.header, FrameFormat(0, 1)), frame.gather(made)
 
 
 class DeviceContract:

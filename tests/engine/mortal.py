@@ -20,7 +20,7 @@ from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Row
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.ir.segment import Segment
+from raypipe.ir.segment import Order, Segment
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 
@@ -67,7 +67,7 @@ def run_step(executors: Sequence[Executor], rows: Sequence[Row], segment: Segmen
 
     def work(executor: Executor, row: Row) -> None:
         try:
-            executor.run(segment, row)
+            executor.run(Order(segment), row)
         except LinkError:
             executor.leave("it failed")
 

@@ -20,25 +20,17 @@ from torch.utils.data import TensorDataset
 
 from raypipe.capture import capture
 from raypipe.data.open_data import open_data
-from raypipe.engine.copy import (
-    CopyHeader,
-    HeldCopies,
-    StageCopies,
-    bring_back,
-    copy_source,
-    parcels_of,
-)
+from raypipe.engine.copy import CopyHeader, HeldCopies, StageCopies, copy_source
 from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
 from raypipe.engine.optim.state import Settings, StageState, shard_optimizer
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.segment import Segment
 from raypipe.planner.copy_interval import holders, pieces_sent
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.segments import train_segments
 from raypipe.planner.state_sources import Copy, Layout, Living, plan_transition
-from tests.engine.copy.stages import piece_of
+from tests.engine.copy.stages import parcels_of, piece_of
 from tests.engine.mortal import Counts, Job, Workers, new_state, schedule_for
 from tests.exactness import same_bits
 
@@ -167,22 +159,17 @@ def gone_on(before: Copying, counts: Counts, lost: Collection[int]) -> Copying |
     for worker in range(setup.num_workers):
         placement = setup.placement(worker)
         mine = [programs[stage] for stage in placement.stages]
-
-        def shared(program: StageProgram, state: StageState, placement: Any = placement) -> None:
-            shard_optimizer(program, state, placement, run.settings)
-
         same = next((old for old in left if before.placements[old].stages == placement.stages), None)
         if same is not None:
             left.remove(same)
             states.append(before.states[same])
-            for program, state in zip(mine, before.states[same], strict=True):
-                bring_back(source, program, state, run.make_optimizer, run.make_scheduler, share_out=shared)
-            continue
-        states.append(
-            [new_state((programs, {name: torch.zeros_like(x) for name, x in tensors.items()}, run), x) for x in mine]
-        )
+            for state in before.states[same]:
+                state.renew(run.make_optimizer, run.make_scheduler)
+        else:
+            empty = {name: torch.zeros_like(x) for name, x in tensors.items()}
+            states.append([new_state((programs, empty, run), x) for x in mine])
         for program, state in zip(mine, states[-1], strict=True):
-            shared(program, state)
+            shard_optimizer(program, state, placement, run.settings)
             load_stage(source, program, state)
     after = Copying(counts, states)
     for segment in segments()[step:]:

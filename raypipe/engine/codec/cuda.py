@@ -14,6 +14,7 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from raypipe.engine.codec.codec import BLOCK
@@ -36,11 +37,7 @@ KERNELS: dict[str, tuple[torch.dtype, ...]] = {
 
 
 def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
-    """Return the name of a kernel in the source.
-
-    Args:
-        way: "encode" or "decode".
-    """
+    """Return the name of a kernel in the source, whose ``way`` is "encode" or "decode"."""
     return f"{way}_{name}_{_TYPES[dtype]}"
 
 
@@ -67,17 +64,10 @@ def _launch(kernel: str, source: torch.Tensor, into: torch.Tensor, elements: int
     place = source.device
     with torch.cuda.device(place), _stream(torch.cuda.current_stream(place).cuda_stream, place.index):
         # Addresses, because CuPy has no bfloat16; 32 bits are the key's words, a plain int is 64.
-        words = [_word(word) for word in key]
+        words = [np.uint32(word) for word in key]
         _kernel(kernel)(
             (grid_of(kernel, elements),), (THREADS,), (source.data_ptr(), into.data_ptr(), elements, *words)
         )
-
-
-def _word(value: int) -> Any:
-    """Make a 32-bit argument of a kernel."""
-    import numpy as np
-
-    return np.uint32(value)
 
 
 class _Handle(NamedTuple):

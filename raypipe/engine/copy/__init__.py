@@ -1,8 +1,8 @@
 """In-memory copies of a stage's state between two steps, for its own rollback and for other workers to hold.
 
     StageState --take(step)--> StageCopies      two copies, each one header and one block of memory
-                                   | copy(step)             the same stage rolls back:  bring_back
-                                   |                        another process is sent header and parcels_of its block
+                                   | copy(step)             the same stage rolls back:  renew, load_stage
+                                   |                        another process is sent header and block, in parcels
                                    v
                               HeldCopies --copy(step).piece()--> copy_source --> any stage, by name: load_stage
 
@@ -13,10 +13,10 @@ all tensors of the stage, also the buffers that are in no checkpoint: a forward 
 from __future__ import annotations
 
 from raypipe.engine.copy.copy_header import COMMON, CopyHeader, CopyPiece, copy_source, views_of
-from raypipe.engine.copy.peer_copies import HeldCopies, HeldCopy, parcels_of
-from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies, bring_back
+from raypipe.engine.copy.peer_copies import HeldCopies, HeldCopy
+from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies
 
 __all__ = [
-    "COMMON", "GENERATIONS", "CopyHeader", "CopyPiece", "HeldCopies", "HeldCopy", "StageCopies", "bring_back",
-    "copy_source", "parcels_of", "views_of",
+    "COMMON", "GENERATIONS", "CopyHeader", "CopyPiece", "HeldCopies", "HeldCopy", "StageCopies", "copy_source",
+    "views_of",
 ]  # fmt: skip

@@ -95,12 +95,11 @@ class CopyPiece(NamedTuple):
 
 
 def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
-    """Join copies of stages into one source of state. A tensor in several copies is read from the first of them.
+    """Join copies of stages, with all their pieces, into one source of state.
+
+    A tensor in several copies is read from the first of them.
 
     Tensors of a copy in this process are views of its memory, which a later copy overwrites: the caller must copy them.
-
-    Args:
-        copies: all pieces of each stage.
 
     Raises:
         CheckpointError: a copy lacks a piece, pieces of a stage are of different steps, or copies of different numbers
@@ -149,11 +148,7 @@ def _piece(copy: CopyPiece, title: str) -> StatePiece:
 
 
 def view_of(block: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """View a tensor of a block; shares the block's memory.
-
-    Args:
-        block: memory as uint8, aligned to 8 bytes.
-    """
+    """View a tensor of a block of uint8 that is aligned to 8 bytes; shares the block's memory."""
     return block[info.begin : info.end].view(info.dtype).view(info.shape)
 
 

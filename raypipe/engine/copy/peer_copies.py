@@ -7,23 +7,11 @@ held    [step 10 whole] [step 20: 37 of 96 MB]  -->  [step 10] [step 20 whole]  
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from raypipe.engine.copy.copy_header import TENSORS, CopyHeader, CopyPiece, views_of
 from raypipe.engine.messages.record import raw_bytes
 from raypipe.errors import CheckpointError
-
-PARCEL_BYTES = 1 << 20
-"""Default size of a parcel."""
-
-
-def parcels_of(block: torch.Tensor, parcel_bytes: int = PARCEL_BYTES) -> Iterator[tuple[int, memoryview]]:
-    """Yield a block as parcels (offset, bytes); the bytes are views of its memory."""
-    data = raw_bytes(block, block.nbytes).cast("B")
-    for offset in range(0, len(data), parcel_bytes):
-        yield offset, data[offset : offset + parcel_bytes]
 
 
 class HeldCopy:
@@ -86,11 +74,6 @@ class HeldCopies:
     def steps(self) -> tuple[int, ...]:
         """Steps of which there is a complete copy, in order."""
         return tuple(sorted(copy.header.step for copy in self._copies if copy.whole))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the copies' memory."""
-        return sum(copy.block.nbytes for copy in self._copies)
 
     @property
     def pieces(self) -> int:

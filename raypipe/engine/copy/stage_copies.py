@@ -24,12 +24,11 @@ import torch
 from raypipe.data.stream import Mark
 from raypipe.engine.copy.copy_header import COMMON, OPTIMIZER, TENSORS, CopyHeader, view_of
 from raypipe.engine.device.device import CPU, TransferKind
-from raypipe.engine.io.checkpoint import StateSource, load_stage
 from raypipe.engine.io.checkpoint.manifest import OptionGroup
 from raypipe.engine.io.checkpoint.snapshot import optimizer_parts
 from raypipe.engine.io.checkpoint.tensor_file import read_table, table_of
 from raypipe.engine.messages.transfer import DeviceTransfer
-from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, StageState
+from raypipe.engine.optim.state import StageState
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 
@@ -41,7 +40,7 @@ class StageCopies:
     """Copies of one stage under the present plan.
 
     Args:
-        state: state of the stage; ``bring_back`` may replace its optimizer.
+        state: state of the stage; its optimizer may be renewed.
         crossing: transfer from the device of the state; None for the CPU.
     """
 
@@ -55,11 +54,6 @@ class StageCopies:
     def steps(self) -> tuple[int, ...]:
         """Steps of the complete copies, in increasing order."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the memory of all copies."""
-        return sum(block.data.nbytes for slot in self._slots for block in slot.blocks.values())
 
     @property
     def headers(self) -> tuple[CopyHeader, ...]:
@@ -233,30 +227,3 @@ class _Block:
         elif tensors:
             with torch.no_grad():
                 torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()))
-
-
-def bring_back(
-    source: StateSource,
-    program: StageProgram,
-    state: StageState,
-    make_optimizer: MakeOptimizer,
-    make_scheduler: MakeScheduler | None,
-    crossing: DeviceTransfer | None = None,
-    share_out: Callable[[StageProgram, StageState], None] = lambda program, state: None,
-) -> None:
-    """Roll the state back to that of a source: parameters and buffers in place, with a new optimizer and scheduler.
-
-    New ones are needed because schedulers cannot step backwards, and because ``load_state_dict`` cannot remove the
-    state of an optimizer that has stepped, as a rollback to step 0 requires. Objects that refer to the old ones, such
-    as an Executor, must be created anew too.
-
-    Args:
-        crossing: transfer to the device of the state; None for the CPU.
-        share_out: called with (program, state) to restrict the new optimizer to this replica's slices.
-
-    Raises:
-        CheckpointError: the source lacks a tensor of the stage; the state is then unusable.
-    """
-    state.renew(make_optimizer, make_scheduler)
-    share_out(program, state)
-    load_stage(source, program, state, crossing=crossing)

@@ -94,11 +94,7 @@ class Device:
         return time.monotonic()
 
     def wait(self, mark: Mark, why: str) -> None:
-        """Make work that is queued from now on in the current stream wait for a mark; returns at once.
-
-        Args:
-            why: names the wait.
-        """
+        """Make work that is queued from now on in the current stream wait for a mark, for ``why``; returns at once."""
 
     def finish(self, mark: Mark, why: str) -> None:
         """Block the host until the mark is reached, without waiting for other streams or later work."""

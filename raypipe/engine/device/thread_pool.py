@@ -18,11 +18,7 @@ _Task = tuple[Callable[[], _T], "SimpleQueue[_T]"]
 
 
 class ThreadPool(Generic[_T]):
-    """Pool of ``size`` threads, started on first use, and ended by ``close`` or by garbage collection of the pool.
-
-    Args:
-        name: prefix of the thread names.
-    """
+    """Pool of ``size`` threads, started on first use, and ended by ``close`` or by garbage collection of the pool."""
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name

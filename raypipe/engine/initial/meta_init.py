@@ -383,8 +383,7 @@ class ModuleInit:
     def _check(self, lines: Mapping[str, str | None]) -> None:
         """Call all initialisers without memory, to see which parameters they write.
 
-        Args:
-            lines: by parameter, the line of the constructor that set it last, outside of an initialiser.
+        ``lines`` has, by parameter, the line of the constructor that set it last, outside of an initialiser.
         """
         writes = Writes()
         with own_generators(), writes:

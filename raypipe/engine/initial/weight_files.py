@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from raypipe.engine.io.checkpoint.run_checkpoints import Checkpoint, checkpoint_at
-from raypipe.engine.io.checkpoint.tensor_file import METADATA, TensorFile, TensorInfo, table_of
+from raypipe.engine.io.checkpoint.tensor_file import TensorFile, TensorInfo, header_of, table_of
 from raypipe.engine.io.storage import Place, Write
 from raypipe.errors import CheckpointError, ConfigError
 
@@ -233,10 +233,7 @@ def copy_tensors(write: Write, tensors: Mapping[str, StoredTensor], metadata: Ma
     """
     bare = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()}
     table = table_of(bare)
-    text = json.dumps({METADATA: dict(metadata), **table}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    write(len(text).to_bytes(8, "little"))
-    write(text)
+    write(header_of(table, metadata))
     with ExitStack() as stack:
         files: dict[str, TensorFile] = {}
         for name in table:

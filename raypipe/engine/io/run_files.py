@@ -137,8 +137,7 @@ class MetricsPart(NamedTuple):
 def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> pa.Table:
     """Create a table with one row per record, and one column per field and per result of an evaluation.
 
-    Args:
-        evaluations: names of evaluation columns that the table has even if no record has such a result.
+    It has the columns of ``evaluations`` even if no record has such a result.
     """
     kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
     columns = {name: kept.column(name) for name in SCHEMA.names}
@@ -167,11 +166,8 @@ def _column(values: Any, kind: pa.DataType) -> Any:
 def table_read(data: bytes, what: str) -> pa.Table:
     """Read the table of a part, or of an old release's file. Missing columns are filled with the fields' defaults.
 
-    Args:
-        what: name of the file, for error messages.
-
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file, ``what`` in the message, is damaged.
     """
     try:
         table = pq.read_table(pa.BufferReader(data))

@@ -25,7 +25,7 @@ from raypipe.engine.codec.codec import CodedTensor
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.device.thread_pool import ThreadPool
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.frame import Head, PendingCopy
+from raypipe.engine.messages.frame import FrameFormat, Head, PendingCopy
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
@@ -126,11 +126,7 @@ class Channel(Protocol):
 
 
 class Inbox:
-    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action.
-
-    Args:
-        name: name of the channel, for error messages.
-    """
+    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,11 +137,7 @@ class Inbox:
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
     def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
-        """Store a message, or drop it after a failure. A second message of one action is a failure.
-
-        Args:
-            arrived_at_s: see Stamp.
-        """
+        """Store a message, or drop it after a failure. A second message of one action is a failure."""
         action = head.action
         stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
         message = Message.of(tensors, head.weight_version, stamp)
@@ -186,8 +178,7 @@ class Inbox:
     def fail(self, error: LinkError, *, keep: bool = False) -> None:
         """End all waits, now and later, with ``error``, or with the error of the first call of this method.
 
-        Args:
-            keep: True if messages that have arrived may still be taken, because the peer ended in good order.
+        With ``keep``, messages that have arrived may still be taken, because the peer ended in good order.
         """
         with self._lock:
             if self._error is None:
@@ -250,8 +241,7 @@ class InMemoryChannel:
 
     def __init__(self, name: str, max_tensors: int, own: _End, other: _End) -> None:
         self.name = name
-        self.generation = own.generation
-        self.max_tensors = max_tensors
+        self.form = FrameFormat(own.generation, max_tensors)
         self._own, self._other = own, other
         self._codecs = Codecs()
         self._pool: ThreadPool[None] | None = None
@@ -268,7 +258,7 @@ class InMemoryChannel:
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         self._own.raise_if_failed()
-        frame.check_count(action, tensors, self.max_tensors)
+        frame.check_count(action, tensors, self.form.max_tensors)
         order = action, tensors, weight_version, self._codecs.of(action.op)
         if self._pool is None and isinstance(tensors, PendingCopy):
             self._pool = ThreadPool(f"raypipe-send {self.name}", 1)
@@ -286,16 +276,9 @@ class InMemoryChannel:
             self.abort(str(error) if isinstance(error, LinkError) else f"sending failed: {error!r}")
 
     def _carry(self, action: Action, tensors: Payload, weight_version: int, codec: Codec) -> None:
-        message = frame.encode(
-            action,
-            tensors,
-            generation=self.generation,
-            max_tensors=self.max_tensors,
-            weight_version=weight_version,
-            codec=codec,
-        )
+        message = frame.encode(action, tensors, self.form, weight_version, codec)
         try:
-            head = frame.parse(message.header, generation=self._other.generation, max_tensors=self.max_tensors)
+            head = frame.parse(message.header, self.form._replace(generation=self._other.generation))
         except LinkError as error:  # what the receiving end of a network would find
             self.abort(str(error))
             return

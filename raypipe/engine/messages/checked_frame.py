@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import xxhash
 
 from raypipe.engine.messages import frame
-from raypipe.engine.messages.frame import Frame, Head
+from raypipe.engine.messages.frame import Frame, FrameFormat, Head
 from raypipe.errors import LinkError
 
 _SUM = struct.Struct("<Q")
@@ -37,9 +37,7 @@ def sealed(message: Frame) -> bytes:
     return begin + _SUM.pack(xxhash.xxh3_64_intdigest(begin))
 
 
-def parse(
-    header: bytes | bytearray | memoryview, *, generation: int, max_tensors: int, checked: bool
-) -> tuple[Head, int | None]:
+def parse(header: bytes | bytearray | memoryview, form: FrameFormat, *, checked: bool) -> tuple[Head, int | None]:
     """Return (parsed header, checksum that the payload must have).
 
     Args:
@@ -49,13 +47,13 @@ def parse(
         LinkError: header or seal are damaged, or ``frame.parse`` refuses the header.
     """
     if not checked:
-        return frame.parse(header, generation=generation, max_tensors=max_tensors), None
+        return frame.parse(header, form), None
     plain = header[:-SEAL_BYTES]
     (expected,), received = _SUM.unpack_from(header, len(header) - _SUM.size), checksum([header[: -_SUM.size]])
     if received != expected:
-        raise _damaged(_guessed_name(plain, generation, max_tensors), "header", received, expected)
+        raise _damaged(_guessed_name(plain, form), "header", received, expected)
     (payload_checksum,) = _SUM.unpack_from(header, len(header) - SEAL_BYTES)
-    return frame.parse(plain, generation=generation, max_tensors=max_tensors), payload_checksum
+    return frame.parse(plain, form), payload_checksum
 
 
 def check_payload(head: Head, payload: Iterable[bytes | bytearray | memoryview], expected: int | None) -> None:
@@ -68,10 +66,10 @@ def check_payload(head: Head, payload: Iterable[bytes | bytearray | memoryview],
         raise _damaged(head.action.words, "payload", received, expected)
 
 
-def _guessed_name(plain: bytes | bytearray | memoryview, generation: int, max_tensors: int) -> str:
+def _guessed_name(plain: bytes | bytearray | memoryview, form: FrameFormat) -> str:
     """Name a message from its damaged header, as far as that can still be read."""
     try:
-        action = frame.parse(plain, generation=generation, max_tensors=max_tensors).action
+        action = frame.parse(plain, form).action
     except LinkError as error:
         return f"a message with an unreadable header ({str(error).rstrip('.')})"
     return f"a message, by its damaged header {action.words},"

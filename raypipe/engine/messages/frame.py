@@ -89,6 +89,18 @@ Allocate = Callable[[int], torch.Tensor]
 """Function that allocates memory: number of bytes -> uint8 tensor whose address is a multiple of 64 bytes."""
 
 
+class FrameFormat(NamedTuple):
+    """Format of the frames of a channel, equal on both ends.
+
+    Attributes:
+        generation: number of times that links were opened before, or of the plan.
+        max_tensors: maximum number of tensors in a message, which determines the size of headers.
+    """
+
+    generation: int
+    max_tensors: int
+
+
 class Head(NamedTuple):
     """Checked header of a message. ``sent_at_s`` is the time on the sender's wall clock, for measuring links."""
 
@@ -127,15 +139,7 @@ def check_count(action: Action, tensors: Payload, max_tensors: int) -> None:
         raise LinkError(f"{action.words} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
 
 
-def encode(
-    action: Action,
-    tensors: Payload,
-    *,
-    generation: int,
-    max_tensors: int,
-    weight_version: int = 0,
-    codec: Codec = NONE,
-) -> Frame:
+def encode(action: Action, tensors: Payload, form: FrameFormat, weight_version: int = 0, codec: Codec = NONE) -> Frame:
     """Create the frame of a message, without a copy unless a tensor has gaps or overlaps, or is encoded by a codec.
 
     Waits for pending copies, so that it should run in a sending thread if there is one, not in the computing thread. A
@@ -149,12 +153,10 @@ def encode(
     Raises:
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
     """
-    check_count(action, tensors, max_tensors)
+    check_count(action, tensors, form.max_tensors)
     wait_for_copies(tensors)
     described, parts = _described(CPU, action, tensors, codec)
-    header, places, payload_bytes = header_of(
-        action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
-    )
+    header, places, payload_bytes = _header_of(action, described, form, weight_version)
     buffers: list[memoryview] = []
     end_bytes = 0
     for begin_bytes, (memory, nbytes) in zip(places, parts, strict=True):
@@ -167,22 +169,13 @@ def encode(
 
 
 def encode_on(
-    device: Device,
-    action: Action,
-    tensors: Payload,
-    *,
-    generation: int,
-    max_tensors: int,
-    weight_version: int,
-    codec: Codec,
+    device: Device, action: Action, tensors: Payload, form: FrameFormat, weight_version: int, codec: Codec
 ) -> tuple[bytes, torch.Tensor]:
     """Create the frame of a message on a device, in the current stream; return (header, payload, uint8). See
     ``encode``.
     """
     described, parts = _described(device, action, tensors, codec)
-    header, places, payload_bytes = header_of(
-        action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
-    )
+    header, places, payload_bytes = _header_of(action, described, form, weight_version)
     payload = device.empty(payload_bytes, torch.uint8)
     for begin, (memory, nbytes) in zip(places, parts, strict=True):
         if nbytes:
@@ -238,13 +231,8 @@ def _as_sent(
     return known, wire
 
 
-def header_of(
-    action: Action,
-    described: Sequence[Described | None],
-    *,
-    generation: int,
-    max_tensors: int,
-    weight_version: int = 0,
+def _header_of(
+    action: Action, described: Sequence[Described | None], form: FrameFormat, weight_version: int
 ) -> tuple[bytes, list[int], int]:
     """Return (header, offset of each tensor in the payload, size of the payload), offsets and size in bytes.
 
@@ -262,7 +250,7 @@ def header_of(
     prelude = _PRELUDE.pack(
         MAGIC,
         VERSION,
-        generation,
+        form.generation,
         _OP_CODES[action.op],
         action.stage,
         action.microbatch,
@@ -272,16 +260,12 @@ def header_of(
         time.time(),
     )
     records = [NO_TENSOR if known is None else known.record for known in described]
-    records.append(NO_TENSOR * (max_tensors - len(described)))
+    records.append(NO_TENSOR * (form.max_tensors - len(described)))
     return prelude + b"".join(records), places, end_bytes
 
 
 def parse(
-    header: bytes | bytearray | memoryview,
-    *,
-    generation: int,
-    max_tensors: int,
-    payload_limit_bytes: int = PAYLOAD_LIMIT_BYTES,
+    header: bytes | bytearray | memoryview, form: FrameFormat, payload_limit_bytes: int = PAYLOAD_LIMIT_BYTES
 ) -> Head:
     """Parse and check a header, before memory for the payload is allocated.
 
@@ -290,6 +274,7 @@ def parse(
     Raises:
         LinkError: the header is damaged, of another version, or of a newer generation.
     """
+    generation, max_tensors = form
     if len(header) != header_bytes(max_tensors):
         raise LinkError(f"A header of {len(header)} bytes came, {header_bytes(max_tensors)} were agreed on.")
     magic, version, theirs, op, stage, microbatch, count, weight_version, payload_bytes, sent_at_s = (

@@ -32,6 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -65,8 +66,6 @@ class AllReduce:
 
     Args:
         placement: defines the replicas, and the lanes of each.
-        sink: gradient accumulators of the stage.
-        link: messages to and from the other replicas.
         device: device of the sums. An exchange in parallel with a backward has its own stream there.
         codec: "bf16" sends half the bytes: it rounds the sums of lanes before they are added up in their own dtype, and
             then the totals. Local sums are rounded too, so that the result depends on the lanes only.
@@ -92,11 +91,7 @@ class AllReduce:
         self._running: _ThreadedExchange | None = None
 
     def begin(self, microbatch: int) -> None:
-        """Start the exchange in parallel with the update's last backward, which is about to run.
-
-        Args:
-            microbatch: last micro-batch of the update.
-        """
+        """Start the exchange in parallel with the update's last backward, of ``microbatch``, which is about to run."""
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
             self._running = _ThreadedExchange(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
@@ -104,11 +99,8 @@ class AllReduce:
             self._running.start()
 
     def run(self, microbatch: int) -> None:
-        """Compute the totals over all lanes, or wait for those of the exchange that ``begin`` started; close the sink
-        with them.
-
-        Args:
-            microbatch: last micro-batch of the update.
+        """Compute the totals over all lanes after the update's last micro-batch, or wait for those of the exchange that
+        ``begin`` started; close the sink with them.
 
         Raises:
             LinkError: a replica did not answer.
@@ -128,9 +120,6 @@ class AllReduce:
 
     def gather(self, microbatch: int) -> None:
         """Send the parameters of this replica's slices after its step, and write those received from other replicas.
-
-        Args:
-            microbatch: last micro-batch of the update.
 
         Raises:
             LinkError: a replica did not answer.
@@ -162,8 +151,7 @@ class AllReduce:
         """Exchange all chunks and return the totals, one per entry of the sink's ``trained``. Totals of sharded
         parameters are defined in this replica's slices only.
 
-        Args:
-            wait: called with a chunk's number; returns once this replica has all gradients of the chunk.
+        ``wait(chunk)`` returns once this replica has all gradients of the chunk.
         """
         sink, me = self._sink, self._placement.worker
         into: list[torch.Tensor | None] = [None] * len(sink.trained)
@@ -238,13 +226,11 @@ class _ThreadedExchange:
         self._marks: list[Mark] = [None] * len(chunks)
         self._done: Mark = None
         self._exchange, self._device = exchange, device
-        self._error: BaseException | None = None
-        self._totals: Tensors = ()
+        self._totals: Future[Tensors] = Future()
         self._abandoned = False
-        self._thread = threading.Thread(target=self._run, name="raypipe-sum", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="raypipe-sum", daemon=True).start()
 
     def completed(self, site: int) -> None:
         """Note that the last gradient of a use site was added."""
@@ -267,14 +253,12 @@ class _ThreadedExchange:
         for number, event in enumerate(self._complete):
             if not event.is_set():
                 self._completed(number)
-        self._thread.join()  # every wait in it has the deadline of a message
-        if self._error is not None:
-            raise self._error
+        totals = self._totals.result()  # every wait in the thread has the deadline of a message
         self._device.wait(self._done, f"{TransferKind.REDUCED}: used once they are exchanged")
-        for total in self._totals:
+        for total in totals:
             if total is not None:
                 self._device.record_stream(total)
-        return self._totals
+        return totals
 
     def abandon(self) -> None:
         """End the thread's waits for gradients; its waits for messages end when the channel closes."""
@@ -286,10 +270,11 @@ class _ThreadedExchange:
         try:
             one_core()
             with torch.no_grad(), self._device.prepare_thread(), self._device.stream(StreamName.EXCHANGE):
-                self._totals = self._exchange(self._wait)
+                totals = self._exchange(self._wait)
                 self._done = self._device.mark()
+            self._totals.set_result(totals)
         except BaseException as error:  # noqa: BLE001  (raised in finish())
-            self._error = error
+            self._totals.set_exception(error)
 
     def _wait(self, number: int) -> None:
         # finish() or abandon() sets the event even if the backward fails; the timeout is for one that never ends.

@@ -23,11 +23,7 @@ of a slice gives the bits of a step of the whole parameter, even if scalar code 
 
 
 def block_norms(elements: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of every block, shape (blocks,).
-
-    Args:
-        elements: elements of a parameter in the order of memory; the first one begins a block.
-    """
+    """Compute the norm of every block of a parameter's elements, in the order of memory, shape (blocks,)."""
     whole = elements.numel() // BLOCK * BLOCK
     parts = []
     if whole:

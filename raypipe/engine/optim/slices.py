@@ -50,8 +50,7 @@ def chunks_of(
 ) -> list[Chunk]:
     """Divide all elements of ``trained`` into chunks of at most ``chunk_bytes``.
 
-    Args:
-        sharded: names of the parameters with sharded optimizer state, by index in ``trained``.
+    ``sharded`` names the parameters with sharded optimizer state, by index in ``trained``.
     """
     most = chunk_bytes(placement.lanes, len(placement.replicas))
     uses = Counter(sharded.values())
@@ -83,8 +82,7 @@ def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
 def _parted(sites: Sequence[int], trained: Sequence[torch.Tensor], room: int, grain: int) -> list[list[Piece]]:
     """Divide the elements of these sites into chunks of at most ``room`` elements; return each chunk's pieces.
 
-    Args:
-        grain: number that divides the length of every piece, except for the last piece of a site.
+    ``grain`` divides the length of every piece, except for the last piece of a site.
     """
     parts: list[list[Piece]] = [[]]
     room = max(room, grain)
@@ -137,11 +135,7 @@ class Chunk:
         self._bounds = dict(zip(workers, pairwise(ends), strict=True))
 
     def flattened(self, sums: Tensors) -> torch.Tensor | None:
-        """Concatenate a lane's sums into one vector, with zeros for None; None if all sums are None.
-
-        Args:
-            sums: one per entry of ``sites``.
-        """
+        """Concatenate a lane's sums, one per entry of ``sites``, with zeros for None; None if all sums are None."""
         if all(x is None for x in sums):
             return None
         return torch.cat(
@@ -167,20 +161,12 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate the elements of a replica's slice.
-
-        Args:
-            tensors: one per entry of the sink's ``trained``, without None.
-        """
+        """Concatenate the elements of a replica's slice of tensors, one per entry of the sink's ``trained``."""
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy a replica's slice into the tensors of its sites.
-
-        Args:
-            into: one tensor to change per entry of the sink's ``trained``; None skips the site.
-        """
+        """Copy a replica's slice into the tensors of the sink's ``trained``; None skips the site."""
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
@@ -189,8 +175,7 @@ class Chunk:
     def summed(self, worker: int, lanes: Sequence[tuple[torch.Tensor | None, Sequence[int]]]) -> torch.Tensor:
         """Sum the slice of a replica over lanes in their order.
 
-        Args:
-            lanes: the slice of each lane, and a 0 or 1 per entry of ``sites`` (1: the lane has a sum).
+        Each lane is (slice, a 1 for each entry of ``sites`` of which it has a sum, else a 0).
         """
         first, stop = self._bounds[worker]
         ends = [*accumulate(self._sizes, initial=0)]
@@ -210,12 +195,7 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy the slices of all replicas into the tensors of their sites.
-
-        Args:
-            totals: one slice per replica, in the order of the replicas.
-            into: one tensor to change per entry of the sink's ``trained``; None skips the site.
-        """
+        """Copy one slice per replica, in order, into the tensors of the sink's ``trained``; None skips the site."""
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:
@@ -329,9 +309,7 @@ class Slices:
     def blocks(self, norms: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Assemble the block norms of every parameter that has a gradient, in the order of its blocks.
 
-        Args:
-            norms: one tensor per replica, in the order of the replicas, with the block norms of its slices that have a
-                gradient.
+        ``norms`` has, by replica, the block norms of its slices that have a gradient.
         """
         by_name: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for parts, of_replica in zip(self.parts, norms, strict=True):
@@ -349,12 +327,8 @@ class Slices:
 
 
 def sliced(value: Any, whole: torch.Tensor, part: ParameterSlice) -> Any:
-    """Return the part of an optimizer state's entry that belongs to a slice: a tensor of the parameter's shape is
-    sliced, any other tensor is cloned.
-
-    Args:
-        value: entry of the optimizer's state of ``whole``.
-        whole: the parameter.
+    """Return the part of an entry of a parameter's optimizer state that belongs to a slice: a tensor of the parameter's
+    shape is sliced, any other tensor is cloned.
     """
     if isinstance(value, torch.Tensor) and value.shape == whole.shape:
         whole_value = torch.empty_like(whole, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

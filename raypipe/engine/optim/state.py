@@ -65,11 +65,7 @@ class Settings:
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:
-    """Read the learning rate of a parameter group; None if it is missing or not a number, as in lr=None of Adafactor.
-
-    Args:
-        group: one of ``optimizer.param_groups``.
-    """
+    """Read the learning rate of a parameter group; None if missing or not a number, as in lr=None of Adafactor."""
     rate: Any = group.get("lr")
     if (isinstance(rate, torch.Tensor) and rate.numel() != 1) or not hasattr(rate, "__float__"):
         return None
@@ -114,7 +110,11 @@ class StageState:
         self.renew(make_optimizer, make_scheduler)
 
     def renew(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
-        """Create a new optimizer and scheduler, and clear gradients; parameters and buffers stay as they are."""
+        """Create a new optimizer and scheduler, and clear gradients; parameters and buffers stay as they are.
+
+        A rollback needs new ones: schedulers cannot step backwards, and ``load_state_dict`` cannot remove the state of
+        an optimizer that has stepped. Objects that refer to the old ones, such as an Executor, must be made anew too.
+        """
         self.wait_until_read()
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
         for _, parameter in trained:
@@ -160,11 +160,8 @@ class StageState:
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors that this stage writes into a checkpoint: its persistent buffers, and those of its parameters
-    that no earlier stage holds.
-
-    Args:
-        persistent: names in the user's state_dict.
+    """Return the tensors that this stage writes into a checkpoint: its buffers in ``persistent``, and those of its
+    parameters that no earlier stage holds.
     """
     first = {
         name: parameter

@@ -35,7 +35,6 @@ class Update:
     Args:
         settings: max_grad_norm, on_nonfinite, loss_reduction and the seed of the optimizer's draws are used.
         weights: weight policy, with each stage's share of the norm and the update intervals.
-        transfer: transfers to and from the device that computes.
         nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if it is finite.
     """
 
@@ -124,8 +123,7 @@ class Update:
         """Return (positions in named_parameters(), gradient norms), both of shape (n,), of this stage's parameters that
         have a gradient and that no earlier stage holds.
 
-        Args:
-            parts: ``part_norms`` of all replicas, in the order of the replicas, if the optimizer state is sharded.
+        ``parts`` are ``part_norms`` of all replicas, in their order, if the optimizer state is sharded.
         """
         index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
         whole = []

@@ -61,12 +61,7 @@ class ForwardInputs(NamedTuple):
 
 
 class Recomputation:
-    """Activation recomputation of one stage.
-
-    Args:
-        stage: index, for error messages.
-        changing: names of the buffers that a forward may change.
-    """
+    """Activation recomputation of one stage, whose forward may change the buffers ``changing``."""
 
     def __init__(self, stage: int, changing: Collection[str] = ()) -> None:
         self._stage = stage
@@ -189,8 +184,7 @@ def traced_checkpoints() -> Iterator[None]:
 def untraced_checkpoints(bind: Bind) -> Iterator[None]:
     """Run checkpoints of a stage's child modules without reentrant autograd, on the tensors of this forward.
 
-    Args:
-        bind: binds the tensors of this forward to the child modules again.
+    ``bind`` binds these tensors to the child modules again.
     """
     key_checkpoints()
     before, _here.bind = _here.bind, bind

@@ -64,11 +64,7 @@ class ActivationStash:
     def hold(
         self, microbatch: int, inputs: Message, outputs: _Outputs, recompute: Callable[[], _Outputs] | None = None
     ) -> None:
-        """Stash a micro-batch after its forward.
-
-        Args:
-            recompute: computes the outputs again for the backward; None keeps ``outputs``.
-        """
+        """Stash a micro-batch after its forward; ``recompute`` computes its outputs again, None keeps ``outputs``."""
         self._held[microbatch] = _Stashed(inputs, outputs, recompute)
 
     def outputs(self, microbatch: int, *, keep: bool) -> _Outputs:

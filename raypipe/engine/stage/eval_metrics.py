@@ -136,10 +136,7 @@ class EvalMetrics:
                 metric.reset()
 
     def add(self, output: Any, target: Sequence[Any], samples: int) -> None:
-        """Add a micro-batch.
-
-        Args:
-            target: arguments of the metrics after the output.
+        """Add a micro-batch; ``target`` has the arguments of the metrics after the output.
 
         Raises:
             StageError: a metric raised, or did not return a number; names it.

@@ -122,13 +122,7 @@ def _device(place: torch.device, *words: Any, **options: Any) -> torch.device:
 
 
 class Body:
-    """Generated source of a pure function.
-
-    Args:
-        source: defines ``forward(self, *inputs)``.
-        names: globals of the source.
-        place: see ``compiled``.
-    """
+    """Generated source, which defines ``forward(self, *inputs)``, of a pure function; see ``compiled`` for the rest."""
 
     def __init__(self, source: str, names: dict[str, Any], place: torch.device | None = None) -> None:
         self.source, self.names, self.place = source, names, place

@@ -89,21 +89,15 @@ class GradientSink:
         self._sums = self._sums_of_lanes[lane]
 
     def enter(self, microbatch: int, interval: int) -> None:
-        """Select the lane of a micro-batch, to which the following gradients are added.
+        """Select the lane of a micro-batch, counted as in ``lane_of``, to which the following gradients are added.
 
-        Args:
-            microbatch: counted as in ``lane_of``; must increase from call to call.
-            interval: micro-batches per update.
+        Micro-batches must increase from call to call; an update has ``interval`` of them.
         """
         at_once = self._at_once and in_lane_order(microbatch, interval, self.lanes)
         self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
-        """Register a hook on a leaf with large gradients that adds each of them as soon as it is computed.
-
-        Args:
-            position: index of the leaf's use site.
-        """
+        """Register a hook on the large leaf of a use site that adds each of its gradients as soon as it is computed."""
         # Size of the sum: leaves may be of 16 bits.
         if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # Replacement for a gradient that the hook has added: its shape, without its memory.
@@ -117,13 +111,10 @@ class GradientSink:
         self._observer = observer
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add one micro-batch's gradients; sums have the order of the calls.
+        """Add one micro-batch's gradients, one per leaf of ``WeightRing.trained``; sums have the order of the calls.
 
         The first gradient of a site is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
         be a view or shared with another leaf, and the norm's bits depend on the layout.
-
-        Args:
-            gradients: one per leaf of ``WeightRing.trained``.
         """
         totals = [self._sums[position] for position in self._trained_at]
         if totals and not self._early and all(x is not None for x in (*totals, *gradients)):
@@ -187,24 +178,16 @@ class GradientSink:
 
     def total_of(self, site: int, *, reached: bool) -> torch.Tensor | None:
         """Return the tensor for the sum of a site over the lanes of all replicas, which the caller writes and passes to
-        ``close_with``; None if no lane has a sum.
+        ``close_with``; None if no lane has a sum (``reached``).
 
         The tensor is the accumulator of the first local lane with a sum of the site, if there is one.
-
-        Args:
-            site: index in ``trained``.
-            reached: True if any lane of any replica has a sum of the site.
         """
         position = self._trained_at[site]
         total = next((x for sums in self._sums_of_lanes if (x := sums[position]) is not None), None)
         return self._free(position) if reached and total is None else total
 
     def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
-        """Set the sums over all lanes, after the last gradient of this update.
-
-        Args:
-            totals: the filled tensors of ``total_of``, one per entry of ``trained``.
-        """
+        """Set the sums over all lanes, the filled tensors of ``total_of``, after the last gradient of this update."""
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):
             self._keep_lanes(position, total)
@@ -233,8 +216,7 @@ class GradientSink:
     def finish(self, imported: Iterable[Accumulators]) -> None:
         """Set every ``parameter.grad`` to the sum over its use sites, which is equal on all stages that hold it.
 
-        Args:
-            imported: results of ``exported`` of other stages.
+        The sums of other stages are ``imported``: their results of ``exported``.
         """
         foreign: Accumulators = {}
         for sites in imported:

@@ -70,10 +70,6 @@ class LossCounts:
     def weights(self, columns: Sequence[Columns], sizes: Sequence[int]) -> tuple[list[list[float]], list[float]]:
         """Compute the weights with which the losses of micro-batches add up to the loss of the mini-batch.
 
-        Args:
-            columns: columns of each micro-batch.
-            sizes: number of samples of each micro-batch.
-
         Returns:
             For each part of the loss, the weights of the micro-batches (0 if its divisor is 0); and, for each part,
             the divisor of the mini-batch.
@@ -243,9 +239,6 @@ def loss_parts(
     microbatch: int,
 ) -> tuple[torch.Tensor, ...]:
     """Compute the parts of the loss whose weight is not 0, from the last stage's outputs.
-
-    Args:
-        loss, targets: fields of the last stage's program.
 
     Raises:
         StageError: a part is not a scalar tensor.

@@ -23,11 +23,7 @@ from raypipe.ir.precision import FP32, Precision
 
 
 def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ()) -> AbstractContextManager[object]:
-    """Enter torch.autocast for a forward if the precision has it.
-
-    Args:
-        tensors: arguments of the forward, all on one device; the CPU if empty.
-    """
+    """Enter torch.autocast for a forward if the precision has it, on the device of its ``tensors`` or the CPU."""
     if not precision.autocast:
         return nullcontext()
     device_type = next((x.device.type for x in tensors if x is not None and not (x.is_cpu or x.is_meta)), "cpu")

@@ -149,13 +149,10 @@ def _shared_sites(program: StageProgram, stages: Collection[int]) -> int:
 def channels_by_stage(
     programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
 ) -> dict[int, dict[int, Sequence[Channel]]]:
-    """Map each stage of this worker, and each of its neighbour stages, to one channel per lane.
+    """Map each stage of this worker, and each of its neighbour stages, to one of the workers' channels per lane.
 
     Co-located stages get in-memory channels, which copy: a stage that changes its input in place leaves the previous
     stage's output unchanged, and strides are kept.
-
-    Args:
-        channels: by worker, the channel to each other worker.
     """
     lanes = range(placement.lanes)
     own = placement.lanes_of(placement.worker)

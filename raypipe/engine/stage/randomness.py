@@ -86,12 +86,9 @@ def _users_line() -> str:
 
 
 def _enter_around_operators(around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run torch.cond, while_loop and the like inside a context when eager code calls them.
+    """Run torch.cond, while_loop and the like inside a new context ``around()`` when eager code calls them.
 
     torch 2.11 has no _hop_compile_and_call; there setup_compilation_env is entered instead.
-
-    Args:
-        around: creates the context, once per call.
     """
     if hasattr(utils, "_hop_compile_and_call"):
         run = utils._hop_compile_and_call
@@ -289,11 +286,7 @@ class KeyedRandomness(TorchDispatchMode):
 
 
 def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
-    """Call a random operation with keyed draws; for dropout, ``dropout`` is faster.
-
-    Args:
-        index: number of its first draw.
-        draws: number of draws that the operation makes.
+    """Call a random operation with ``draws`` keyed draws from number ``index`` on; for dropout, ``dropout`` is faster.
 
     Raises:
         StageError: the operation made another number of draws, so that the numbers of later draws would shift.

@@ -162,8 +162,7 @@ class StageProgram:
     ) -> dict[Site, torch.Tensor | None]:
         """Map this stage's use sites of parameters shared with ``stages`` to their gradient sums.
 
-        Args:
-            tensors: the sums in the order of ``GradientSink.exported(stages)``, which this stage has sent.
+        The sums are in the order of ``GradientSink.exported(stages)``, which this stage has sent.
         """
         wanted = self.shared_names(stages)
         sites = [site for name in wanted for site in self.train.sites if site.parameter == name]
@@ -266,11 +265,7 @@ class StageBuffers:
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
-        """Prepare the buffers of a segment.
-
-        Args:
-            anew: an evaluation begins with this segment.
-        """
+        """Prepare the buffers of a segment, with which an evaluation begins if ``anew``."""
         if training:
             self._evaluation = None
         elif anew or self._evaluation is None:

@@ -98,24 +98,15 @@ class WeightRing:
         return len(self._slots)
 
     def begin(self, first_microbatch: int, interval: int) -> None:
-        """Reset the version counters for an empty pipeline.
-
-        Args:
-            first_microbatch: number of the first micro-batch.
-            interval: micro-batches per update.
-        """
+        """Reset the version counters for an empty pipeline, with ``interval`` micro-batches per update."""
         assert not self._used, "a version is in use, but the pipeline is empty"
         self._first, self._interval = first_microbatch, interval
         self._base = self._wanted = self.newest
 
     def enter(self, microbatch: int, stamp: int) -> int:
-        """Select the version of a micro-batch before its forward; it stays unchanged until ``leave``.
+        """Select a micro-batch's version before its forward, and return its number; it stays unchanged until ``leave``.
 
-        Args:
-            stamp: version that was sent with the micro-batch; used under the rule STAMPED only.
-
-        Returns:
-            The version's number.
+        The rule STAMPED uses ``stamp``, the version that was sent with the micro-batch.
 
         Raises:
             StageError: the ring does not hold the version.

@@ -132,8 +132,7 @@ def generation_setup(plan: Plan, programs: Sequence[StageProgram], codecs: Codec
 def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
     """Return the predicted seconds of one step; 0 if the plan was made without a profile.
 
-    Args:
-        overlaps: True if a step may begin before the previous one has ended on every stage, as between processes.
+    A step ``overlaps`` if it may begin before the previous one has ended on every stage, as between processes.
     """
     if plan.prediction is None or predicted is None:
         return 0.0

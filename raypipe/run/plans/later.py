@@ -34,7 +34,6 @@ def another(
 
     Args:
         basis: input of the run's first plan.
-        plan: any plan of this run.
         num_stages: number of stages; None leaves it to the planner.
         num_workers: number of workers available now; None for one per stage.
         cluster: current cluster; None for equal workers.
@@ -86,22 +85,13 @@ def _check_replicas(plan: Plan, replicas: int | tuple[int, ...] | None) -> None:
 
 
 def for_workers(basis: PlanBasis, plan: Plan, request: Request, workers: int) -> PlanBasis:
-    """Build the input of a later plan for ``workers`` workers, for a run that may change its number of workers.
-
-    Args:
-        plan: any plan of this run.
-        request: as configured, or as changed by a resize.
-    """
+    """Build the input of another plan of a run, with the request as configured or resized, for ``workers`` workers."""
     num_stages, num_workers, replicas = shape_of(request, workers)
     return another(basis, plan, num_stages=num_stages, num_workers=num_workers, replicas=replicas)
 
 
 def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
     """Return the first plan of a run that may change its number of workers: ``wanted``, or a plan for fewer workers.
-
-    Args:
-        wanted: plan of this basis.
-        workers: number available.
 
     Raises:
         PlanError: no plan exists for so few workers.
@@ -112,10 +102,7 @@ def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
 
 
 def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
-    """Plan again for a running job; capture errors become PlanError, so that the old plan can stay.
-
-    Args:
-        decision: as in ``plan_for``.
+    """Plan again for a running job, as ``plan_for``; capture errors become PlanError, so that the old plan can stay.
 
     Raises:
         PlanError: no such plan exists.

@@ -347,11 +347,7 @@ def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
 
 
 def crowded_notes(workers: int, processors: int | None) -> list[str]:
-    """Return a note if workers share processors, which predicted steps ignore.
-
-    Args:
-        processors: number that all of them share; None if it is unknown.
-    """
+    """Return a note if workers share ``processors`` (None if unknown), which predicted steps ignore."""
     if processors is None or not processors < workers <= MOST_EACH * processors:
         return []
     return [

@@ -18,13 +18,7 @@ from raypipe.run.spec import PlanInForce, Planned, RequestedSize
 
 
 def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> PlanInForce:
-    """Build the plan of the same stages with other numbers of replicas.
-
-    Args:
-        made: any plan of these stages.
-        counts: replicas by group, see planner/elastic.py.
-        generation: generation of the new plan.
-    """
+    """Build the plan of the same stages with these numbers of replicas by group, see planner/elastic.py."""
     planned = made.planned
     plan = dataclasses.replace(regrouped(planned.plan, counts), generation=generation)
     setup = dataclasses.replace(made.setup, homes=plan.schedule.wiring.homes, generation=generation, addresses=())
@@ -38,11 +32,7 @@ def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> Plan
 
 
 def wanted_workers(request: Request, plan: Plan, requested: RequestedSize | None) -> int:
-    """Return the target number of workers of a run in lanes, also while some are lost; 0 for any other run.
-
-    Args:
-        plan, requested: see ``_wanted``.
-    """
+    """Return the target number of workers of a run in lanes, also while some are lost; 0 for any other run."""
     return sum(_wanted(request, plan, requested)) if plan.schedule.wiring.lanes > 1 else 0
 
 
@@ -105,10 +95,7 @@ class Plans:
         return later_plan(for_workers(basis, self.first, request, workers))
 
     def of_stages(self, num_stages: int, num_workers: int, decision: Decision | None = None) -> PlanInForce:
-        """Assemble a plan with ``num_stages`` stages on ``num_workers`` workers, as the next generation.
-
-        Args:
-            decision: decision to carry out; None makes a new one.
+        """Assemble a plan of these sizes as the next generation; without a decision to carry out, a new one is made.
 
         Raises:
             PlanError: no such plan exists.
@@ -164,22 +151,15 @@ class Plans:
         return self._kept(regroup(self.made, counts, self._next))
 
     def regrouped(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble the same stages with other numbers of replicas, in the same generation: workers keep their copies.
-
-        Args:
-            counts: replicas by group.
-        """
+        """Assemble the same stages with other replicas by group, in the same generation: workers keep their copies."""
         generation = self.made.setup.generation
         made = self._whole[generation]
         return made if counts_of(made.setup.homes) == counts else regroup(made, counts, generation)
 
     def counted_anew(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble the same stages with other numbers of replicas, as the next generation.
+        """Assemble the same stages with other replicas by group, as the next generation.
 
         In contrast to ``regrouped``, replicas then re-shard their optimizer state.
-
-        Args:
-            counts: replicas by group.
         """
         return self._kept(regroup(self._whole[self.made.setup.generation], counts, self._next))
 

@@ -50,8 +50,6 @@ class RayConnection:
     """Connection to the driver actor of one run.
 
     Args:
-        driver: handle of the driver actor.
-        name: name of the run.
         owner: True if this process started the run, so that ``close`` ends the driver.
         call: reference to the call of ``DriverActor.run``, in the process that made it; None elsewhere.
         path: the run's folder, if known before the driver answers.
@@ -72,10 +70,6 @@ class RayConnection:
 
         If a living driver does not answer in time, the news has no records, and its status has a message with the
         duration of the silence.
-
-        Args:
-            since: number of the first record to return.
-            wait_s: seconds for which the driver waits for a new record.
 
         Raises:
             StageError: the driver is gone, or could not begin.
@@ -254,12 +248,10 @@ def start_run(
     For a detached run, wait until the driver needs nothing more from this process.
 
     Args:
-        charter: inputs of the driver.
         initial: sources of the parameters and buffers. Tensors of this process are put into the object store, from
             which each worker reads those of its stages.
         check: raises RaypipeError if the run may not begin. It is called before a detached driver is started, and
             while the stages of other drivers start.
-        detached: the run outlives this process.
 
     Raises:
         ConfigError: a run of this name is on the cluster, or its stages would leave no CPU to tasks that read its data.
@@ -292,10 +284,7 @@ def start_run(
 
 
 def _driver(spec: RunSpec, folder: str, *, detached: bool) -> Any:
-    """Create the driver actor, preferably on this node.
-
-    Args:
-        folder: working directory of the actor on a node that has it.
+    """Create the driver actor, preferably on this node, with this working directory on a node that has it.
 
     Raises:
         ConfigError: a run of this name is on the cluster.

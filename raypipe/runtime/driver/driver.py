@@ -279,17 +279,9 @@ class _DriverActor:
         requests: Requests,
         lost: StageError | None = None,
     ) -> Outcome:
-        watcher: Watcher
-        publishing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if requests is self._requests:
-            publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
-            resident = lambda: resident_bytes(fleet.roster)  # noqa: E731
-            watcher = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
-            publishing = contextlib.closing(watcher)
-            self._journal.begins()
-        else:  # it only saves a checkpoint; the run that follows reports these steps
-            self._journal.planned(plan)
-            watcher = Journal(spec.name, str(spec.place))
+        self._journal.planned(plan)
+        # If it only saves a checkpoint, the run that follows reports these steps, and may grow.
+        watcher: Watcher = Journal(spec.name, str(spec.place))
         # Imported modules live as long as this process. Full collections of them took 40 % of its processor time
         # (perf, two stages), which stages may need.
         gc.collect()
@@ -298,9 +290,13 @@ class _DriverActor:
             watching_drains(fleet, spec, requests, partial(self._journal.alert, "node goes"), self._event) as drains,
             contextlib.ExitStack() as inside,
         ):
-            if requests is self._requests:  # no growth if it only saves a checkpoint
+            if requests is self._requests:
                 inside.enter_context(recovery.growing(lambda: self._journal.status, lambda: drains.going))
-            inside.enter_context(publishing)
+                publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
+                resident = lambda: resident_bytes(fleet.roster)  # noqa: E731
+                published = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
+                watcher = inside.enter_context(contextlib.closing(published))
+                self._journal.begins()
             setup = LoopSetup(fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, lost=lost)
             return run_loop(setup)
         raise AssertionError("unreachable: closing() swallows nothing")
@@ -358,12 +354,7 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
-        """Resize the run, and return when the new plan is in force.
-
-        Args:
-            num_stages: number of stages of the new plan.
-            timeout_s: seconds to wait for the new plan.
-            num_replicas: replicas of all stages, or of each; None keeps the configured number.
+        """Resize the run, and return when the new plan is in force; see Requests.resize.
 
         Raises:
             PlanError: no such plan exists, or there are not enough workers for it.
@@ -409,7 +400,6 @@ def fit_devices(
 
     Args:
         planned: plan that is kept if it fits.
-        waiting: waits for workers.
         event: called with (decision, reason, ...) to record an event of the run.
 
     Returns:

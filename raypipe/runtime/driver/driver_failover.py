@@ -82,11 +82,7 @@ class Left(NamedTuple):
     starting: list[Member]
 
     def end_starting(self, owner: str) -> None:
-        """End the actors in ``starting``, and remove the driver's placement groups without a living actor.
-
-        Args:
-            owner: name of the driver.
-        """
+        """End the actors in ``starting``, and remove the driver's placement groups without a living actor."""
         for member in self.starting:
             end_member(member)
         release_unused(owner)
@@ -95,9 +91,7 @@ class Left(NamedTuple):
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
     """Find the state that a lost driver left, without changing it; None if no living stage has the run's charter.
 
-    Args:
-        owner: name of the driver.
-        patience_s: seconds to wait for an answer of living stages, which may be cut off by a broken link.
+    Living stages may be cut off by a broken link: for their answer it waits ``patience_s``.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
@@ -107,9 +101,6 @@ def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
 
 def known_to_stages(owner: str) -> Blueprint:
     """Return the blueprint of a restarted driver's run, as stored on its stages.
-
-    Args:
-        owner: name of the driver.
 
     Raises:
         StageError: no living stage has the blueprint; all stages of the driver have been ended.
@@ -202,9 +193,7 @@ class Departure:
 
     Args:
         stays: reason why the driver cannot move to another node, for messages; "" if it can.
-        requests: receives requests to the running loop.
         end: ends this process, so that Ray restarts the driver.
-        alert: sends an alert to all clients.
         event: called with (decision, reason, ...) to record an event of the run.
     """
 
@@ -255,12 +244,7 @@ class Departure:
 
 
 def why_it_stays(node: str, max_failures: int) -> str:
-    """Return the reason why Ray would not restart a driver of this node on another one; "" if it would.
-
-    Args:
-        node: Ray's id of the node.
-        max_failures: number of failures that the run survives; 0 if it survives none.
-    """
+    """Return why Ray would not restart a driver of this node, by Ray's id, on another one; "" if it would."""
     if not max_failures:
         return "FailureConfig(max_failures=0) has Ray start no driver again"
     nodes: list[dict[str, Any]] = ray.nodes()
@@ -273,12 +257,7 @@ def why_it_stays(node: str, max_failures: int) -> str:
 def watching_drains(
     fleet: Fleet, spec: RunSpec, requests: Requests, alert: Callable[[str], None], event: Callable[..., None]
 ) -> Iterator[DrainWatch]:
-    """Inside the context, move stages, and the driver in this process, away from nodes that are about to go.
-
-    Args:
-        alert: sends an alert to all clients.
-        event: called with (decision, reason, ...) to record an event of the run.
-    """
+    """Move stages, and the driver in this process, away from nodes that are about to go, inside the context."""
     here = ray.get_runtime_context().get_node_id()
     end = partial(os.kill, os.getpid(), signal.SIGKILL)  # no cleanup: the stages stay
     departure = Departure(why_it_stays(here, spec.max_failures), requests, end, alert, event)

@@ -143,8 +143,6 @@ class Published:
     """Watcher of the loop that passes everything to a Journal and also publishes the run's metrics, until ``close``.
 
     Args:
-        journal: receives records, decisions and alerts.
-        publisher: sets the metrics.
         plan: plan in force, for metrics that are known before its first step.
         max_failures: number of failures that the run may survive; -1 for no limit.
         resident_bytes: returns (process, its resident bytes) by worker number.

@@ -21,9 +21,6 @@ def ping_cluster(address: str) -> None:
 
     Addresses that are neither HOST:PORT nor "auto", such as "ray://...", are not checked.
 
-    Args:
-        address: address as for ray.init.
-
     Raises:
         AuthenticationError: the cluster requires a token, or rejects ours.
         ConnectionError: no Ray cluster answers, or RAY_AUTH_MODE requires a token and this machine has none.

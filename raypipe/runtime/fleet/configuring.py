@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,54 +41,20 @@ COPIES_TIMEOUT_S = 10.0
 workers may have to roll back to a checkpoint."""
 
 
-def entries_of(actors: Sequence[Any], folder: str, goes_on: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Wait until all workers have written checkpoint ``folder``; return its entries for ``make_manifest``.
-
-    Args:
-        actors: actors of all workers. A replica that writes nothing returns no entries: the first replica of a stage
-            writes, and others only if they hold slices of the optimizer state.
-        goes_on: returns True while the workers have the configuration with which the checkpoint was begun.
-
-    Raises:
-        CheckpointError: a worker failed to write its part, did not finish in time, or was configured anew.
-    """
-    deadline_s = time.monotonic() + SAVE_TIMEOUT_S
-    entries: list[dict[str, Any]] = []
-    failure: CheckpointError | None = None
-    missing = set(range(len(actors)))
-    while missing and time.monotonic() < deadline_s:
-        calls = {worker: actors[worker].entries.remote(folder) for worker in sorted(missing)}
-        for worker, call in calls.items():
-            try:
-                (new,) = results([call], SAVE_TIMEOUT_S, "writing a checkpoint")
-            except CheckpointError as error:  # wait for the other workers, so that no write to the folder is under way
-                failure, new = failure or error, []
-            if new is not None:
-                entries += new
-                missing.discard(worker)
-        if not goes_on():
-            raise CheckpointError(f"{folder} was not completed: the stages were configured anew meanwhile.")
-    if failure is not None:
-        raise failure
-    if missing:
-        raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
-    return entries
-
-
 class Configuring:
     """Workers of a plan: assignment of members to workers, and calls to all workers at once.
 
     Args:
         term: the driver's term; see Fence.
-        roster: all members, workers and spares.
 
     Attributes:
+        places: members, and requested placement groups of members that are not started yet.
         in_use: members that are workers of the current plan, indexed by worker number.
         moved_bytes: bytes of state that workers read from other workers' copies during the last ``configure``.
     """
 
-    def __init__(self, term: int, roster: Roster) -> None:
-        self._term, self._roster = term, roster
+    def __init__(self, term: int, places: Roster) -> None:
+        self._term, self.places = term, places
         self._run_setup: RunSetup | None = None
         self._rows: set[RowsKey] = set()
         self._names: list[str] = []  # of the workers, for messages: "Stage 1", "Stages 0 and 3"
@@ -101,7 +67,7 @@ class Configuring:
     @property
     def roster(self) -> list[Member]:
         """Members in the roster, including lost ones that were not dropped yet."""
-        return self._roster.members
+        return self.places.members
 
     def configure(
         self,
@@ -266,13 +232,35 @@ class Configuring:
         results([actor.save.remote(self._term, folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until every worker has written its part of checkpoint ``folder``; return the manifest's entries.
+        """Wait until all workers have written checkpoint ``folder``; return its entries for ``make_manifest``.
+
+        A replica that writes nothing returns no entries: the first replica of a stage writes, and others only if they
+        hold slices of the optimizer state.
 
         Raises:
-            CheckpointError: see ``entries_of``.
+            CheckpointError: a worker failed to write its part, did not finish in time, or was configured anew.
         """
-        links = self._links
-        return entries_of(self.actors, folder, lambda: links == self._links)
+        links, actors, deadline_s = self._links, self.actors, time.monotonic() + SAVE_TIMEOUT_S
+        entries: list[dict[str, Any]] = []
+        failure: CheckpointError | None = None
+        missing = set(range(len(actors)))
+        while missing and time.monotonic() < deadline_s:
+            calls = {worker: actors[worker].entries.remote(folder) for worker in sorted(missing)}
+            for worker, call in calls.items():
+                try:
+                    (new,) = results([call], SAVE_TIMEOUT_S, "writing a checkpoint")
+                except CheckpointError as error:  # wait for the others, so that no write to the folder is under way
+                    failure, new = failure or error, []
+                if new is not None:
+                    entries += new
+                    missing.discard(worker)
+            if links != self._links:
+                raise CheckpointError(f"{folder} was not completed: the stages were configured anew meanwhile.")
+        if failure is not None:
+            raise failure
+        if missing:
+            raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
+        return entries
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Load checkpoint ``folder`` on every worker; the optimizer options in ``fresh`` keep their present values.

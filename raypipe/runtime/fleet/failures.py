@@ -40,8 +40,7 @@ SETTLE_TIMES = 2.0
 def settle_s(workers: Sequence[Member], planned_s: float) -> float:
     """Return how many seconds these workers may take to end their work before they count as stuck.
 
-    Args:
-        planned_s: predicted seconds of a step's longest action; 0 without a prediction.
+    ``planned_s`` are the predicted seconds of a step's longest action; 0 without a prediction.
     """
     longest_s = max((member.heartbeat.longest_s for member in workers if member.heartbeat is not None), default=0.0)
     return max(SETTLE_S, SETTLE_TIMES * max(longest_s, planned_s))
@@ -54,9 +53,7 @@ def leave_work(
 
     Args:
         works: maps each call of ``work`` that may still be running to its worker.
-        term: the driver's term; see Fence.
         links: number of the workers' links; see StageActor.configure.
-        planned_s: see ``settle_s``.
 
     Raises:
         LeaseError: a later driver has taken the workers over.
@@ -79,13 +76,9 @@ def leave_work(
 
 
 def adopted(members: Sequence[Member], term: int) -> list[tuple[Member, Attached]]:
-    """Fence members whose driver was lost, have them end their work, and return those that did.
+    """Fence members that this driver found, have them end their work, and return those that did.
 
     Members that are dead or stuck are killed and marked lost.
-
-    Args:
-        members: members that this driver found.
-        term: this driver's term; see Fence.
 
     Returns:
         (member, its worker number, links and run) of each member that obeys this driver now.
@@ -174,13 +167,9 @@ _MONITOR = "running low on memory"
 
 
 def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
-    """Return the resident bytes of a process that was killed for lack of memory.
+    """Return the resident bytes of a process that was killed for lack of memory; 0 if they are unknown.
 
-    Args:
-        ended, message: see ``ending``.
-
-    Returns:
-        0 if the bytes are unknown; None if the process ended for another reason.
+    None if the process ended for another reason. For the arguments see ``ending``.
     """
     if _MONITOR in message:
         return 0 if ended is None else ended.resident_bytes
@@ -190,10 +179,7 @@ def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
 def ending(ended: Ended | None, message: str, host: str) -> str:
     """Describe how a process ended, with a remedy, as the end of a sentence that begins with the stage's name.
 
-    Args:
-        ended: what the watcher of its node found out about its end; None if nothing.
-        message: Ray's message about the actor's death.
-        host: name of its node.
+    Known are what the watcher of its node found out, or None, and Ray's message about the actor's death.
     """
     if _MONITOR in message:
         return f"was killed by Ray's memory monitor on {host}, which ran out of memory. {LESS_MEMORY}"

@@ -93,11 +93,6 @@ class Fleet(Configuring):
         self.watch = Watch(lambda: self.roster, terms.lease_s, on_event, terms.owner.term)
 
     @property
-    def places(self) -> Roster:
-        """Roster: members, and requested placement groups of members that are not started yet."""
-        return self._roster
-
-    @property
     def members(self) -> list[Mapping[str, Any]]:
         """Facts that every member reported of itself, in the roster's order."""
         return [member.facts for member in self.roster]
@@ -133,10 +128,6 @@ class Fleet(Configuring):
 
         They end their work and obey this driver from now on. A worker whose member is missing counts as lost. The
         caller has to recover the run afterwards (see Recovery).
-
-        Args:
-            run: setup of the run that the members have joined.
-            setup: setup of the plan that they have.
 
         Raises:
             LeaseError: a driver of a higher term has adopted a member.
@@ -258,14 +249,11 @@ class Fleet(Configuring):
 
         ``in_use`` keeps them until the next ``configure``.
         """
-        self._roster.drop_lost()
+        self.places.drop_lost()
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
-        """Replace lost workers by spares, and start new members if there are too few.
-
-        Args:
-            count: number of workers that the plan needs.
+        """Replace lost workers by spares, and start new members if there are fewer than ``count``.
 
         Returns:
             Names of the replaced workers, for messages.
@@ -273,9 +261,9 @@ class Fleet(Configuring):
         Raises:
             PlanError: a new member got no placement group in time.
         """
-        self._roster.drop_lost()
+        self.places.drop_lost()
         lost = self._dropped()
-        self._roster.grow(count)
+        self.places.grow(count)
         spares = [member for member in self.roster if member.worker is None]
         for worker, member in zip(lost, spares, strict=False):
             self.in_use[worker], member.worker = member, worker
@@ -385,7 +373,7 @@ class Fleet(Configuring):
     def stop(self) -> None:
         """Stop the watch, close the links, and end the actors within seconds, whatever state they are in."""
         self.watch.close()
-        self._roster.close()
+        self.places.close()
 
 
 def _shown(member: Member) -> dict[str, Any]:

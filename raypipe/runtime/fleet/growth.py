@@ -46,8 +46,6 @@ class Growth:
         fleet: has no plan yet, or the plan that the previous driver left.
         workers: smallest and largest number of workers, and the interval between two decisions to grow.
         wanted: number of workers that the run's largest plan uses.
-        requests: receives the resizes.
-        waiting: waits for workers.
         event: called with (decision, reason, ...) to record an event of the run.
         survives: True if the run survives failures, so that one more worker is kept as a spare.
     """
@@ -143,7 +141,6 @@ class Growth:
         Args:
             make: called from any thread with a number of workers; returns a plan for them.
             state_bytes: approximate bytes of the run's state, from which the duration of a resize is estimated.
-            status: returns the run's current status.
             going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
         """
         self._looked_s, self._going = time.monotonic(), going
@@ -241,8 +238,7 @@ def growth_of(
 ) -> Growth | None:
     """Create the Growth of a run that may change its number of workers; None for other runs.
 
-    Args:
-        size: size of the last resize under an earlier driver; None if the run was not resized.
+    ``size`` is that of the last resize under an earlier driver; None if the run was not resized.
     """
     if spec.workers is None:
         return None

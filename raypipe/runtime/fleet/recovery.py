@@ -62,7 +62,6 @@ class Recovery:
 
     Args:
         fleet: configured for the plan in force.
-        charter: inputs of the run's driver.
         made: plan in force, assembled from ``charter.planned``.
         tensors: initial parameters and buffers of the run.
         spares: starts further spares after one was used; the Growth of a run that may change its number of workers.
@@ -147,11 +146,7 @@ class Recovery:
         return steps if len(steps) == newer - step and all(steps) else None
 
     def _roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all of them can have.
-
-        Args:
-            steps: steps of which copies may be used.
-        """
+        """Roll all stages back to the newest state that all can have: of copies, those of ``steps`` may be used."""
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -240,7 +235,6 @@ class Recovery:
         """Run the growth thread inside the context; do nothing for a run with a fixed number of workers.
 
         Args:
-            status: returns the run's current status.
             going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
         """
         if self._growth is None:
@@ -401,12 +395,10 @@ class Recovery:
     def _plan_for_fewer(self, error: PlanError, made: PlanInForce) -> PlanInForce | None:
         """Make a plan for the remaining workers, or wait for more if that fails; None if the run was stopped.
 
-        Args:
-            error: reason why lost workers could not be replaced.
-            made: plan that is returned once all its workers are there again.
+        ``made`` is returned once all its workers are there again.
 
         Raises:
-            PlanError: too few workers came in time.
+            PlanError: too few workers came in time; ``error`` is why lost workers were not replaced.
         """
         if self._growth is None:
             try:
@@ -426,14 +418,10 @@ class Recovery:
         return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
 
     def _planned_for(self, workers: int, error: PlanError) -> PlanInForce:
-        """Make a plan for fewer workers: fewer replicas, or the same number of stages on each worker.
-
-        Args:
-            workers: number of workers that are left.
-            error: reason why lost workers could not be replaced, for the message.
+        """Make a plan for ``workers`` workers: fewer replicas, or the same number of stages on each worker.
 
         Raises:
-            StageError: no worker is left, or no such plan exists.
+            StageError: no worker is left, or no such plan exists; ``error`` is why others were not replaced.
         """
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
@@ -458,9 +446,6 @@ class Recovery:
 
     def _restore(self, made: PlanInForce, copies: Sequence[Copy]) -> tuple[int, str, Position | None]:
         """Apply plan ``made`` with the newest state that all workers can have.
-
-        Args:
-            copies: copies of steps to which the run can roll back.
 
         Returns:
             Step of that state; its source, as text; position in the run if it is no copy, else None.

@@ -104,6 +104,8 @@ class Roster:
         living: members that are alive already.
 
     Attributes:
+        owner: driver that the members obey.
+        closed: True once the fleet has ended.
         members: all members that were not dropped; a position in this list is a roster position.
         waiting: requested placement groups of members that are not started yet, by member number.
         starting: number of members whose processes are starting; their groups are no longer in ``waiting``.
@@ -112,16 +114,16 @@ class Roster:
     """
 
     def __init__(self, count: int, terms: Terms, living: Sequence[Member] = ()) -> None:
-        self._terms, self._owner = terms, terms.owner
+        self._terms, self.owner = terms, terms.owner
         self._growing = threading.Condition()
-        self._closed = False
+        self.closed = False
         self.members = list(living)
         self.waiting: dict[int, PlacementGroup] = {}
         self.starting = 0
         self.patience_s: float | None = None
         self.stopped: Callable[[], bool] = lambda: False
         # The next number. Ending actors of an earlier driver still have theirs.
-        self._started = max((first_unused(self._owner.name), *(1 + member.number for member in living)))
+        self._started = max((first_unused(self.owner.name), *(1 + member.number for member in living)))
         self.grow(count)
 
     def grow(self, count: int, patience_s: float | None = None) -> None:
@@ -136,27 +138,17 @@ class Roster:
             PlanError: a placement group was not created in time, or a member did not start.
         """
         with self._growing:
-            self._growing.wait_for(lambda: self.living >= count or not self.starting or self._closed, UNDER_WAY_S)
+            self._growing.wait_for(lambda: self.living >= count or not self.starting or self.closed, UNDER_WAY_S)
             missing = count - self.living
-            if missing <= 0 or self._closed:
+            if missing <= 0 or self.closed:
                 return
             first = [*created(self.waiting), *self.waiting]  # created groups before pending ones
             places = {number: self.waiting.pop(number) for number in list(dict.fromkeys(first))[:missing]}
             places |= self._request(missing - len(places))
             wait_for(
-                places, self.needs, self.owner, self.patience_s if patience_s is None else patience_s, self.stopped
+                places, self.needs, self.owner.name, self.patience_s if patience_s is None else patience_s, self.stopped
             )
             self._take(self._start(places))
-
-    @property
-    def owner(self) -> str:
-        """Name of the driver that the members obey; "" if this process is not a run's driver."""
-        return self._owner.name
-
-    @property
-    def closed(self) -> bool:
-        """True once the fleet has ended."""
-        return self._closed
 
     @property
     def living(self) -> int:
@@ -164,16 +156,15 @@ class Roster:
         return sum(not member.lost for member in self.members)
 
     def ask_for(self, count: int, without: Collection[str] = ()) -> None:
-        """Request placement groups so that there are enough for ``count`` members; cancel surplus requests.
+        """Request placement groups for ``count`` members; cancel surplus requests.
 
-        Args:
-            without: Ray's ids of nodes that are about to go, whose members do not count.
+        Members on the nodes ``without``, by Ray's ids, are about to go and do not count.
         """
         with self._growing:
             missing = max(0, count - len(self.staying(without)) - self.starting)
             surplus = list(self.waiting)[missing:]
             release([self.waiting.pop(number) for number in surplus])
-            if not self._closed:
+            if not self.closed:
                 self.waiting |= self._request(missing - len(self.waiting))
 
     def start_granted(self) -> int:
@@ -203,11 +194,11 @@ class Roster:
     def _request(self, count: int) -> dict[int, PlacementGroup]:
         numbers = range(self._started, self._started + count)
         self._started += max(0, count)
-        return request_places(self._owner.name, numbers, self.needs)
+        return request_places(self.owner.name, numbers, self.needs)
 
     def _take(self, new: list[Member]) -> None:
-        if self._closed:
-            stop_members(new, self._owner.term)
+        if self.closed:
+            stop_members(new, self.owner.term)
         else:
             self.members = [*self.members, *new]
 
@@ -243,9 +234,9 @@ class Roster:
 
     def close(self) -> None:
         """Close the links and end the actors within seconds, whatever state they are in; start no others afterwards."""
-        self._closed = True
+        self.closed = True
         release(list(self.waiting.values()))
-        stop_members(self.members, self._owner.term)
+        stop_members(self.members, self.owner.term)
 
     @property
     def needs(self) -> dict[str, float]:
@@ -267,7 +258,7 @@ class Roster:
 
         If this raises, all these actors are ended and all these groups are removed.
         """
-        needs, terms, owner = self.needs, self._terms, self._owner.name
+        needs, terms, owner = self.needs, self._terms, self.owner.name
         # Until the first heartbeat renews it, a lease also covers the start of the processes.
         lease_s = START_TIMEOUT_S + terms.lease_s
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
@@ -286,7 +277,7 @@ class Roster:
             ]
             _introduce(roster, listening, [member.facts for member in self.members])
         except BaseException:
-            stop_members(roster, self._owner.term)
+            stop_members(roster, self.owner.term)
             release(list(places.values()))
             raise
         return roster
@@ -295,15 +286,14 @@ class Roster:
 def stop_members(roster: Sequence[Member], term: int) -> None:
     """Close the members' links, then end their actors, within seconds, whatever state they are in.
 
-    Args:
-        term: term of the driver that ends them. Members that a later driver has taken over are left alone.
+    Members that a driver of a later ``term`` has taken over are left alone.
     """
-    obeying = [member.actor.obeys.remote(term) for member in roster]
+    terms = [member.actor.term.remote() for member in roster]
     closing = [member.actor.close.remote(term) for member in roster]
-    ray.wait([*obeying, *closing], num_returns=2 * len(roster), timeout=GRACE_S) if roster else None
-    for member, obeys in zip(roster, obeying, strict=True):
+    ray.wait([*terms, *closing], num_returns=2 * len(roster), timeout=GRACE_S) if roster else None
+    for member, obeyed in zip(roster, terms, strict=True):
         with contextlib.suppress(RayError):  # it is dead or stuck
-            if not ray.get(obeys, timeout=0):
+            if ray.get(obeyed, timeout=0) > term:
                 continue
         end_member(member)
 
@@ -383,11 +373,7 @@ def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
 
 
 def shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each host whose /dev/shm is below LEAST_SHM_BYTES; a container's default is 64 MiB.
-
-    Args:
-        members: facts of all members.
-    """
+    """Return a warning for each host whose /dev/shm is below LEAST_SHM_BYTES; a container's default is 64 MiB."""
     small = {m["host"]: m["shm_bytes"] for m in members if 0 < m["shm_bytes"] < LEAST_SHM_BYTES}
     return [
         f"/dev/shm on {host} has {human_bytes(size)}, so Ray's object store spills to disk: give it more "

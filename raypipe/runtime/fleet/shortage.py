@@ -58,7 +58,6 @@ def shortage(needs: Mapping[str, float], count: int, owner: str) -> Shortage:
     Args:
         needs: resources of one worker.
         count: number of all workers that the run needs.
-        owner: name of the driver that waits.
     """
     try:
         scaled, fits = has_autoscaler(), _fits(needs)
@@ -84,9 +83,6 @@ def wait_for(
     """Wait until all of these placement groups are created.
 
     Args:
-        places: placement groups by member number.
-        needs: resources of one group.
-        owner: name of the driver that waits.
         patience_s: timeout of the whole wait; None for PLACE_TIMEOUT_S.
         stopped: polled during the wait, which ends once this returns True.
 

@@ -94,7 +94,6 @@ class Waiting:
             begins: called with the number of available members; returns the number of workers with which the run
                 begins, 0 to wait for more.
             least: smallest number of workers that the run needs, for messages.
-            why: reason for ``least``, for messages.
             going: returns the nodes that are about to go; members are requested in place of those on them.
 
         Returns:
@@ -150,14 +149,8 @@ class Waiting:
     def _coming(self, count: int, going: Mapping[str, float | None]) -> int | None:
         """Request placement groups for missing members; return the number of available members.
 
-        Available are members that are living or starting, or whose placement group was created.
-
-        Args:
-            count: number of members to request in all.
-            going: nodes that are about to go.
-
-        Returns:
-            None if Ray does not answer.
+        Available are members that are living or starting, or whose placement group was created; members on the nodes
+        ``going`` are replaced. None if Ray does not answer.
         """
         places = self._fleet.places
         try:
@@ -167,10 +160,7 @@ class Waiting:
             return None
 
     def _started(self, failed: int) -> int:
-        """Start members in created placement groups; return the number of consecutive failures to do so.
-
-        Args:
-            failed: number of consecutive failures before.
+        """Start members in created placement groups; return how many attempts have failed in a row, ``failed`` before.
 
         Raises:
             PlanError: members failed to start MOST_FAILED times in a row.
@@ -219,7 +209,7 @@ class _Looking:
         return NO_ANSWER if now_s - self._began_s >= ANSWER_S else None
 
     def _look(self, coming: int, count: int) -> None:
-        self._shortage = shortage(self._places.needs, count, self._places.owner)
+        self._shortage = shortage(self._places.needs, count, self._places.owner.name)
         self._shortage_at = coming
 
 

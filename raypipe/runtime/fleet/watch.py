@@ -78,7 +78,6 @@ class Watch:
         lease_s: duration of a lease, which every heartbeat request renews; a member that cannot be reached for as long
             is given up.
         on_event: called with each event, from the watching thread or from a caller of ``explain``.
-        term: the driver's term; see Fence.
     """
 
     def __init__(
@@ -113,11 +112,7 @@ class Watch:
         return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, message: str) -> Diagnosis:
-        """Find out why a member died; the first call for a member marks it lost and calls ``on_event``.
-
-        Args:
-            message: Ray's message about the death.
-        """
+        """Find out why a member died, also from Ray's message; the first call marks it lost and calls ``on_event``."""
         with self._explaining:
             if member.finding is not None:
                 return member.finding
@@ -147,19 +142,15 @@ class Watch:
         members = [member for member in self._roster() if not member.lost]
         self._watched = {id(m): self._watched.get(id(m)) or _Watched(m) for m in members}
         if asks:
-            self._request_heartbeats()
+            for watched in self._watched.values():
+                if watched.request is None:  # the last one was answered
+                    watched.request = watched.member.actor.heartbeat.remote(self._term, self._lease_s)
         self._take_heartbeats(awake_s)
         if self._closed.is_set():
             return
         self._look(members, now_s, awake_s)
         for watched in self._watched.values():
             self._judge(watched)
-
-    def _request_heartbeats(self) -> None:
-        """Send a heartbeat request to each member that has answered the last one."""
-        for watched in self._watched.values():
-            if watched.request is None:
-                watched.request = watched.member.actor.heartbeat.remote(self._term, self._lease_s)
 
     def _take_heartbeats(self, awake_s: float) -> None:
         """Store new heartbeats in their members, and add ``awake_s`` to the silence of all other members.

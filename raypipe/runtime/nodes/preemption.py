@@ -201,13 +201,9 @@ def cloud_here(server: str = SERVER) -> NoticeReader | None:
 def watch_notices(
     look: NoticeReader, deliver: Callable[[Notice], None], stop: threading.Event, every_s: float = EVERY_S
 ) -> None:
-    """Read notices until ``stop`` is set, and call ``deliver`` once for each new one.
+    """Read notices every ``every_s`` until ``stop`` is set, and call ``deliver`` once for each new one.
 
     A notice that the cloud withdraws and repeats is delivered again.
-
-    Args:
-        look: reads the current notices.
-        every_s: seconds from one call of ``look`` to the next.
     """
     known: set[tuple[NoticeKind, str]] = set()
     while not stop.is_set():
@@ -222,11 +218,7 @@ def watch_notices(
 
 
 class Announced:
-    """Notices for this machine since this object was created, collected by a thread.
-
-    Args:
-        environment: environment variables; None for os.environ.
-    """
+    """Notices for this machine since this object was created, collected by a thread."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         server = (os.environ if environment is None else environment).get(ASKED, SERVER)
@@ -415,11 +407,7 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, then ``driver_goes``: the driver moves the stages, so it has to leave last.
-
-        Args:
-            stays: see ``driver_goes``.
-        """
+        """Call ``leave`` for these nodes, then ``driver_goes``: the driver moves the stages, so it leaves last."""
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)
         if self._here in nodes:

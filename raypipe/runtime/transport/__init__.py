@@ -24,10 +24,8 @@ def make_endpoint(transport: str, host: str, ports: tuple[int, int] | None = Non
     """Create the endpoint of this process's worker.
 
     Args:
-        transport: see PipelineConfig.transport.
         host: address of this node that the peers reach.
         ports: lowest and highest port of the links; None leaves the choice to the system. The object store uses none.
-        device: device that the worker computes on.
 
     Raises:
         ConfigError: there is no such transport, or it cannot be restricted to ``ports``.

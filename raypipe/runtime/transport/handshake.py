@@ -33,8 +33,15 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _CALLER, _ANSWERER, _OTHER_PLAN = (b"raypipe link %s\0" % role for role in (b"caller", b"answerer", b"other plan"))
 
 
-class Hello(NamedTuple):
-    """Greeting: identity of one connection. ``run`` is a ``run_digest``, ``generation`` that of LinkSetup."""
+class LinkIdentity(NamedTuple):
+    """Identity of one direction of a link, which a greeting carries.
+
+    Attributes:
+        run: the run's ``run_digest``.
+        generation: that of LinkSetup.
+        sender, receiver: numbers of the workers.
+        max_tensors: maximum number of tensors in a message.
+    """
 
     run: bytes
     generation: int
@@ -74,7 +81,7 @@ def run_digest(run_id: str | bytes) -> bytes:
     return hashlib.blake2b(run_id if isinstance(run_id, bytes) else run_id.encode(), digest_size=16).digest()
 
 
-def call(hello: Hello, secret: bytes) -> Conversation:
+def call(hello: LinkIdentity, secret: bytes) -> Conversation:
     """Run the caller's side of the conversation; its Answer is proven if the peer's welcome is right.
 
     Raises:
@@ -92,7 +99,7 @@ def call(hello: Hello, secret: bytes) -> Conversation:
     return Answer(hello.receiver, proven)
 
 
-def answer(mine: Mapping[int, Hello], secret: bytes) -> Conversation:
+def answer(mine: Mapping[int, LinkIdentity], secret: bytes) -> Conversation:
     """Run the answerer's side of the conversation.
 
     Args:
@@ -104,7 +111,7 @@ def answer(mine: Mapping[int, Hello], secret: bytes) -> Conversation:
     """
     greeting = yield Turn(b"", _HELLO.size + _NONCE_BYTES)
     magic, version, *fields = _HELLO.unpack_from(greeting)
-    hello = Hello(*fields)
+    hello = LinkIdentity(*fields)
     ours = mine.get(hello.sender)
     if magic != _MAGIC or version != _VERSION or ours is None or not _concerns(ours, hello):
         return Answer(None, False)
@@ -128,12 +135,12 @@ def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> byt
     return hmac.digest(hashlib.sha256(secret).digest(), role + greeting + challenge, "sha256")
 
 
-def _concerns(ours: Hello, hello: Hello) -> bool:
+def _concerns(ours: LinkIdentity, hello: LinkIdentity) -> bool:
     """Return True if a greeting is for this worker of this run, now or in a later generation."""
     return hello.run == ours.run and hello.receiver == ours.sender and hello.generation >= ours.generation
 
 
-def _check_same(ours: Hello, hello: Hello) -> None:
+def _check_same(ours: LinkIdentity, hello: LinkIdentity) -> None:
     if hello.generation > ours.generation:
         raise LinkError(
             f"worker {hello.sender} opens generation {hello.generation} while worker {ours.sender} "

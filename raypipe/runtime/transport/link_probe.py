@@ -41,16 +41,13 @@ def places_by_node() -> dict[str, int]:
     return {node["NodeManagerAddress"]: int(node["Resources"].get(kind, 0)) for node in nodes}
 
 
-def probe_links(
-    ports: tuple[int, int] | None = None, large_bytes: int = LARGE_BYTES, *, inside: bool = False
-) -> list[LinkProbe]:
+def probe_links(ports: tuple[int, int] | None = None, *, inside: bool = False) -> list[LinkProbe]:
     """Measure the links between all pairs of nodes of the connected cluster, in both directions.
 
     A cluster of one node is measured between two actors on this node.
 
     Args:
         ports: lowest and highest port that links may use; None leaves the choice to the system.
-        large_bytes: size of the messages that measure the bandwidth.
         inside: also measure between two actors on the first node.
 
     Raises:
@@ -68,7 +65,7 @@ def probe_links(
         for node in nodes
     ]
     try:
-        return _measured(actors, pairs, large_bytes)
+        return _measured(actors, pairs)
     except RayError as error:
         cause = getattr(error, "cause", None)
         reason = str(cause or error).strip().splitlines()[-1].rstrip(".")
@@ -81,7 +78,7 @@ def probe_links(
             ray.kill(actor)
 
 
-def _measured(actors: Sequence[Any], pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[LinkProbe]:
+def _measured(actors: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> list[LinkProbe]:
     hosts = ray.get([actor.host.remote() for actor in actors], timeout=LIMIT_S)
     secret, probes = secrets.token_bytes(32), []
     for generation, (one, other) in enumerate(pairs):
@@ -91,7 +88,7 @@ def _measured(actors: Sequence[Any], pairs: Sequence[tuple[int, int]], large_byt
         ray.get(opened, timeout=LIMIT_S)
         for source in (0, 1):
             answering = pair[1 - source].answer.remote(1 - source, source)
-            latency_s, bandwidth = ray.get(pair[source].measure.remote(source, large_bytes), timeout=LIMIT_S)
+            latency_s, bandwidth = ray.get(pair[source].measure.remote(source), timeout=LIMIT_S)
             ray.get(answering, timeout=LIMIT_S)
             names = hosts[one][0], hosts[other][0]
             probes.append(LinkProbe(names[source], names[1 - source], latency_s, bandwidth))
@@ -126,10 +123,10 @@ class _Prober:
         )
         self._channel = self._endpoint.open(opening)[peer]
 
-    def measure(self, me: int, large_bytes: int) -> tuple[float, float]:
+    def measure(self, me: int) -> tuple[float, float]:
         """Measure (latency in seconds, bandwidth in bytes per second) to the other end, which runs ``answer``."""
         assert self._channel is not None, "open() comes first"
-        small, large = torch.zeros(1), torch.zeros(large_bytes, dtype=torch.uint8)
+        small, large = torch.zeros(1), torch.zeros(LARGE_BYTES, dtype=torch.uint8)
         trips_s = []
         for number in range(SMALL):
             begin_s = time.monotonic()
@@ -142,7 +139,7 @@ class _Prober:
         for number in range(SMALL, SMALL + LARGE):
             self._channel.recv(Action(1 - me, Op.SEND_B, number), LIMIT_S)
             ends_s.append(time.monotonic())
-        return min(trips_s) / 2, large_bytes / statistics.median(b - a for a, b in itertools.pairwise(ends_s))
+        return min(trips_s) / 2, LARGE_BYTES / statistics.median(b - a for a, b in itertools.pairwise(ends_s))
 
     def answer(self, me: int, peer: int) -> None:
         """Answer every message that ``measure`` sends at the other end."""

@@ -34,10 +34,9 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
-from raypipe.errors import ConfigError, LinkError
+from raypipe.errors import LinkError
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -137,52 +136,39 @@ BUFFER_BYTES = 4 << 20
 _BACKLOG = 128
 
 
-class SocketListener:
+class SocketListener(contextlib.AbstractContextManager["SocketListener"]):
     """Listening sockets of one worker, which all its links use until the worker ends.
 
     Args:
         host: address to listen on; IPv4 or IPv6.
-        port: 0 lets the system choose; see ``address``.
-        ports: lowest and highest port to choose from instead, for firewalls.
+        ports: lowest and highest port to choose from, for firewalls; None lets the system choose.
         unix: also listen on a Unix socket, which peers on this machine prefer.
+
+    Attributes:
+        address: address for the peers.
 
     Raises:
         LinkError: every port of ``ports`` is taken.
-        ConfigError: both a port and a range were given.
     """
 
-    def __init__(
-        self, host: str, port: int = 0, *, ports: tuple[int, int] | None = None, unix: bool = True
-    ) -> None:  # fmt: skip
-        if port and ports is not None:
-            raise ConfigError(f"A listener takes port={port} or ports={ports!r}, not both. Leave one of them out.")
-        tcp = _listen_tcp(host, port) if ports is None else _listen_within(host, *ports)
+    def __init__(self, host: str, *, ports: tuple[int, int] | None = None, unix: bool = True) -> None:
+        tcp = _listen_tcp(host, 0) if ports is None else _listen_within(host, *ports)
         self._folder: Path | None = None
         self.sockets = [tcp]
         unix_name = self._listen_unix() if unix and hasattr(socket, "AF_UNIX") else ""
         own_host, own_port = tcp.getsockname()[:2]
-        self._address = Address(own_host, own_port, unix_name, machine())
-
-    @property
-    def address(self) -> Address:
-        """Address for the peers."""
-        return self._address
+        self.address = Address(own_host, own_port, unix_name, machine())
 
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
         for sock in self.sockets:
             sock.close()
         if self._folder is not None:
-            Path(self._address.unix).unlink(missing_ok=True)
+            Path(self.address.unix).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 self._folder.rmdir()
 
-    def __enter__(self) -> SocketListener:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _listen_unix(self) -> str:

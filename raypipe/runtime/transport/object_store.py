@@ -5,7 +5,7 @@
         | link_message(link, *pieces) ----------------------> group "links": copy out, inbox
         | link_message_acked(link, *pieces), every few messages ----> the same
         | <-------------------------------- "taken": the window has room, and the store can delete the objects
-    link_notify(hello | abort) -----------------------------> group "notices", which messages do not block
+    link_notify(hello | goodbye | abort) -------------------> group "notices", which messages do not block
     link_watch(link), not answered while the link is open --> it fails if the other process dies
 
 The actors call each other, without the driver. Ray controls access to actors: a run is as private as its cluster. Each
@@ -39,7 +39,7 @@ from raypipe.engine.codec.host import one_core
 from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.transport.endpoint import LinkSetup, is_checked
-from raypipe.runtime.transport.handshake import run_digest
+from raypipe.runtime.transport.handshake import LinkIdentity, run_digest
 from raypipe.runtime.transport.listener import machine
 from raypipe.runtime.transport.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
 
@@ -98,26 +98,17 @@ RIDING_BYTES = 1 << 20
 _LINK = struct.Struct("<16sQIII?")
 
 
-class LinkIdentity(NamedTuple):
-    """Identity of a link, seen from its sender."""
+def packed_link(link: LinkIdentity, *, checked: bool = False) -> bytes:
+    """Pack a link into bytes without pickle, with a flag: True if the message carries checksums."""
+    return _LINK.pack(*link, checked)
 
-    run: bytes
-    generation: int
-    sender: int
-    receiver: int
-    max_tensors: int
 
-    def pack(self, *, checked: bool = False) -> bytes:
-        """Pack into bytes without pickle, with a flag: True if the message carries checksums."""
-        return _LINK.pack(*self, checked)
-
-    @classmethod
-    def unpack(cls, packed: object) -> tuple[LinkIdentity, bool] | None:
-        """Unpack (link, flag) of ``pack``; return None if the argument is not of that form."""
-        if not isinstance(packed, bytes) or len(packed) != _LINK.size:
-            return None
-        *link, checked = _LINK.unpack(packed)
-        return cls(*link), checked
+def unpacked_link(packed: object) -> tuple[LinkIdentity, bool] | None:
+    """Unpack (link, flag) of ``packed_link``; return None if the argument is not of that form."""
+    if not isinstance(packed, bytes) or len(packed) != _LINK.size:
+        return None
+    *link, checked = _LINK.unpack(packed)
+    return LinkIdentity(*link), checked
 
 
 class ControlMessage(NamedTuple):
@@ -140,17 +131,16 @@ class ObjectStoreChannel(QueuedChannel):
     """See the Channel protocol. ``ObjectStoreEndpoint.open`` makes it.
 
     Args:
-        name: shown in errors.
         link: identity of the link, seen from this end.
         peer: handle of the other end's actor.
         checked: True if messages of this end carry checksums, which each message states itself.
     """
 
     def __init__(self, name: str, link: LinkIdentity, peer: Any, *, checked: bool = False) -> None:
-        super().__init__(name, link.generation, link.max_tensors)
+        super().__init__(name, frame.FrameFormat(link.generation, link.max_tensors))
         self.link = link
         self._checked = checked
-        self._packed_link = link.pack(checked=checked)
+        self._packed_link = packed_link(link, checked=checked)
         self.ended = threading.Event()
         self._peer = peer
         self._window = SendWindow()
@@ -178,7 +168,7 @@ class ObjectStoreChannel(QueuedChannel):
 
     def goodbye(self, reason: str | None) -> None:
         self._unacked += 1
-        if self._call_acked(self._peer.link_goodbye, ControlMessage("goodbye", self.link, reason, self._sent)):
+        if self._call_acked(self._peer.link_notify, ControlMessage("goodbye", self.link, reason, self._sent)):
             self._window.drain(CLOSE_TIMEOUT_S)
 
     def _call_acked(self, method: Any, *arguments: object) -> bool:
@@ -257,19 +247,18 @@ class ObjectStoreChannel(QueuedChannel):
 
     def _take(self, pieces: Sequence[object], *, checked: bool) -> None:
         arrived_at_s = time.time()
-        body = frame.header_bytes(self.max_tensors) + checked_frame.SEAL_BYTES * checked
+        body = frame.header_bytes(self.form.max_tensors) + checked_frame.SEAL_BYTES * checked
         arrays = [_array(piece) for piece in pieces]
         if not arrays or arrays[0].size < body:
             raise LinkError("a call of the peer carried something that is not a message.")
         header = arrays[0][:body].tobytes()
         arrays[0] = arrays[0][body:]
-        known = {"generation": self.generation, "max_tensors": self.max_tensors}
-        head, payload_checksum = checked_frame.parse(header, **known, checked=checked)
+        head, payload_checksum = checked_frame.parse(header, self.form, checked=checked)
         came_bytes = sum(array.size for array in arrays)
         if came_bytes != head.payload_bytes:
             raise LinkError(f"{head.action.words} announced {head.payload_bytes} bytes, {came_bytes} came.")
         checked_frame.check_payload(head, [array.data for array in arrays], payload_checksum)
-        if head.generation < self.generation:
+        if head.generation < self.form.generation:
             return
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
@@ -297,9 +286,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
-LINK_GROUPS = {"links": 2, "notices": 1, "watch": 1}
-"""Concurrency groups of a LinkedActor. A watch that queues for its thread also fails when the process dies."""
-
 RETRY_S = 0.02
 
 
@@ -311,7 +297,7 @@ class _Address(NamedTuple):
 
 
 class ObjectStoreEndpoint:
-    """Endpoint of one LinkedActor; it opens new links whenever the actor is configured."""
+    """Endpoint of one StageActor, whose methods ``link_...`` call it; opens new links whenever that is configured."""
 
     def __init__(self) -> None:
         self._channels: dict[int, ObjectStoreChannel] = {}
@@ -353,25 +339,26 @@ class ObjectStoreEndpoint:
             raise
         return channels
 
-    def message(self, packed_link: object, *pieces: object) -> str:
+    def message(self, packed: object, *pieces: object) -> str:
         """Take a message; return "taken" once its memory is no longer used here, or "gone" without a link."""
-        unpacked = LinkIdentity.unpack(packed_link)
+        unpacked = unpacked_link(packed)
         channel = None if unpacked is None else self._channel(unpacked[0])
         if unpacked is None or channel is None or channel.shut:
             return "gone"
         return channel.receive(pieces, checked=unpacked[1])
 
-    def goodbye(self, letter: ControlMessage) -> str:
-        """Take the peer's goodbye; return "taken", or "gone" without a link."""
-        channel = self._channel(letter.link)
-        if channel is None or channel.shut:
-            return "gone"
-        channel.receive_goodbye(letter)
-        return "taken"
-
     def notify(self, letter: ControlMessage) -> str:
-        """Take a hello or an abort; return "welcome", "wait", or the reason for a refusal to a hello."""
+        """Take a control message.
+
+        Returns:
+            "taken" or "gone" to a goodbye, as ``message``; to a hello "welcome", "wait", or the reason for a refusal.
+        """
         channel = self._channel(letter.link)
+        if letter.kind == "goodbye":
+            if channel is None or channel.shut:
+                return "gone"
+            channel.receive_goodbye(letter)
+            return "taken"
         if letter.kind == "abort":
             if channel is not None:
                 channel.fail(LinkAbortedError(f"{channel.name}: aborted by the peer: {letter.reason}"))
@@ -379,14 +366,14 @@ class ObjectStoreEndpoint:
         mine, theirs = self._channels.get(letter.link.sender), letter.link
         if mine is None or mine.link.run != theirs.run or mine.link.sender != theirs.receiver:
             return "wait"
-        if mine.generation != theirs.generation:
+        if mine.link.generation != theirs.generation:
             obsolete = f"worker {theirs.sender} opens generation {theirs.generation} while worker {theirs.receiver} "
-            obsolete += f"has generation {mine.generation}, which makes the older obsolete."
-            return obsolete if mine.generation > theirs.generation else "wait"
+            obsolete += f"has generation {mine.link.generation}, which makes the older obsolete."
+            return obsolete if mine.link.generation > theirs.generation else "wait"
         if channel is None:
             self._conflict = (
                 f"worker {theirs.sender} sends up to {theirs.max_tensors} tensors per message, worker "
-                f"{theirs.receiver} expects up to {mine.max_tensors}: they do not run the same plan."
+                f"{theirs.receiver} expects up to {mine.link.max_tensors}: they do not run the same plan."
             )
             return self._conflict
         return "welcome"
@@ -432,41 +419,3 @@ class ObjectStoreEndpoint:
                     "off, or belongs to another run or generation."
                 )
             time.sleep(RETRY_S)
-
-
-class LinkedActor:
-    """Mixin: actor methods of object-store links; the actor needs the concurrency groups LINK_GROUPS."""
-
-    _endpoint: Any = None
-    """Endpoint of any transport. Without an object-store endpoint only late peers call these methods."""
-
-    @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
-    def link_message(self, packed_link: bytes, *pieces: object) -> None:
-        """See ObjectStoreEndpoint.message. No event per message is added to Ray's list of tasks."""
-        if isinstance(self._endpoint, ObjectStoreEndpoint):
-            self._endpoint.message(packed_link, *pieces)
-
-    @ray.method(concurrency_group="links", enable_task_events=False)
-    def link_message_acked(self, packed_link: bytes, *pieces: object) -> str:
-        """See ObjectStoreEndpoint.message; acknowledged."""
-        endpoint = self._endpoint
-        return endpoint.message(packed_link, *pieces) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
-
-    @ray.method(concurrency_group="links")
-    def link_goodbye(self, letter: ControlMessage) -> str:
-        """See ObjectStoreEndpoint.goodbye."""
-        endpoint = self._endpoint
-        return endpoint.goodbye(letter) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
-
-    @ray.method(concurrency_group="notices")
-    def link_notify(self, letter: ControlMessage) -> str:
-        """See ObjectStoreEndpoint.notify."""
-        endpoint = self._endpoint
-        return endpoint.notify(letter) if isinstance(endpoint, ObjectStoreEndpoint) else "wait"
-
-    @ray.method(concurrency_group="watch")
-    def link_watch(self, link: LinkIdentity) -> None:
-        """See ObjectStoreEndpoint.watch."""
-        endpoint = self._endpoint
-        if isinstance(endpoint, ObjectStoreEndpoint):
-            endpoint.watch(link)

@@ -50,7 +50,8 @@ from raypipe.runtime.transport.endpoint import LinkSetup
 from raypipe.runtime.transport.handshake import run_digest
 from raypipe.runtime.transport.listener import Address, SocketListener, choose_congestion_control
 from raypipe.runtime.transport.process_group_channel import DeviceGroupChannel, PayloadGroup, ProcessGroupChannel
-from raypipe.runtime.transport.tcp import Connections, open_links
+from raypipe.runtime.transport.socket_channel import Connections
+from raypipe.runtime.transport.tcp import open_links
 
 LEAST_NCCL = (2, 19, 1)
 """Oldest NCCL whose communicator can be aborted from another thread while it is made or waits."""
@@ -114,7 +115,7 @@ class ProcessGroupEndpoint:
         self._store: TCPStore | None
         self._store, at = _rendezvous(host)
         gpu = "" if device.immediate else str(torch.cuda.get_device_properties(device.place).uuid)
-        self.address = _At(Address(*self._listener.address), at, gpu)
+        self.address = _At(self._listener.address, at, gpu)
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
         """Open the links; see Endpoint.open.
@@ -142,9 +143,9 @@ class ProcessGroupEndpoint:
         def channel(peer: int, connections: Connections) -> ProcessGroupChannel:
             groups = self._groups(opening, peer, peers[peer], connections.incoming, deadline_s)
             if gpu:
-                channels.append(DeviceGroupChannel(*connections, groups, self._device))
+                channels.append(DeviceGroupChannel(connections, groups, self._device))
             else:
-                channels.append(ProcessGroupChannel(*connections, groups, opening.checksum))
+                channels.append(ProcessGroupChannel(connections, groups, opening.checksum))
             return channels[-1]
 
         try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +30,7 @@ from raypipe.engine.messages import frame
 from raypipe.engine.messages.channel import Payload
 from raypipe.engine.messages.frame import decode_on, encode_on
 from raypipe.ir.schedule import Action
-from raypipe.runtime.transport.socket_channel import RecvBuffer, SocketChannel, receive_exactly
+from raypipe.runtime.transport.socket_channel import Connections, RecvBuffer, SocketChannel, receive_exactly
 
 LINGER_S = 0.05
 REASON_WAIT_S = 0.1
@@ -63,11 +62,10 @@ class ProcessGroupChannel(SocketChannel):
     linger_s = LINGER_S  # gloo may lose a send that meets the peer's end
 
     def __init__(
-        self, name: str, generation: int, max_tensors: int, outgoing: socket.socket, incoming: socket.socket,
-        groups: tuple[PayloadGroup, PayloadGroup], checksum: str = "auto",
-    ) -> None:  # fmt: skip
+        self, connections: Connections, groups: tuple[PayloadGroup, PayloadGroup], checksum: str = "auto"
+    ) -> None:
         self._group_out, self._group_in = groups
-        super().__init__(name, generation, max_tensors, outgoing, incoming, checksum)
+        super().__init__(connections, checksum)
 
     # The sending thread.
 
@@ -120,20 +118,14 @@ class DeviceGroupChannel(ProcessGroupChannel):
     """Channel whose payloads go from device to device, through NCCL.
 
     Payloads carry no checksum: they leave the device through hardware that has its own.
-
-    Args:
-        device: this end's device.
     """
 
     on_device = True
     linger_s = 0.0
 
-    def __init__(
-        self, name: str, generation: int, max_tensors: int, outgoing: socket.socket, incoming: socket.socket,
-        groups: tuple[PayloadGroup, PayloadGroup], device: Device,
-    ) -> None:  # fmt: skip
+    def __init__(self, connections: Connections, groups: tuple[PayloadGroup, PayloadGroup], device: Device) -> None:
         self._device = device
-        super().__init__(name, generation, max_tensors, outgoing, incoming, groups, checksum="off")
+        super().__init__(connections, groups, checksum="off")
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         marked = _Marked(tensors)
@@ -151,15 +143,7 @@ class DeviceGroupChannel(ProcessGroupChannel):
             for x in tensors:
                 if isinstance(x, torch.Tensor) and not x.is_cpu:
                     device.record_stream(x)
-            header, payload = encode_on(
-                device,
-                action,
-                tensors,
-                generation=self.generation,
-                max_tensors=self.max_tensors,
-                weight_version=weight_version,
-                codec=codec,
-            )
+            header, payload = encode_on(device, action, tensors, self.form, weight_version, codec)
         return _DeviceMessage(header, payload)
 
     def transmit(self, message: Any) -> None:
@@ -177,12 +161,12 @@ class DeviceGroupChannel(ProcessGroupChannel):
     def _receive(self, header: bytearray) -> bool:
         if not receive_exactly(self._in, memoryview(header)):
             return False
-        head = frame.parse(memoryview(header), generation=self.generation, max_tensors=self.max_tensors)
+        head = frame.parse(memoryview(header), self.form)
         payload = self._device.empty(head.payload_bytes, torch.uint8)
         if head.payload_bytes:
             self._transfer(self._group_in.recv, payload)
         arrived_at_s = time.time()
-        if head.generation == self.generation:
+        if head.generation == self.form.generation:
             coded = self.coded
             tensors = frame.decode(head, payload, coded=True) if coded else decode_on(self._device, head, payload)
             self._device.finish(self._device.mark(), f"{head.action.op}: given once it is decoded")

@@ -23,6 +23,7 @@ from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.messages import frame
 from raypipe.engine.messages.channel import Inbox, Message, Payload
+from raypipe.engine.messages.frame import FrameFormat
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
@@ -38,18 +39,15 @@ class QueuedChannel(ABC):
 
     Args:
         name: name of the channel, for errors.
-        generation: see LinkSetup; messages of older generations are dropped, one of a newer generation is an error.
-        max_tensors: maximum number of tensors in a message of this channel; equal on both ends.
+        form: see FrameFormat; messages of older generations are dropped, one of a newer generation is an error.
     """
 
     on_device = False
     linger_s = 0.0
     """Wait of ``close`` for the peer's goodbye, for a medium that may lose messages if one side ends first."""
 
-    def __init__(self, name: str, generation: int, max_tensors: int) -> None:
-        self.name = name
-        self.generation = generation
-        self.max_tensors = max_tensors
+    def __init__(self, name: str, form: FrameFormat) -> None:
+        self.name, self.form = name, form
         self.inbox = Inbox(name)
         self.shut = False
         """True once nothing more is sent or waited for."""
@@ -72,14 +70,7 @@ class QueuedChannel(ABC):
 
     def framed(self, action: Action, tensors: Payload, weight_version: int, codec: Codec) -> Any:
         """Encode a message; return it as the argument of ``transmit``."""
-        return frame.encode(
-            action,
-            tensors,
-            generation=self.generation,
-            max_tensors=self.max_tensors,
-            weight_version=weight_version,
-            codec=codec,
-        )
+        return frame.encode(action, tensors, self.form, weight_version, codec)
 
     @abstractmethod
     def transmit(self, message: Any) -> None:
@@ -115,7 +106,7 @@ class QueuedChannel(ABC):
         self._sender.start()
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
-        frame.check_count(action, tensors, self.max_tensors)
+        frame.check_count(action, tensors, self.form.max_tensors)
         if self._send_error is not None:
             raise type(self._send_error)(f"{self._send_error} (sending {action.words})")
         self._orders.put((action, tensors, weight_version, self._codecs.of(action.op)))

@@ -111,11 +111,7 @@ class RecvBuffer(NamedTuple):
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors, once all bytes are here.
-
-        Args:
-            coded: see ``frame.decode``.
-        """
+        """Return the tensors, once all bytes are here; for ``coded`` see ``frame.decode``."""
         if self.tensors is not None:
             return self.tensors
         return frame.decode(head, self.payload, memory.take, coded=coded)
@@ -129,32 +125,35 @@ _LEFT = "\0"  # marks the reason of a peer that left in good order: its earlier 
 _BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
 
 
+class Connections(NamedTuple):
+    """Connections of a link after successful handshakes: blocking sockets, which the link's channel owns from then on.
+
+    Attributes:
+        name: name of the channel, for errors.
+        form: see FrameFormat.
+    """
+
+    name: str
+    form: frame.FrameFormat
+    outgoing: socket.socket
+    incoming: socket.socket
+
+
 class SocketChannel(QueuedChannel):
-    """See the Channel protocol. ``open_links`` makes both connections and hands them over.
+    """See the Channel protocol.
 
     Args:
-        name: shown in errors.
-        generation: see LinkSetup.
-        max_tensors: most tensors that a message of this channel has; equal on both ends.
-        outgoing, incoming: connected blocking sockets, which the channel owns from now on.
-        checksum: see PipelineConfig.link_checksum; "auto" checks TCP only, because Unix sockets do not leave the host.
+        connections: results of ``open_links``.
+        checksum: see PipelineConfig.link_checksum; "auto" checks TCP only, since Unix sockets do not leave the host.
 
     Attributes:
         kinds: "tcp" or "unix", for outgoing and incoming.
     """
 
-    def __init__(
-        self,
-        name: str,
-        generation: int,
-        max_tensors: int,
-        outgoing: socket.socket,
-        incoming: socket.socket,
-        checksum: str = "auto",
-    ) -> None:
-        super().__init__(name, generation, max_tensors)
-        self._out, self._in = outgoing, incoming
-        self.kinds = (_kind(outgoing), _kind(incoming))
+    def __init__(self, connections: Connections, checksum: str = "auto") -> None:
+        name, form, self._out, self._in = connections
+        super().__init__(name, form)
+        self.kinds = (_kind(self._out), _kind(self._in))
         self._checked = [is_checked(checksum, same_host=kind == "unix") for kind in self.kinds]  # out, in
         self._buffer: RecvBuffer | None = None  # these two are the receiving thread's
         self._pool = BufferPool()
@@ -221,7 +220,7 @@ class SocketChannel(QueuedChannel):
 
     def _receive_loop(self) -> None:
         one_core()
-        header = bytearray(frame.header_bytes(self.max_tensors) + checked_frame.SEAL_BYTES * self._checked[1])
+        header = bytearray(frame.header_bytes(self.form.max_tensors) + checked_frame.SEAL_BYTES * self._checked[1])
         try:
             while self._receive(header):
                 pass
@@ -246,8 +245,7 @@ class SocketChannel(QueuedChannel):
         """Take one message off the connection; False at its end."""
         if not receive_exactly(self._in, memoryview(header)):
             return False
-        known = {"generation": self.generation, "max_tensors": self.max_tensors}
-        head, payload_checksum = checked_frame.parse(memoryview(header), **known, checked=self._checked[1])
+        head, payload_checksum = checked_frame.parse(memoryview(header), self.form, checked=self._checked[1])
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.records != head.records:
             buffer = RecvBuffer.prepare(head, self._pool)
@@ -255,7 +253,7 @@ class SocketChannel(QueuedChannel):
             self.receive_payload(head, buffer)
         arrived_at_s = time.time()
         checked_frame.check_payload(head, [buffer.memory], payload_checksum)
-        if head.generation == self.generation:
+        if head.generation == self.form.generation:
             self.inbox.deliver(head, buffer.finish(head, self._pool, coded=self.coded), arrived_at_s)
         if head.payload_bytes <= AHEAD_BYTES:
             # The next message is likely of the same shape: allocate for it now, while no thread waits.

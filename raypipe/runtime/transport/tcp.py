@@ -27,12 +27,13 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypipe.engine.messages.channel import Channel
+from raypipe.engine.messages.frame import FrameFormat
 from raypipe.errors import LinkError
 from raypipe.runtime.transport.endpoint import LinkSetup
-from raypipe.runtime.transport.handshake import Answer, Conversation, Hello, answer, call, run_digest
+from raypipe.runtime.transport.handshake import Answer, Conversation, LinkIdentity, answer, call, run_digest
 from raypipe.runtime.transport.listener import (
     Address,
     SocketListener,
@@ -41,7 +42,7 @@ from raypipe.runtime.transport.listener import (
     enlarge_buffers,
     same_machine,
 )
-from raypipe.runtime.transport.socket_channel import SocketChannel
+from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 
 RETRY_S = 0.02
 
@@ -64,22 +65,11 @@ has not sent a peer's greeting; if all have, the oldest."""
 _PENDING = (0, errno.EINPROGRESS, errno.EINTR)
 
 
-class Connections(NamedTuple):
-    """Arguments of a link's channel, among them its two connections, after successful handshakes."""
-
-    name: str
-    generation: int
-    max_tensors: int
-    outgoing: socket.socket
-    incoming: socket.socket
-
-
 def open_links(
     listener: SocketListener,
     opening: LinkSetup,
     peers: Mapping[int, Address | tuple[str, int]] | None = None,
     *,
-    timeout_s: float | None = None,
     make: Callable[[int, Connections], Any] | None = None,
 ) -> dict[int, Any]:
     """Open the links of one worker to all its peers; each of them does the same.
@@ -91,7 +81,6 @@ def open_links(
         opening: settings of the links; its secret has 16 random bytes or more.
         peers: ``SocketListener.address`` of each peer; None if ``opening.addresses`` has them. (host, port) suffices
             for TCP alone.
-        timeout_s: timeout in place of that of ``opening``.
         make: called with (peer, connections) to create a channel, which owns the connections; None creates a
             SocketChannel.
 
@@ -102,16 +91,15 @@ def open_links(
     me, generation, limits = opening.me, opening.generation, opening.capacity
     places = {peer: Address(*address) for peer, address in (opening.addresses if peers is None else peers).items()}
     check_reachable(me, listener.address, places)
-    hellos = {peer: Hello(run_digest(opening.run_id), generation, me, peer, limits[peer]) for peer in places}
-    way = _LinkOpener(listener, places, hellos, opening.secret, opening.timeout_s if timeout_s is None else timeout_s)
+    hellos = {peer: LinkIdentity(run_digest(opening.run_id), generation, me, peer, limits[peer]) for peer in places}
+    way = _LinkOpener(listener, places, hellos, opening.secret, opening.timeout_s)
     try:
         way.run()
         channels: dict[int, Any] = {}
         for peer in sorted(places, key=lambda peer: (min(me, peer), max(me, peer))):  # all workers in one order
-            connections = Connections(
-                opening.names[peer], generation, limits[peer], _ready(way.outgoing[peer]), _ready(way.incoming[peer])
-            )
-            channels[peer] = SocketChannel(*connections, opening.checksum) if make is None else make(peer, connections)
+            form, out, into = FrameFormat(generation, limits[peer]), way.outgoing[peer], way.incoming[peer]
+            connections = Connections(opening.names[peer], form, _ready(out), _ready(into))
+            channels[peer] = SocketChannel(connections, opening.checksum) if make is None else make(peer, connections)
             del way.outgoing[peer], way.incoming[peer]  # the channel owns them
         return {peer: channels[peer] for peer in places}
     finally:
@@ -123,10 +111,7 @@ class SocketEndpoint:
 
     def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
         self._listener = SocketListener(host, ports=ports)
-
-    @property
-    def address(self) -> Any:
-        return self._listener.address
+        self.address = self._listener.address
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
         return open_links(self._listener, opening)
@@ -188,7 +173,7 @@ class _LinkOpener:
         self,
         listener: SocketListener,
         peers: Mapping[int, Address],
-        hellos: Mapping[int, Hello],
+        hellos: Mapping[int, LinkIdentity],
         secret: bytes,
         timeout_s: float,
     ) -> None:

@@ -1,13 +1,13 @@
 """In-memory copies of state on one worker: copies of its own stages, and copies of other workers' stages that it holds.
 
     worker A   take(21): copied and sent by a thread, during step 22      facts() --> driver: which copies exist
-    worker B   CopyHolder: A's stages after step 20, 21                   header, data --> a restored worker: RemoteCopy
+    worker B   hold, place: A's stages after step 20, 21                  header, data --> a restored worker: RemoteCopy
 
 If the optimizer state is sharded over replicas, a replica's copy has two pieces: the state that is equal on all
 replicas (COMMON), and the replica's own slices. Readers get bytes of the copy's memory block as plain arrays.
 
-CopyHolder identifies a stage by the generation of its plan and its number, because another plan may partition the model
-differently. Slices of optimizer state are also identified by the replica that steps them.
+A held copy is identified by the generation of its plan and its stage, because another plan may partition the model
+differently, and by its piece.
 """
 
 from __future__ import annotations
@@ -17,19 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import ray
 import torch
 
 from raypipe.data.stream import Mark
-from raypipe.engine.copy import (
-    COMMON,
-    CopyHeader,
-    CopyPiece,
-    HeldCopies,
-    StageCopies,
-    views_of,
-)
+from raypipe.engine.copy import COMMON, CopyHeader, CopyPiece, HeldCopies, HeldCopy, StageCopies, views_of
 from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.state import StageState
@@ -43,7 +34,6 @@ class StageKey(NamedTuple):
     """Key of the copies of a stage, or of one piece of it.
 
     Attributes:
-        generation: number of the plan.
         stage: number of the stage in that plan.
         piece: part of the stage's copy, see CopyHeader.
     """
@@ -52,83 +42,6 @@ class StageKey(NamedTuple):
     stage: int
     piece: int = COMMON
 
-
-class CopyHolder:
-    """Holder of copies of other workers' stages, in the memory of one worker; thread-safe."""
-
-    def __init__(self) -> None:
-        self._held: dict[StageKey, HeldCopies] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, owner: StageKey, header: CopyHeader) -> bool:
-        """Begin to receive a copy; return True if it is complete already.
-
-        If the stage already has a copy of an earlier step under the same plan, copies of older plans are dropped, see
-        WorkerCopies.
-        """
-        with self._lock:
-            held = self._held.setdefault(owner, HeldCopies())
-            if any(step < header.step for step in held.steps):
-                self._held = {of: copies for of, copies in self._held.items() if of.generation >= owner.generation}
-            return held.begin(header).whole
-
-    def place(self, owner: StageKey, step: int, offset: int, data: memoryview) -> bool:
-        """Store received bytes of a copy; return True once the copy is complete.
-
-        Args:
-            owner: key of the copy's stage.
-            step: optimizer steps done in the copy.
-            offset: index of the first of these bytes in the copy's block.
-
-        Raises:
-            CheckpointError: the copy was not begun, or the bytes are not the next ones.
-        """
-        copy = self._of(owner).copy(step)
-        copy.place(offset, data)
-        return copy.whole
-
-    def forget_after(self, step: int) -> None:
-        """Drop copies of steps after ``step``, to which the run has rolled back."""
-        for copies in self.copies().values():
-            copies.forget_after(step)
-
-    def keep(self, generation: int, pieces: Collection[tuple[int, int]]) -> None:
-        """Drop copies of this plan, except those of ``pieces``; the others are sent to other workers from now on.
-
-        Args:
-            pieces: (stage, piece) of the copies to keep.
-        """
-        with self._lock:
-            self._held = {
-                of: copies
-                for of, copies in self._held.items()
-                if of.generation != generation or (of.stage, of.piece) in pieces
-            }
-
-    def copies(self) -> dict[StageKey, HeldCopies]:
-        """Return all held copies, by the key of their stage."""
-        with self._lock:
-            return dict(self._held)
-
-    def copy(self, owner: StageKey, step: int) -> tuple[CopyHeader, torch.Tensor]:
-        """Return (header, block) of a complete copy; the block is a uint8 tensor.
-
-        Raises:
-            CheckpointError: the copy is not here, or not complete.
-        """
-        copy = self._of(owner).copy(step)
-        copy.piece()  # raises if the copy is incomplete
-        return copy.header, copy.block
-
-    def _of(self, owner: StageKey) -> HeldCopies:
-        with self._lock:
-            if owner not in self._held:
-                raise CheckpointError(f"No copy of stage {owner.stage} of plan {owner.generation} is held here.")
-            return self._held[owner]
-
-
-COPY_GROUPS = {"copies": 2}
-"""Concurrency groups that an actor with a CopyServer needs, so that copies are served while a segment runs."""
 
 Reports = list[list[StepReport]]
 """Reports of one segment, by stage."""
@@ -142,7 +55,6 @@ class CopyFacts(NamedTuple):
         stage: number of the stage in that plan.
         names: names of the stage's parameters and buffers.
         steps: steps of which there is a complete copy, in order.
-        size_bytes: bytes of all these copies.
         held: True if they were received from another worker.
         piece, pieces: see CopyHeader.
     """
@@ -151,7 +63,6 @@ class CopyFacts(NamedTuple):
     stage: int
     names: tuple[str, ...]
     steps: tuple[int, ...]
-    size_bytes: int
     held: bool = False
     piece: int = COMMON
     pieces: int = 0
@@ -178,25 +89,21 @@ class _Own(NamedTuple):
             by_piece.setdefault(header.piece, []).append(header)
         return [
             CopyFacts(
-                self.generation, program.index, names, tuple(header.step for header in headers),
-                sum(header.size_bytes for header in headers), piece=piece,
-                pieces=headers[-1].pieces if headers else 0,
+                self.generation, program.index, names, tuple(header.step for header in headers), False, piece,
+                headers[-1].pieces if headers else 0,
             )
             for piece, headers in by_piece.items()
         ]  # fmt: skip
 
 
 class WorkerCopies:
-    """All in-memory copies on one worker.
+    """All in-memory copies on one worker. Copies of other workers' stages are received and read in any thread.
 
     Copies from before the last ``configure`` stay until the second copy after it is taken: the driver orders the second
     copy when all workers have the first, and until then all workers may have to roll back to an older step.
 
     Args:
         busy: returns True while boundary messages wait to be sent; copies are sent in between.
-
-    Attributes:
-        holder: copies of other workers' stages.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
@@ -207,7 +114,8 @@ class WorkerCopies:
         self._holds: Collection[tuple[int, int]] = ()
         self._sends: Collection[tuple[int, int]] | None = None
         self._sender = CopySender(busy)
-        self.holder = CopyHolder()
+        self._lock = threading.Lock()
+        self._held: dict[StageKey, HeldCopies] = {}  # of other workers' stages
 
     def begin(
         self,
@@ -225,8 +133,6 @@ class WorkerCopies:
         ones; else the copies of the present stages become older ones.
 
         Args:
-            generation: number of the plan.
-            programs, states: this worker's stages and their states.
             holder: actor to which the copies are sent; None sends none.
             holds: (stage, piece) of the copies that other workers send to this one. Held copies of other pieces are
                 dropped when the second copy is taken.
@@ -249,7 +155,9 @@ class WorkerCopies:
         self._sender.stop()
         for own in (*self._own, *self._older):
             own.copies.forget_after(step)
-        self.holder.forget_after(step)
+        with self._lock:
+            for copies in self._held.values():
+                copies.forget_after(step)
 
     def take(
         self, step: int, *, send: bool = True, must: bool = False,
@@ -261,7 +169,6 @@ class WorkerCopies:
         holder.
 
         Args:
-            step: optimizer steps done.
             send: also send the copies to the holder.
             must: copy this step in any case, after a wait for the previous copy; see CopySender.hurry.
             mark: called with a stage; returns its position in the stream that it reads, or None.
@@ -276,7 +183,12 @@ class WorkerCopies:
             return
         if self._taken:
             self._older = []
-            self.holder.keep(self._generation, self._holds)
+            with self._lock:
+                self._held = {
+                    of: copies
+                    for of, copies in self._held.items()
+                    if of.generation != self._generation or (of.stage, of.piece) in self._holds
+                }
         self._taken += 1
         begun = [
             Begun(
@@ -295,11 +207,7 @@ class WorkerCopies:
             own.state.wait_until_read()
 
     def noted(self, reports: Reports, begin_s: float) -> Reports:
-        """Return the reports of a segment with their fields ``copying`` and ``copied`` set.
-
-        Args:
-            begin_s: ``time.monotonic()`` at the beginning of the segment.
-        """
+        """Return the reports of a segment that began at ``begin_s`` with ``copying`` and ``copied`` set."""
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
         if not copying and not any(at):
@@ -309,15 +217,34 @@ class WorkerCopies:
             for of_stage, copied in zip(reports, at, strict=True)
         ]
 
+    def hold(self, generation: int, header: CopyHeader) -> bool:
+        """Begin to receive a copy of another worker's stage under a plan; return True if it is complete already.
+
+        If the stage already has a copy of an earlier step under the same plan, copies of older plans are dropped.
+        """
+        with self._lock:
+            held = self._held.setdefault(StageKey(generation, header.stage, header.piece), HeldCopies())
+            if any(step < header.step for step in held.steps):
+                self._held = {of: copies for of, copies in self._held.items() if of.generation >= generation}
+            return held.begin(header).whole
+
+    def place(self, key: StageKey, step: int, offset: int, data: memoryview) -> bool:
+        """Store received bytes of a copy, from index ``offset`` of its block on; return True once the copy is complete.
+
+        Raises:
+            CheckpointError: the copy was not begun, or the bytes are not the next ones.
+        """
+        copy = self._held_copy(key, step)
+        copy.place(offset, data)
+        return copy.whole
+
     def facts(self) -> list[CopyFacts]:
         """List the facts of all copies, own stages first."""
-        held = [
-            CopyFacts(
-                owner.generation, owner.stage, copies.names, copies.steps, copies.size_bytes, held=True,
-                piece=owner.piece, pieces=copies.pieces,
-            )
-            for owner, copies in self.holder.copies().items()
-        ]  # fmt: skip
+        with self._lock:
+            held = [
+                CopyFacts(of.generation, of.stage, copies.names, copies.steps, True, of.piece, copies.pieces)
+                for of, copies in self._held.items()
+            ]
         return [facts for own in (*self._own, *self._older) for facts in own.facts()] + held
 
     def has(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bool:
@@ -332,15 +259,6 @@ class WorkerCopies:
         """
         header, block = self.copy(generation, stage, step, piece)
         return CopyPiece(header, views_of(block))
-
-    def data(self, generation: int, stage: int, step: int, piece: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return byte ranges of a copy, concatenated in a new uint8 array, since a later copy may overwrite the block.
-
-        Args:
-            places: (begin, end) of each range, in bytes of the block.
-        """
-        block = self.copy(generation, stage, step, piece)[1].numpy()
-        return np.concatenate([block[begin:end] for begin, end in places])
 
     def give_up(self) -> None:
         """Stop sending the present copy to the holder; callable from any thread."""
@@ -361,10 +279,11 @@ class WorkerCopies:
         Raises:
             CheckpointError: that copy is not here.
         """
-        copies = self._find(generation, stage, step, piece)
-        return (
-            self.holder.copy(StageKey(generation, stage, piece), step) if copies is None else copies.copy(step, piece)
-        )
+        if (copies := self._find(generation, stage, step, piece)) is not None:
+            return copies.copy(step, piece)
+        held = self._held_copy(StageKey(generation, stage, piece), step)
+        held.piece()  # raises if the copy is incomplete
+        return held.header, held.block
 
     def _find(self, generation: int, stage: int, step: int, piece: int) -> StageCopies | None:
         """Return the copies of a stage of this worker, if this piece after ``step`` is among them; else None."""
@@ -375,49 +294,8 @@ class WorkerCopies:
                 return own.copies
         return None
 
-
-class CopyServer:
-    """Mixin of an actor: methods with which other workers read copies from this one, and send copies to it.
-
-    The methods take no term, so that any worker may call them at any time (see Fence).
-    """
-
-    def __init__(self) -> None:
-        self._copies = WorkerCopies(self._sends)
-
-    @ray.method(concurrency_group="copies")
-    def copies(self) -> list[CopyFacts]:
-        """List the facts of all copies on this worker."""
-        return self._copies.facts()
-
-    @ray.method(concurrency_group="copies")
-    def copy_header(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bytes:
-        """Return the header of a copy, for RemoteCopy."""
-        return self._copies.copy(generation, stage, step, piece)[0].to_json()
-
-    @ray.method(concurrency_group="copies", enable_task_events=False)
-    def copy_data(
-        self, generation: int, stage: int, step: int, piece: int, places: Sequence[tuple[int, int]]
-    ) -> np.ndarray:
-        """Return byte ranges of a copy, for RemoteCopy; no event per call is added to Ray's list of tasks."""
-        return self._copies.data(generation, stage, step, piece, places)
-
-    @ray.method(concurrency_group="copies")
-    def hold_copy(self, generation: int, header: bytes) -> bool:
-        """Begin to receive a copy with this header, as JSON; see CopyHolder.begin."""
-        parsed = CopyHeader.from_json(header)
-        return self._copies.holder.begin(StageKey(generation, parsed.stage, parsed.piece), parsed)
-
-    @ray.method(concurrency_group="copies", enable_task_events=False)
-    def hold_copy_part(self, generation: int, stage: int, step: int, piece: int, offset: int, data: np.ndarray) -> bool:
-        """Store received bytes of a copy; see CopyHolder.place."""
-        return self._copies.holder.place(StageKey(generation, stage, piece), step, offset, data.data)
-
-    def _forget_copies(self) -> None:
-        """Drop all copies, own and held: later ones belong to another run, or this worker has left the plan."""
-        self._copies.close()
-        self._copies = WorkerCopies(self._sends)
-
-    def _sends(self) -> bool:
-        """Return True while a boundary message waits to be sent."""
-        return False
+    def _held_copy(self, key: StageKey, step: int) -> HeldCopy:
+        with self._lock:
+            if key not in self._held:
+                raise CheckpointError(f"No copy of stage {key.stage} of plan {key.generation} is held here.")
+            return self._held[key].copy(step)

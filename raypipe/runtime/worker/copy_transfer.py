@@ -2,7 +2,7 @@
 
 worker A    begin | steps 21, 22, ...
 its thread        | [finish] [hold_copy_part 1 MiB]  [hold_copy_part 2 MiB] ...      paced, see RateLimiter
-worker B                      begin, place            place                          CopyHolder
+worker B                      hold                      place                          WorkerCopies
 worker A                                                                acknowledged: step 20
 
 RateLimiter: parcels take SHARE of the time, and only LEAST_SHARE while boundary messages wait to be sent.
@@ -175,12 +175,7 @@ class CopySender:
         self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies and send them, in a thread; ``ready`` must have returned True before.
-
-        Args:
-            step: optimizer steps done in the copies.
-            send: if False, finish the copies and send none.
-        """
+        """Finish these copies and ``send`` them, in a thread; ``ready`` must have returned True before."""
         self._stopping.clear()
         self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")
@@ -300,10 +295,7 @@ class RemoteCopy:
         return self.generation, self.stage, self.step, self.piece
 
     def opened(self, moved: Tally) -> CopyPiece:
-        """Fetch the header and return the copy; its tensors are fetched when they are read.
-
-        Args:
-            moved: counter to which the bytes of fetched tensors are added.
+        """Fetch the header and return the copy; its tensors, counted in ``moved``, are fetched when they are read.
 
         Raises:
             StageLostError: the worker with the copy died, or does not answer; also when tensors are read.

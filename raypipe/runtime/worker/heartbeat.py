@@ -20,26 +20,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import ray
 from ray.util.metrics import Gauge
 from ray.util.placement_group import remove_placement_group
 
+from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.executor import Executor
 from raypipe.ir.schedule import COMPUTE, Action, Op
 from raypipe.metrics import metric
+from raypipe.runtime.worker.places import owner_of, release_ended
 
 LONG = 0.25
 """Share of the lease that must have passed before the gauge is set; a healthy driver renews much sooner."""
-
-
 TICK_S = 0.5
 END_S = 5.0
 """Seconds in which a worker whose lease has expired closes its links and removes its placement group."""
-
-_STATM = Path("/proc/self/statm")
 
 
 class Heartbeat(NamedTuple):
@@ -164,8 +161,7 @@ class Vitals:
         self._lease.renew(lease_s)
         if executor is None:
             return heartbeat_of(self._actions, None, segments, reads=False)
-        heartbeat, device = heartbeat_of(self._actions, executor.doing, segments, reads=executor.reads), executor.device
-        return heartbeat if device.immediate else heartbeat._replace(resident_bytes=device.peak_bytes())
+        return heartbeat_of(self._actions, executor.doing, segments, reads=executor.reads, device=executor.device)
 
     def _on_tick(self, share: float) -> None:
         """Set the gauge to the share of the lease that has passed, once it is LONG or more; to 0 after a renewal."""
@@ -187,18 +183,16 @@ class Vitals:
 
     def _give_back(self) -> None:
         self._close()
+        if owner := owner_of(ray.get_runtime_context().get_actor_name()):
+            release_ended(owner)  # dead stages too, if the driver is dead
         if self._place is not None:
             remove_placement_group(self._place)
 
 
-def heartbeat_of(clock: ActionClock, action: Action | None, segments: int, *, reads: bool) -> Heartbeat:
-    """Create the heartbeat of this process, and update ``clock``.
-
-    Args:
-        action: current action; None between segments.
-        segments: number of segments carried out.
-        reads: True if a stage waits for its data.
-    """
+def heartbeat_of(
+    clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
+) -> Heartbeat:
+    """Create the heartbeat of this process, and update ``clock``; a stage that ``reads`` waits for its data."""
     now_s = time.monotonic()
     computes = action is not None and action.op in _OWN and not reads
     return Heartbeat(
@@ -209,16 +203,9 @@ def heartbeat_of(clock: ActionClock, action: Action | None, segments: int, *, re
         clock.longest_s,
         segments,
         time.process_time(),
-        _resident_bytes(),
+        device.peak_bytes(),
     )
 
 
 _OWN = COMPUTE | {Op.STEP}
 """Operations that do not wait for another stage."""
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

@@ -3,40 +3,83 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Iterable, Sequence
 
+import ray
 import torch
 
 from raypipe.data.stream import Mark
+from raypipe.data.stream_source import StreamSource
 from raypipe.engine.copy.copy_header import COMMON, copy_source
-from raypipe.engine.device.device import TransferKind
+from raypipe.engine.device.device import Device, TransferKind
 from raypipe.engine.io.checkpoint import StateSource, checkpoint_source, load_stage, read_all
 from raypipe.engine.messages.transfer import DeviceTransfer
-from raypipe.engine.optim.state import StageState
-from raypipe.engine.setup import RunSetup
+from raypipe.engine.optim.state import MakeOptimizer, StageState, shard_optimizer
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 from raypipe.runtime.worker.copies import WorkerCopies
 from raypipe.runtime.worker.copy_transfer import RemoteCopy, Tally
 
-Sharing = Callable[[StageProgram, StageState], None]
 
-
-def _nothing(program: StageProgram, state: StageState) -> None:
-    """Default of ``Sharing``: replicas do not share out the optimizer state."""
-
-
-def names_of(program: StageProgram) -> tuple[str, ...]:
+def names_of(stage: StageProgram | StageState) -> tuple[str, ...]:
     """List the names of a stage's parameters and buffers."""
-    return (*program.parameters, *program.buffers)
+    return (*stage.parameters, *stage.buffers)
+
+
+def rehearse(make_optimizer: MakeOptimizer) -> None:
+    """Create an optimizer and step it once, for the sake of its imports."""
+    stand_in = torch.nn.Parameter(torch.zeros(1))
+    stand_in.grad = torch.zeros(1)
+    with contextlib.suppress(Exception):  # imports are done even if it cannot be made for such a parameter
+        make_optimizer([("spare", stand_in)]).step()
+    # Imported modules live as long as the process; the first collection of all of them takes a while.
+    gc.collect()
+    gc.freeze()
+
+
+def load_states(
+    run: RunSetup, setup: GenerationSetup, worker: int, sources: Sequence[StateSource | str | RemoteCopy],
+    present: list[StageState], own: WorkerCopies, device: Device,
+) -> tuple[list[StageState], int]:  # fmt: skip
+    """Build the states of a worker's stages; later copies in this process are dropped.
+
+    Args:
+        sources: see StageActor.load.
+        present: present states; if they are of the same stages, and the sources are copies, they are overwritten.
+
+    Returns:
+        (the states, number of bytes read from other workers' copies).
+    """
+    placement = setup.placement(worker)
+    programs = [setup.programs[stage] for stage in placement.stages]
+    copies, crossing = [source for source in sources if isinstance(source, RemoteCopy)], DeviceTransfer(device)
+    if not copies:
+        others = [source for source in sources if not isinstance(source, RemoteCopy)]
+        states = states_of(run, programs, others, crossing)
+        own.forget_after(-1)  # their steps are replayed, perhaps with other codecs
+        return states, 0
+    names = [names_of(program) for program in programs]
+    me = ray.get_runtime_context().get_actor_id()
+    source, moved, mark = joined(copies, own, me, [name for of_stage in names for name in of_stage])
+    if mark is not None and isinstance(stream := run.sources["train"], StreamSource):
+        stream.learn(mark)
+    if names == [names_of(state) for state in present]:
+        states = present
+        for state in states:
+            state.renew(run.make_optimizer, run.make_scheduler)
+    else:
+        states = empty_states(run, programs, source, crossing)
+    for program, state in zip(programs, states, strict=True):
+        shard_optimizer(program, state, placement, run.settings)
+        load_stage(source, program, state, crossing=crossing)
+    own.forget_after(copies[0].step)
+    return states, moved.total
 
 
 def states_of(
-    run: RunSetup,
-    programs: Sequence[StageProgram],
-    sources: Sequence[StateSource | str],
-    crossing: DeviceTransfer,
-    shared: Sharing = _nothing,
+    run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str], crossing: DeviceTransfer
 ) -> list[StageState]:
     """Build the states of stages with new optimizers; stages that share a parameter get a copy each.
 
@@ -44,7 +87,6 @@ def states_of(
         sources: sources of parameters and buffers, each read from the first source that has it; a string is the name of
             a checkpoint in the run's folder.
         crossing: transfers tensors to the device of the states.
-        shared: called with each (program, state), to shard the optimizer state if it is sharded over replicas.
     """
     with contextlib.ExitStack() as stack:
         opened = []
@@ -53,7 +95,7 @@ def states_of(
                 assert run.place is not None, "a run without a folder has no checkpoints"
                 source = stack.enter_context(checkpoint_source(run.place / source))
             opened.append(source)
-        states = [
+        return [
             StageState(
                 program,
                 crossing.named(read_all(opened, names_of(program)), TransferKind.PARAMETERS),
@@ -62,26 +104,15 @@ def states_of(
             )
             for program in programs
         ]
-    for program, state in zip(programs, states, strict=True):
-        shared(program, state)
-    return states
 
 
-def states_from(
-    run: RunSetup,
-    programs: Sequence[StageProgram],
-    source: StateSource,
-    crossing: DeviceTransfer,
-    shared: Sharing = _nothing,
+def empty_states(
+    run: RunSetup, programs: Sequence[StageProgram], source: StateSource, crossing: DeviceTransfer
 ) -> list[StageState]:
-    """Build the states of stages, optimizer state included, from in-memory copies.
-
-    Args:
-        source: the copies, joined by ``joined``.
-        crossing, shared: see ``states_of``.
+    """Build the states of stages with tensors like those of a source, which are to be loaded, and new optimizers.
 
     Raises:
-        CheckpointError: the copies lack something of a stage.
+        CheckpointError: the source lacks a tensor of a stage.
     """
     states = []
     for program in programs:
@@ -91,10 +122,7 @@ def states_from(
         infos = {name: source.info(name) for name in names}
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
         tensors = crossing.named(tensors, TransferKind.PARAMETERS)
-        state = StageState(program, tensors, run.make_optimizer, run.make_scheduler)
-        shared(program, state)
-        load_stage(source, program, state, crossing=crossing)
-        states.append(state)
+        states.append(StageState(program, tensors, run.make_optimizer, run.make_scheduler))
     return states
 
 
@@ -108,7 +136,6 @@ def joined(
 
     Args:
         copies: references to all pieces of each stage.
-        own: copies in this process.
         me: Ray's id of this actor.
         names: names of the parameters and buffers that are needed.
 

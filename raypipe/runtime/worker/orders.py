@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from raypipe.errors import LeaseError
+from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import Order
 
@@ -197,6 +199,15 @@ class WorkReports:
             # A call for a finished run returns at once: waiting calls would fill the actor's control group.
             self._grown.wait_for(lambda: self._over >= run or (self.run == run and self.count > place), timeout=wait_s)
             return self._done.since(place) if self.run == run else []
+
+
+def sendable(error: RaypipeError) -> RaypipeError:
+    """Copy an error for the driver: with its time, and with the traceback through the user's code if there is one."""
+    cause = error.__cause__
+    trace = "" if cause is None else f"\n\n{''.join(traceback.format_exception(cause))}"
+    failure = type(error)(f"{error}{trace}")
+    failure.raised_at_s, failure.ran_out = time.time(), error.ran_out
+    return failure
 
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ Packing does not depend on the plan, which decides later which worker holds whic
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,11 +130,7 @@ class StoredTensors:
                 yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
 
     def let_go(self, saved: Collection[str]) -> None:
-        """Drop the references to parcels whose tensors are all in ``saved``; the store then frees these parcels.
-
-        Args:
-            saved: names of the tensors that checkpoints contain.
-        """
+        """Drop parcels whose tensors are all in ``saved``, those of checkpoints; the store then frees the parcels."""
         self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
 
 
@@ -145,7 +142,7 @@ class ActorOutputs:
 
     def __init__(self) -> None:
         self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(ListOutputs).remote()
-        self.give = _Giver(self._actor)
+        self.give = partial(_give, self._actor)
 
     def take(self) -> list[Any]:
         outputs: list[Any] = ray.get(self._actor.take.remote(), timeout=HAND_OVER_TIMEOUT_S)
@@ -155,13 +152,8 @@ class ActorOutputs:
         ray.kill(self._actor, no_restart=True)
 
 
-class _Giver:
-    """Callable that is sent to the last stage, and passes each output to the actor that collects them."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __call__(self, output: Any) -> torch.Tensor:
-        # One at a time, so that at most one output waits in memory and they arrive in order.
-        answer: torch.Tensor = ray.get(self._actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
-        return answer
+def _give(actor: Any, output: Any) -> torch.Tensor:
+    """Pass an output of the last stage to the actor that collects them."""
+    # One at a time, so that at most one output waits in memory and they arrive in order.
+    answer: torch.Tensor = ray.get(actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
+    return answer

@@ -71,10 +71,7 @@ DeviceOf = Callable[[float], Device]
 
 
 def ray_device(share: float) -> Device:
-    """Return the device that Ray has assigned to this process.
-
-    Args:
-        share: share of a GPU; 0 for the CPU.
+    """Return the device that Ray has assigned to this process, with this share of a GPU; 0 for the CPU.
 
     Raises:
         ConfigError: torch cannot compute on the GPU; gives the reason and a remedy.
@@ -146,11 +143,7 @@ def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def facts_of(address: Any, device: Device) -> dict[str, Any]:
-    """Collect the facts of this process that its driver needs: node, process, versions and device.
-
-    Args:
-        address: address of the endpoint for its peers.
-    """
+    """Collect the facts of this process that its driver needs: node, process, versions, device, and link address."""
     return {
         "address": address,
         "node": ray.get_runtime_context().get_node_id(),

@@ -23,26 +23,22 @@ import gc
 import math
 import threading
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from raypipe.data.stream import Mark
-from raypipe.data.stream_source import StreamSource
-from raypipe.engine.copy import bring_back
+from raypipe.engine.copy import COMMON, CopyHeader
 from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.executor import Executor, WorkerProgress
 from raypipe.engine.io.checkpoint import FreshOptions, StateSource
 from raypipe.engine.io.checkpoint.snapshot import ShardWriter, entries_of
-from raypipe.engine.messages.transfer import DeviceTransfer
-from raypipe.engine.optim.state import StageState, shard_optimizer
+from raypipe.engine.optim.state import StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.report import StepReport
@@ -51,29 +47,31 @@ from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Span
 from raypipe.runtime.transport import make_endpoint
 from raypipe.runtime.transport.endpoint import Endpoint, LinkSetup
-from raypipe.runtime.transport.object_store import LINK_GROUPS, LinkedActor
-from raypipe.runtime.worker.copies import COPY_GROUPS, CopyServer
+from raypipe.runtime.transport.handshake import LinkIdentity
+from raypipe.runtime.transport.object_store import ControlMessage, ObjectStoreEndpoint
+from raypipe.runtime.worker.copies import CopyFacts, StageKey, WorkerCopies
 from raypipe.runtime.worker.copy_transfer import RemoteCopy
 from raypipe.runtime.worker.heartbeat import Heartbeat, Vitals
-from raypipe.runtime.worker.loading import joined, names_of, states_from, states_of
-from raypipe.runtime.worker.orders import Attached, Fence, OrderGate, WorkReports
+from raypipe.runtime.worker.loading import load_states, names_of, rehearse
+from raypipe.runtime.worker.orders import Attached, Fence, OrderGate, WorkReports, sendable
 from raypipe.runtime.worker.packing import StoredTensors, stored
-from raypipe.runtime.worker.places import owner_of, release_ended
 from raypipe.runtime.worker.stage_process import DeviceOf, enter, facts_of, keep_freed_memory, refuse_another_folder
 
 REPORTS_WAIT_S = 10.0
 
 
-class _StageActor(LinkedActor, CopyServer):
+class _StageActor:
+    """Actor of one worker; Ray calls methods of the actor's class only, so all are here, and pass on to its parts."""
+
     def __init__(self, lease_s: float = math.inf, folder: str = "") -> None:
         """Start the lease, and change to ``folder`` (see ``enter``) before arguments of later calls are unpacked."""
-        super().__init__()
         enter(folder)
         torch.set_num_threads(1)
         keep_freed_memory()
         self._fence, self._inflow, self._work = Fence(), OrderGate(), WorkReports()
         self._setup: RunSetup | None = None
         self._charter, self._initial = b"", dict[str, torch.Tensor]()  # with which another driver resumes the run
+        self._copies = WorkerCopies(self._sends)
         self._endpoint: Endpoint | None = None
         self._listening = threading.Lock()
         self._device: Device = CPU
@@ -84,11 +82,10 @@ class _StageActor(LinkedActor, CopyServer):
         self._states: list[StageState] = []
         self._next: list[StageState] | None = None  # from load() to configure()
         self._come = WorkerProgress()  # progress before the executor was made
-        self._held: list[tuple[str, ...]] = []  # names of each state's tensors
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
         self._writers: list[ShardWriter] = []
-        self._vitals = Vitals(lease_s, self._give_up)
+        self._vitals = Vitals(lease_s, self._shut)
 
     @ray.method(concurrency_group="control")
     def listen(
@@ -97,7 +94,6 @@ class _StageActor(LinkedActor, CopyServer):
         """Open the endpoint for links, unless it is open already; return the facts of this actor, see ``facts_of``.
 
         Args:
-            transport: see PipelineConfig.transport; used for the life of the actor.
             ports: lowest and highest port that links may use; None leaves the choice to the system.
             share: fraction of a GPU to compute on; 0 for the CPU.
             device_of: called with ``share`` to create the device.
@@ -125,11 +121,6 @@ class _StageActor(LinkedActor, CopyServer):
         return self._vitals.heartbeat(lease_s, self._executor, self._work.count)
 
     @ray.method(concurrency_group="control")
-    def obeys(self, term: int) -> bool:
-        """Return True if no driver of a higher term has ordered anything here."""
-        return self._fence.admits(term)
-
-    @ray.method(concurrency_group="control")
     def term(self) -> int:
         """Return the highest term of a driver that has ordered anything here; -1 if none has."""
         return self._fence.term
@@ -141,12 +132,7 @@ class _StageActor(LinkedActor, CopyServer):
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store what another driver needs to resume this run.
-
-        Args:
-            charter: the run's charter, pickled by its driver.
-            names: names of the tensors to store, which are in no checkpoint.
-        """
+        """Store what another driver needs to resume this run: its charter, and tensors that are in no checkpoint."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 
@@ -156,16 +142,9 @@ class _StageActor(LinkedActor, CopyServer):
         return self._charter, self._setup, stored(self._initial)
 
     def rehearse(self) -> None:
-        """Create an optimizer and step it once: its imports take seconds, which a spare saves when it is needed."""
-        run = self._setup
-        assert run is not None, "join() comes first"
-        stand_in = torch.nn.Parameter(torch.zeros(1))
-        stand_in.grad = torch.zeros(1)
-        with contextlib.suppress(Exception):  # imports are done even if it cannot be made for such a parameter
-            run.make_optimizer([("spare", stand_in)]).step()
-        # Imported modules live as long as the process; the first collection of all of them takes a while.
-        gc.collect()
-        gc.freeze()
+        """Import what an optimizer needs, which takes seconds that a spare saves when it is needed."""
+        assert self._setup is not None, "join() comes first"
+        rehearse(self._setup.make_optimizer)
 
     def join(self, term: int, run: RunSetup, held_by: str = "") -> None:
         """Receive the setup of a run, once for all its plans.
@@ -184,7 +163,7 @@ class _StageActor(LinkedActor, CopyServer):
             self._forget_copies()
             run.torch_settings.take()
         self._setup = run
-        self._vitals.run = "" if run.place is None else run.place.path.rpartition("/")[2]
+        self._vitals.run = "" if run.place is None else run.place.name
 
     def load(
         self, term: int, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]
@@ -202,30 +181,11 @@ class _StageActor(LinkedActor, CopyServer):
             Number of bytes read from other workers' copies.
         """
         self._fence.check(term)
-        run, placement = self._setup, setup.placement(worker)
-        assert run is not None, "join() comes first"
-        programs = [setup.programs[stage] for stage in placement.stages]
-        shared = partial(shard_optimizer, placement=placement, settings=run.settings)
-        copies = [source for source in sources if isinstance(source, RemoteCopy)]
-        held = [names_of(program) for program in programs]
+        assert self._setup is not None, "join() comes first"
         self._begin_load(setup.programs)
-        if not copies:
-            others = [source for source in sources if not isinstance(source, RemoteCopy)]
-            self._next = states_of(run, programs, others, DeviceTransfer(self._device), shared)
-            self._copies.forget_after(-1)  # their steps are replayed, perhaps with other codecs
-            return 0
-        me = ray.get_runtime_context().get_actor_id()
-        source, moved, mark = joined(copies, self._copies, me, [name for names in held for name in names])
-        if mark is not None and isinstance(stream := run.sources["train"], StreamSource):
-            stream.learn(mark)
-        if held == self._held:
-            for program, state in zip(programs, self._states, strict=True):
-                transfer = DeviceTransfer(self._device)
-                bring_back(source, program, state, run.make_optimizer, run.make_scheduler, transfer, shared)
-        else:
-            self._next = states_from(run, programs, source, DeviceTransfer(self._device), shared)
-        self._copies.forget_after(copies[0].step)
-        return moved.total
+        own, present = self._copies, self._states
+        self._next, read_bytes = load_states(self._setup, setup, worker, sources, present, own, self._device)
+        return read_bytes
 
     def _begin_load(self, programs: Sequence[StageProgram]) -> None:
         """Drop state of an earlier ``load``, and mark the worker's progress as unknown until ``configure``."""
@@ -254,8 +214,14 @@ class _StageActor(LinkedActor, CopyServer):
         self._programs = setup.programs or self._programs
         setup = replace(setup, programs=self._programs)
         placement, programs = setup.placement(worker), setup.programs
-        self._take_loaded(placement, programs)
         mine = [programs[stage] for stage in placement.stages]
+        if self._next is not None:
+            self._states, self._next = self._next, None
+        if [names_of(program) for program in mine] != [names_of(state) for state in self._states]:
+            raise StageError(
+                f"Worker {worker} does not hold the parameters of {placement.name_of(worker)} as they are cut now; "
+                "load its state first."
+            )
         self._copies.begin(setup.generation, mine, self._states, holder, holds, self._device, sends)
         channels = self._endpoint.open(LinkSetup.of(run, placement, programs, addresses, links))
         for writer in self._writers:
@@ -267,17 +233,6 @@ class _StageActor(LinkedActor, CopyServer):
         # All present objects live as long as the run, so that no collection need examine them again.
         gc.collect()
         gc.freeze()
-
-    def _take_loaded(self, placement: Placement, programs: Sequence[StageProgram]) -> None:
-        """Replace the state by that of ``load``, if there is one, and check that the state is of these stages."""
-        held = [names_of(programs[stage]) for stage in placement.stages]
-        if self._next is not None:
-            self._states, self._held, self._next = self._next, held, None
-        if held != self._held:
-            raise StageError(
-                f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
-                "as they are cut now; load its state first."
-            )
 
     @ray.method(concurrency_group="orders")
     def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
@@ -322,9 +277,7 @@ class _StageActor(LinkedActor, CopyServer):
         except RaypipeError as error:
             # The neighbours must not wait for messages that never come, but may finish earlier steps.
             executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
-            failure = type(error)(with_traceback(error))
-            failure.raised_at_s, failure.ran_out = time.time(), error.ran_out
-            raise failure from None
+            raise sendable(error) from None
         finally:
             self._work.end(run)
 
@@ -340,17 +293,14 @@ class _StageActor(LinkedActor, CopyServer):
                 f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
             )
         row, alone = self._rows[order.rows]
-        if order.training:
-            executor.use_codecs(order.codecs)
         begin_s = time.monotonic()
-        reports = executor.run(
-            order.segment, row, alone=alone, training=order.training, keep_spans=order.keep_spans, measure=order.measure
-        )
+        reports = executor.run(order, row, alone=alone)
         if order.keep_spans:
             self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
             reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
         if order.save_to:
-            self._begin_shards(order.save_to)
+            for writer in self._shards():
+                writer.begin(order.save_to)
         reports = self._copies.noted(reports, begin_s)
         if order.keep_copy:
             self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
@@ -406,8 +356,65 @@ class _StageActor(LinkedActor, CopyServer):
         return None if self._executor is None else self._executor.works[stage].feed.mark()
 
     def _sends(self) -> bool:
+        """Return True while a boundary message waits to be sent; copies are sent in between."""
         executor = self._executor
         return executor is not None and any(channel.busy for channel in executor.channels.values())
+
+    # Calls of other workers take no term: any worker may call at any time. Those that come often leave no task events.
+
+    @ray.method(concurrency_group="copies")
+    def copies(self) -> list[CopyFacts]:
+        """List the facts of all copies on this worker."""
+        return self._copies.facts()
+
+    @ray.method(concurrency_group="copies")
+    def copy_header(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bytes:
+        """Return the header of a copy, for RemoteCopy."""
+        return self._copies.copy(generation, stage, step, piece)[0].to_json()
+
+    @ray.method(concurrency_group="copies", enable_task_events=False)
+    def copy_data(
+        self, generation: int, stage: int, step: int, piece: int, places: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
+        """Return byte ranges (begin, end) of a copy's block, in a new array: a later copy may overwrite the block."""
+        block = self._copies.copy(generation, stage, step, piece)[1].numpy()
+        return np.concatenate([block[begin:end] for begin, end in places])
+
+    @ray.method(concurrency_group="copies")
+    def hold_copy(self, generation: int, header: bytes) -> bool:
+        """Begin to receive a copy with this header, as JSON; see WorkerCopies.hold."""
+        return self._copies.hold(generation, CopyHeader.from_json(header))
+
+    @ray.method(concurrency_group="copies", enable_task_events=False)
+    def hold_copy_part(self, generation: int, stage: int, step: int, piece: int, offset: int, data: np.ndarray) -> bool:
+        """Store received bytes of a copy; see WorkerCopies.place."""
+        return self._copies.place(StageKey(generation, stage, piece), step, offset, data.data)
+
+    @property
+    def _store_links(self) -> ObjectStoreEndpoint:
+        """Endpoint of links through the object store; one without links if the transport is another one."""
+        endpoint = self._endpoint
+        return endpoint if isinstance(endpoint, ObjectStoreEndpoint) else ObjectStoreEndpoint()
+
+    @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
+    def link_message(self, link: bytes, *pieces: object) -> None:
+        """See ObjectStoreEndpoint.message."""
+        self._store_links.message(link, *pieces)
+
+    @ray.method(concurrency_group="links", enable_task_events=False)
+    def link_message_acked(self, link: bytes, *pieces: object) -> str:
+        """See ObjectStoreEndpoint.message; acknowledged."""
+        return self._store_links.message(link, *pieces)
+
+    @ray.method(concurrency_group="notices")
+    def link_notify(self, letter: ControlMessage) -> str:
+        """See ObjectStoreEndpoint.notify."""
+        return self._store_links.notify(letter)
+
+    @ray.method(concurrency_group="watch")
+    def link_watch(self, link: LinkIdentity) -> None:
+        """See ObjectStoreEndpoint.watch."""
+        self._store_links.watch(link)
 
     @ray.method(concurrency_group="control")
     def spans(self) -> tuple[Span, ...]:
@@ -425,9 +432,6 @@ class _StageActor(LinkedActor, CopyServer):
     def save(self, term: int, folder: str) -> None:
         """Take a snapshot now, between two runs; ``entries`` waits for its files."""
         self._fence.check(term)
-        self._begin_shards(folder)
-
-    def _begin_shards(self, folder: str) -> None:
         for writer in self._shards():
             writer.begin(folder)
 
@@ -450,7 +454,7 @@ class _StageActor(LinkedActor, CopyServer):
         for writer in self._writers:
             writer.close()
         self._charter, self._initial = b"", {}
-        self._states, self._held, self._writers, self._rows, self._worker = [], [], [], {}, None
+        self._states, self._writers, self._rows, self._worker = [], [], {}, None
         self._next, self._programs, self._come = None, (), WorkerProgress()
         self._forget_copies()
 
@@ -459,11 +463,10 @@ class _StageActor(LinkedActor, CopyServer):
         self._fence.check(term)
         self._shut()
 
-    def _give_up(self) -> None:
-        """Release all resources when the lease expires; also placement groups of dead stages, if the driver is dead."""
-        self._shut()
-        if owner := owner_of(ray.get_runtime_context().get_actor_name()):
-            release_ended(owner)
+    def _forget_copies(self) -> None:
+        """Drop all copies, own and held: later ones belong to another run, or this worker has left the plan."""
+        self._copies.close()
+        self._copies = WorkerCopies(self._sends)
 
     def _shut(self) -> None:
         self._close_links()
@@ -473,23 +476,16 @@ class _StageActor(LinkedActor, CopyServer):
             self._endpoint = None
 
     def _close_links(self) -> None:
-        if self._executor is None:
-            return
-        for channel in self._executor.channels.values():
-            with contextlib.suppress(LinkError):
-                channel.close()
-        self._executor.let_go()
-        self._executor = None
+        if self._executor is not None:
+            for channel in self._executor.channels.values():
+                with contextlib.suppress(LinkError):
+                    channel.close()
+            self._executor.let_go()
+            self._executor = None
 
 
-GROUPS = {"control": 4, "orders": 1, "heartbeat": 1, **COPY_GROUPS, **LINK_GROUPS}
+GROUPS = {"control": 4, "orders": 1, "heartbeat": 1, "copies": 2, "links": 2, "notices": 1, "watch": 1}
+"""Number of threads by concurrency group. A watch that queues for its thread also fails when the process dies."""
 
 StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups=GROUPS)(_StageActor)
 """Ray actor class of a worker. Ray never restarts such an actor, since a restarted one would have no state."""
-
-
-def with_traceback(error: RaypipeError) -> str:
-    """Format an error, followed by the traceback through the user's code if there is one."""
-    if error.__cause__ is None:
-        return str(error)
-    return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from raypipe.engine.copy import CopyPiece, StageCopies, bring_back, copy_source, views_of
+from raypipe.engine.copy import CopyPiece, StageCopies, copy_source, views_of
+from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.messages.record import raw_bytes
 from raypipe.engine.optim.state import StageState
 from tests.engine.rings import program_of
 from tests.exactness import same_bits
 
-__all__ = ["OPTIMIZERS", "Stage", "piece_of", "same", "source_of"]
+__all__ = ["OPTIMIZERS", "Stage", "parcels_of", "piece_of", "same", "source_of"]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=0.1),
@@ -85,7 +87,8 @@ class Stage:
         return StageCopies(self.program, self.state)
 
     def back(self, source: Any) -> None:
-        bring_back(source, self.program, self.state, *self.make)
+        self.state.renew(*self.make)
+        load_stage(source, self.program, self.state)
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -100,6 +103,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def piece_of(copies: StageCopies, step: int, piece: int = 0) -> CopyPiece:
     header, block = copies.copy(step, piece)
     return CopyPiece(header, views_of(block))
+
+
+def parcels_of(block: torch.Tensor, parcel_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """A block as parcels (offset, bytes); the bytes are views of its memory."""
+    data = raw_bytes(block, block.nbytes).cast("B")
+    for offset in range(0, len(data), parcel_bytes):
+        yield offset, data[offset : offset + parcel_bytes]
 
 
 def source_of(copies: StageCopies, step: int) -> StoredState:

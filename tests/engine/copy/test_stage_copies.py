@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from raypipe.data.stream import Mark
-from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, bring_back, copy_source, parcels_of
+from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, copy_source
 from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.optim.state import StageState
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 from tests.checkpoints import Training
-from tests.engine.copy.stages import OPTIMIZERS, Stage, piece_of, same, source_of
+from tests.engine.copy.stages import OPTIMIZERS, Stage, parcels_of, piece_of, same, source_of
 from tests.engine.io.checkpoint.test_restore import MANNERS, MIDDLE, SHAPE, differences, everything
 from tests.engine.rings import program_of
 from tests.exactness import Shape, same_bits
@@ -97,8 +97,9 @@ def test_a_stage_of_nothing() -> None:
     copies = StageCopies(program, state)
     copies.take(3, 3)
     source = copy_source([sent(copies, 3, HeldCopies())])
-    bring_back(source, program, state, *Stage("sgd").make)
-    assert (source.names, copies.size_bytes, state.updates) == (set(), 0, 3)
+    state.renew(*Stage("sgd").make)
+    load_stage(source, program, state)
+    assert (source.names, copies.copy(3)[1].nbytes, state.updates) == (set(), 0, 3)
 
 
 def test_tensors_without_elements_and_of_every_alignment() -> None:
@@ -249,7 +250,7 @@ class TestHeld:
                     coming.piece()
                 coming.place(offset, data)
             assert held.steps == ((step - 1, step) if step else (0,))
-            assert held.size_bytes <= 2 * block.nbytes
+            assert sum(copy.block.nbytes for copy in held._copies) <= 2 * block.nbytes
         then = stage.all()
         stage.step()
         stage.back(copy_source([held.copy(3).piece()]))

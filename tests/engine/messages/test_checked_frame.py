@@ -12,19 +12,20 @@ from raypipe.ir.schedule import Action, Op
 pytestmark = pytest.mark.engine
 
 TENSORS = [torch.arange(5, dtype=torch.float32), torch.arange(3, dtype=torch.int64)]
-MESSAGE = frame.encode(Action(1, Op.SEND_F, 4), TENSORS, generation=2, max_tensors=3)
+FORM = frame.FrameFormat(2, 3)
+MESSAGE = frame.encode(Action(1, Op.SEND_F, 4), TENSORS, FORM)
 PAYLOAD = b"".join(MESSAGE.buffers)
 
 
 def parsed(header: bytes | bytearray) -> tuple[frame.Head, int | None]:
-    return checked_frame.parse(header, generation=2, max_tensors=3, checked=True)
+    return checked_frame.parse(header, FORM, checked=True)
 
 
 def test_a_seal_holds_the_checksum_of_the_payload() -> None:
     header = checked_frame.sealed(MESSAGE)
     assert len(header) == frame.header_bytes(3) + checked_frame.SEAL_BYTES
     assert header[: -checked_frame.SEAL_BYTES] == MESSAGE.header
-    plain = checked_frame.parse(MESSAGE.header, generation=2, max_tensors=3, checked=False)
+    plain = checked_frame.parse(MESSAGE.header, FORM, checked=False)
     assert parsed(header) == (plain[0], checked_frame.checksum([PAYLOAD]))
     assert plain[1] is None
 

@@ -14,7 +14,7 @@ from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
 ACTION = Action(3, Op.SEND_B, 1 << 40)
-GENERATION, MAX_TENSORS = 5, 3
+GENERATION, MAX_TENSORS = FORM = frame.FrameFormat(5, 3)
 LIMIT_BYTES = 1 << 16
 PRELUDE_BYTES = frame.header_bytes(0)
 RECORD_BYTES = frame.header_bytes(1) - PRELUDE_BYTES
@@ -65,11 +65,11 @@ codecs = st.sampled_from([Codec(name) for name in CODECS] + [Codec("int8", round
 
 
 def encoded(message: list[torch.Tensor | None], codec: Codec = NONE, action: Action = ACTION) -> frame.Frame:
-    return frame.encode(action, message, generation=GENERATION, max_tensors=MAX_TENSORS, weight_version=9, codec=codec)
+    return frame.encode(action, message, FORM, 9, codec)
 
 
 def parsed(header: bytes | bytearray, limit_bytes: int = LIMIT_BYTES) -> frame.Head:
-    return frame.parse(header, generation=GENERATION, max_tensors=MAX_TENSORS, payload_limit_bytes=limit_bytes)
+    return frame.parse(header, FORM, limit_bytes)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -238,9 +238,9 @@ def test_an_overlapping_tensor_is_packed() -> None:
 
 def test_older_generations_pass_and_newer_ones_do_not() -> None:
     header = encoded([None]).header
-    assert frame.parse(header, generation=GENERATION + 1, max_tensors=MAX_TENSORS).generation == GENERATION
+    assert frame.parse(header, FORM._replace(generation=GENERATION + 1)).generation == GENERATION
     with pytest.raises(LinkError, match="generation 5"):
-        frame.parse(header, generation=GENERATION - 1, max_tensors=MAX_TENSORS)
+        frame.parse(header, FORM._replace(generation=GENERATION - 1))
 
 
 def test_a_payload_beyond_the_limit_is_refused_before_it_is_allocated() -> None:

@@ -63,7 +63,7 @@ class Pair:
         ray.get(ends, timeout=60)
 
     def stop(self) -> None:
-        self._keeper._roster._owner = Owner(term=self._drivers[-1]._term + 1)
+        self._keeper.places.owner = Owner(term=self._drivers[-1]._term + 1)
         self._keeper.stop()
 
 

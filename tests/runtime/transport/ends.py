@@ -10,8 +10,8 @@ import torch
 
 from raypipe.runtime.transport.endpoint import LinkSetup
 from raypipe.runtime.transport.listener import SocketListener
-from raypipe.runtime.transport.socket_channel import SocketChannel
-from raypipe.runtime.transport.tcp import Connections, open_links
+from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
+from raypipe.runtime.transport.tcp import open_links
 from tests.contract.channel import WAIT_S, f
 
 HOST = "127.0.0.1"

@@ -15,11 +15,12 @@ import torch
 from raypipe.engine.codec import NONE, Codec
 from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkAbortedError, LinkError
-from raypipe.runtime.transport.socket_channel import SocketChannel
+from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 from tests.contract.channel import WAIT_S, b, f
 from tests.runtime.transport.ends import HOST
 
 HEADER_BYTES = frame.header_bytes(2) + checked_frame.SEAL_BYTES
+FORM = frame.FrameFormat(3, 2)
 Bits = tuple[int, int]
 Choose = Callable[[bytes], Bits | None]
 
@@ -70,8 +71,8 @@ def damaged_link(
     out, in_ = connected()
     back_out, back_in = connected()
     wire = DamagingSocket.over(out, seed, choose)
-    a = SocketChannel("a <-> b", 3, 2, wire, back_in, checksum)
-    z = SocketChannel("b <-> a", 3, 2, back_out, in_, checksum)
+    a = SocketChannel(Connections("a <-> b", FORM, wire, back_in), checksum)
+    z = SocketChannel(Connections("b <-> a", FORM, back_out, in_), checksum)
     with ExitStack() as closing:
         closing.callback(z.close)
         closing.callback(a.close)

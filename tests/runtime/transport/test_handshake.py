@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import LinkError
-from raypipe.runtime.transport.handshake import Answer, Conversation, Hello, Turn, answer, call, run_digest
+from raypipe.runtime.transport.handshake import Answer, Conversation, LinkIdentity, Turn, answer, call, run_digest
 
 RUN = run_digest("run")
-CALL = Hello(RUN, 3, 1, 0, 4)
-MINE = {peer: Hello(RUN, 3, 0, peer, 4) for peer in (1, 2)}
+CALL = LinkIdentity(RUN, 3, 1, 0, 4)
+MINE = {peer: LinkIdentity(RUN, 3, 0, peer, 4) for peer in (1, 2)}
 SECRET = b"of this run"
 GREETING_BYTES, CHALLENGE_BYTES, PROOF_BYTES = 52, 16, 32
 
@@ -31,7 +31,7 @@ def turn(talk: Conversation, heard: bytes | None) -> Turn:
 
 
 def converse(
-    hello: Hello = CALL, secret: bytes = SECRET, flips: frozenset[int] = frozenset()
+    hello: LinkIdentity = CALL, secret: bytes = SECRET, flips: frozenset[int] = frozenset()
 ) -> tuple[Answer | None, Answer | None]:
     """Answers of caller and answerer when these bits of all that is said are turned over on the way.
 
@@ -72,13 +72,15 @@ def test_two_that_agree_meet() -> None:
         CALL._replace(receiver=5),
     ],
 )
-def test_a_stranger_gets_no_answer(stranger: Hello) -> None:
+def test_a_stranger_gets_no_answer(stranger: LinkIdentity) -> None:
     assert converse(stranger) == (None, Answer(None, False))
 
 
 @pytest.mark.parametrize("hello", [CALL, CALL._replace(generation=4), CALL._replace(max_tensors=5)])
 @pytest.mark.parametrize("secret", [b"", b"of this ruN", SECRET + b"\0", SECRET * 2])
-def test_a_wrong_secret_gets_a_challenge_and_no_more_and_cannot_end_an_opening(hello: Hello, secret: bytes) -> None:
+def test_a_wrong_secret_gets_a_challenge_and_no_more_and_cannot_end_an_opening(
+    hello: LinkIdentity, secret: bytes
+) -> None:
     assert converse(hello, secret) == (None, Answer(1, False))
 
 

@@ -22,7 +22,7 @@ from jobs.lib.strangers import KINDS, Strangers
 from raypipe.errors import LinkError
 from raypipe.runtime.transport import listener
 from raypipe.runtime.transport import tcp as sockets
-from raypipe.runtime.transport.handshake import Hello, call, run_digest
+from raypipe.runtime.transport.handshake import LinkIdentity, call, run_digest
 from raypipe.runtime.transport.listener import Address, SocketListener
 from tests.contract.channel import WAIT_S, Failing, b, f, wait_until
 from tests.runtime.transport.ends import HOST, close, exchanged, open_both, open_channels, together
@@ -159,7 +159,7 @@ def test_links_open_and_carry_messages_through_2000_strangers() -> None:
     before = descriptors()
     with SocketListener(HOST, unix=False) as first, SocketListener(HOST, unix=False) as second:
         ports = [each.address[:2] for each in (first, second)]
-        hellos = [Hello(run_digest("run"), g, me, 1 - me, 4) for g in range(8) for me in (0, 1)]
+        hellos = [LinkIdentity(run_digest("run"), g, me, 1 - me, 4) for g in range(8) for me in (0, 1)]
         strangers = Strangers(ports, hellos, SECRET, seed)
         over = threading.Event()
 
@@ -200,7 +200,7 @@ def test_who_greets_like_a_peer_is_not_sent_away_for_who_says_nothing(monkeypatc
     with SocketListener(HOST, unix=False) as first, SocketListener(HOST, unix=False) as mute:
         opening = Failing(lambda: open_channels(first, 0, {1: mute.address}, 0, "run", 4, 1.0, secret=SECRET))
         far = socket.create_connection(first.address[:2], timeout=WAIT_S)
-        conversation = call(Hello(run_digest("run"), 0, 1, 0, 4), SECRET)
+        conversation = call(LinkIdentity(run_digest("run"), 0, 1, 0, 4), SECRET)
         far.sendall(next(conversation).message)
         challenge = far.recv(16)
         silent = [socket.create_connection(first.address[:2], timeout=WAIT_S) for _ in range(40)]

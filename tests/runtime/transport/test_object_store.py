@@ -20,20 +20,15 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.transport.endpoint import LinkSetup
-from raypipe.runtime.transport.object_store import (
-    LINK_GROUPS,
-    ControlMessage,
-    LinkedActor,
-    LinkIdentity,
-    ObjectStoreEndpoint,
-)
+from raypipe.runtime.transport.object_store import ControlMessage, ObjectStoreEndpoint, packed_link, unpacked_link
+from raypipe.runtime.worker import worker
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
 from tests.runtime.transport.ends import opening
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STORE_BYTES = 1536 << 20
-GROUPS = {**LINK_GROUPS, "waiting": 2}
+GROUPS = {**worker.GROUPS, "waiting": 2}
 
 
 def own_threads() -> int:
@@ -73,17 +68,17 @@ class _BothEnds(ChannelContract):
         return own_threads()
 
     @ray.method(concurrency_group="links", num_returns=0)
-    def link_message(self, packed_link: bytes, *pieces: object) -> None:
-        self._message(packed_link, *pieces)
+    def link_message(self, link: bytes, *pieces: object) -> None:
+        self._message(link, *pieces)
 
     @ray.method(concurrency_group="links")
-    def link_message_acked(self, packed_link: bytes, *pieces: object) -> str:
-        return self._message(packed_link, *pieces)
+    def link_message_acked(self, link: bytes, *pieces: object) -> str:
+        return self._message(link, *pieces)
 
-    def _message(self, packed_link: bytes, *pieces: object) -> str:
-        found = LinkIdentity.unpack(packed_link)
+    def _message(self, link: bytes, *pieces: object) -> str:
+        found = unpacked_link(link)
         assert found is not None
-        return self.ends[found[0].receiver].message(packed_link, *self._damage(pieces))
+        return self.ends[found[0].receiver].message(link, *self._damage(pieces))
 
     def _damage(self, pieces: Any) -> list[Any]:
         with self.counting:  # calls come in two threads, in any order
@@ -115,10 +110,6 @@ class _BothEnds(ChannelContract):
             self.left = -1
         return ""
 
-    @ray.method(concurrency_group="links")
-    def link_goodbye(self, letter: ControlMessage) -> str:
-        return self.ends[letter.link.receiver].goodbye(letter)
-
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: ControlMessage) -> str:
         return self.ends[letter.link.receiver].notify(letter)
@@ -128,7 +119,7 @@ class _BothEnds(ChannelContract):
         self.ends[link.receiver].watch(link)
 
 
-class _End(LinkedActor):
+class _End(worker._StageActor):
     """One end of a link, for a test that holds the other end's actor too."""
 
     channel: Any = None
@@ -152,10 +143,10 @@ class _End(LinkedActor):
         return own_threads()
 
     def goodbye(self, letter: ControlMessage) -> str:
-        return self._endpoint.goodbye(letter)
+        return self._endpoint.notify(letter)
 
     def message(self, *pieces: object) -> str:
-        return self._endpoint.message(self.channel.link._replace(sender=0, receiver=1).pack(), *pieces)
+        return self._endpoint.message(packed_link(self.channel.link._replace(sender=0, receiver=1)), *pieces)
 
     def link(self) -> Any:
         return self.channel.link

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from raypipe.engine.device.device import CPU
+from raypipe.engine.messages.frame import FrameFormat
 from raypipe.engine.messages.record import raw_bytes
 from raypipe.errors import ConfigError
 from raypipe.runtime.transport import make_endpoint
 from raypipe.runtime.transport.process_group import why_no_nccl
 from raypipe.runtime.transport.process_group_channel import DeviceGroupChannel
+from raypipe.runtime.transport.socket_channel import Connections
 from tests.contract.channel import WAIT_S, ChannelContract, Pair, f
 from tests.fake_device import FakeDevice
 
@@ -75,8 +77,9 @@ def open_link(max_tensors: int = 4) -> Pair:
         sock.setblocking(True)
     there, return_way = PipeGroup.pair(), PipeGroup.pair()
     _OPEN.extend((*there, *return_way))
-    first = DeviceGroupChannel("link", 3, max_tensors, ahead[0], back[1], (there[0], return_way[1]), CPU)
-    second = DeviceGroupChannel("link", 3, max_tensors, back[0], ahead[1], (return_way[0], there[1]), CPU)
+    ends = Connections("link", FrameFormat(3, max_tensors), ahead[0], back[1])
+    first = DeviceGroupChannel(ends, (there[0], return_way[1]), CPU)
+    second = DeviceGroupChannel(ends._replace(outgoing=back[0], incoming=ahead[1]), (return_way[0], there[1]), CPU)
     return first, second
 
 

@@ -19,8 +19,9 @@ SMALL_BYTES = 256  # large enough to be used again, in these tests
 
 def landed(memory: BufferPool, elements: int) -> tuple[RecvBuffer, torch.Tensor, torch.Tensor]:
     """Room for two tensors, as a channel makes it."""
-    message = frame.encode(f(0), [torch.ones(elements, requires_grad=True), torch.ones(7)], generation=0, max_tensors=2)
-    head = frame.parse(message.header, generation=0, max_tensors=2)
+    form = frame.FrameFormat(0, 2)
+    message = frame.encode(f(0), [torch.ones(elements, requires_grad=True), torch.ones(7)], form)
+    head = frame.parse(message.header, form)
     landing = RecvBuffer.prepare(head, memory)
     first, second = landing.tensors
     assert first is not None

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from raypipe.engine.messages import frame
 from raypipe.errors import LinkError
 from raypipe.runtime.transport.listener import SocketListener
-from raypipe.runtime.transport.socket_channel import SocketChannel
+from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
 from tests.runtime.transport.ends import HOST, open_channels, open_link
 
 ROOT = Path(__file__).parents[3]
-KINDS = ("tcp", "unix")
+KINDS, FORM = ("tcp", "unix"), frame.FrameFormat(3, 2)
 
 
 class TestTcpChannel(ChannelContract):
@@ -48,10 +48,10 @@ class Wire:
         incoming, self.incoming = socket.socketpair()
         self.outgoing.settimeout(WAIT_S)
         self.incoming.settimeout(WAIT_S)
-        self.channel = SocketChannel("a <-> b", 3, 2, outgoing, incoming)
+        self.channel = SocketChannel(Connections("a <-> b", FORM, outgoing, incoming))
 
     def write(self, microbatch: int, value: float, generation: int = 3) -> None:
-        message = frame.encode(f(microbatch), [torch.full((100,), value)], generation=generation, max_tensors=2)
+        message = frame.encode(f(microbatch), [torch.full((100,), value)], FORM._replace(generation=generation))
         self.incoming.sendall(b"".join([message.header, *message.buffers]))
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def wire() -> Iterator[Wire]:
     made.close()
 
 
-SOUND = frame.encode(f(0), [torch.arange(25.0), None], generation=3, max_tensors=2)
+SOUND = frame.encode(f(0), [torch.arange(25.0), None], FORM)
 SOUND_BYTES = b"".join([SOUND.header, *SOUND.buffers])
 
 
@@ -104,7 +104,7 @@ def test_whatever_comes_is_a_message_or_an_error(data: st.DataObject) -> None:
 
 
 def test_a_connection_that_ends_inside_a_message_is_an_error(wire: Wire) -> None:
-    message = frame.encode(f(0), [torch.ones(100)], generation=3, max_tensors=2)
+    message = frame.encode(f(0), [torch.ones(100)], FORM)
     wire.incoming.sendall(message.header + bytes(message.buffers[0])[:50])
     wire.incoming.shutdown(socket.SHUT_WR)
     with pytest.raises(LinkError, match="ended after 50 of 400 bytes"):
@@ -118,13 +118,13 @@ def test_messages_of_one_shape_do_not_share_memory(wire: Wire) -> None:
     got = [wire.channel.recv(f(m), WAIT_S)[0] for m in (0, 1, 3)]
     assert [t[50].item() for t in got if t is not None] == [0.0, 1.0, 3.0]
     got[0].zero_()  # type: ignore[union-attr]
-    message = frame.encode(f(4), [torch.arange(100, dtype=torch.int32)], generation=3, max_tensors=2)
+    message = frame.encode(f(4), [torch.arange(100, dtype=torch.int32)], FORM)
     wire.incoming.sendall(b"".join([message.header, *message.buffers]))
     assert wire.channel.recv(f(4), WAIT_S)[0].tolist() == list(range(100))  # type: ignore[union-attr]
 
 
 def test_bytes_may_come_one_by_one(wire: Wire) -> None:
-    message = frame.encode(f(0), [torch.arange(8.0)], generation=3, max_tensors=2)
+    message = frame.encode(f(0), [torch.arange(8.0)], FORM)
     for byte in b"".join([message.header, *message.buffers]):
         wire.incoming.sendall(bytes([byte]))
     assert wire.channel.recv(f(0), WAIT_S)[0].tolist() == list(range(8))  # type: ignore[union-attr]

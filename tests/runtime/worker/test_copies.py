@@ -23,7 +23,7 @@ from raypipe.run.loop import LoopSetup, run_loop
 from raypipe.run.plans.blueprint import assemble
 from raypipe.run.requests import Requests
 from raypipe.runtime.worker import copy_transfer
-from raypipe.runtime.worker.copies import COPY_GROUPS, CopyServer, StageKey, WorkerCopies
+from raypipe.runtime.worker.copies import StageKey, WorkerCopies
 from raypipe.runtime.worker.copy_transfer import (
     LEAST_BYTES,
     LEAST_SHARE,
@@ -36,7 +36,7 @@ from raypipe.runtime.worker.copy_transfer import (
 )
 from raypipe.runtime.worker.loading import joined
 from raypipe.runtime.worker.orders import Fence
-from raypipe.runtime.worker.worker import _StageActor
+from raypipe.runtime.worker.worker import GROUPS, _StageActor
 from tests.engine.copy.stages import Stage, same
 from tests.runs.test_given_data import ResumablePairs
 from tests.runs.test_given_data import trainer_of_streams as trainer
@@ -45,7 +45,7 @@ KEY = StageKey(3, 0)
 WAIT_S = 60.0
 
 
-class _Worker(CopyServer):
+class _Worker(_StageActor):
     """An actor with one stage that needs no links."""
 
     def begin(
@@ -91,7 +91,7 @@ class _Worker(CopyServer):
 
 @pytest.fixture(scope="module")
 def pair(local_ray: None) -> Iterator[tuple[Any, Any]]:
-    made = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker)
+    made = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(_Worker)
     actors = made.remote(), made.remote()
     yield actors
     for actor in actors:
@@ -157,7 +157,7 @@ def test_what_is_not_held_is_told(pair: tuple[Any, Any]) -> None:
 
 def test_a_holder_that_dies_ends_nothing_but_the_copy(local_ray: None, pair: tuple[Any, Any]) -> None:
     worker = pair[0]
-    holder = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker).remote()
+    holder = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(_Worker).remote()
     get(worker.begin.remote(PARCEL_BYTES // 12, holder))
     ray.kill(holder)
     get(worker.step_and_copy.remote(1))

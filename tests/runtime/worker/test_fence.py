@@ -30,7 +30,7 @@ def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> 
     made = Fleet(2, Terms({"CPU": 0, "spare": 1}, owner=Owner(term=4)))
     try:
         configure(made, stages, tensors, sgd, data, settings)
-        made._term, made._roster._owner = 3, Owner(term=3)
+        made._term, made.places.owner = 3, Owner(term=3)
         for order in (
             lambda: list(steps(made, stages, shape, "1f1b")),
             lambda: made.save("nowhere"),
@@ -54,7 +54,7 @@ def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> 
         made._term, made._rows = 4, set()  # of which the stages have learned none
         assert len(list(steps(made, stages, shape, "1f1b"))) == STEPS
     finally:
-        made._roster._owner = Owner(term=5)
+        made.places.owner = Owner(term=5)
         made.stop()
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(made.roster[0].actor.obeys.remote(5), timeout=60)
+        ray.get(made.roster[0].actor.term.remote(), timeout=60)

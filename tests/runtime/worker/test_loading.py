@@ -9,11 +9,11 @@ import torch
 
 from raypipe.engine.copy import StageCopies
 from raypipe.engine.device.device import CPU, TransferKind
-from raypipe.engine.io.checkpoint import GivenTensors
+from raypipe.engine.io.checkpoint import GivenTensors, load_stage
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.state import Settings, StageState
 from raypipe.engine.setup import RunSetup
-from raypipe.runtime.worker.loading import states_from, states_of
+from raypipe.runtime.worker.loading import empty_states, states_of
 from tests.engine.copy.stages import source_of
 from tests.exactness import captured, programs, same_bits
 from tests.fake_device import FakeDevice
@@ -56,7 +56,9 @@ def test_state_lies_on_the_device_and_goes_on_from_a_copy(*, eager: bool) -> Non
         copies = StageCopies(program, state, crossing)
         copies.take(1, state.updates)
         sources.append(source_of(copies, 1))
-    again = [states_from(RUN, [program], source, crossing)[0] for program, source in zip(cut, sources, strict=True)]
+    again = [empty_states(RUN, [program], source, crossing)[0] for program, source in zip(cut, sources, strict=True)]
+    for program, state, source in zip(cut, again, sources, strict=True):
+        load_stage(source, program, state, crossing=crossing)
     assert all(device.holds(x) for state in again for x in state.parameters.values())
     stepped(plain)
     with device.prepare_thread():

@@ -211,10 +211,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def from_json(data: bytes, what: str) -> Manifest:
-    """Parse and check the content of manifest.json.
-
-    Args:
-        what: name of the file, for error messages.
+    """Parse and check the content of manifest.json; ``what`` names the file in messages.
 
     Raises:
         CheckpointError: ``to_json`` cannot have written the content; names the field.

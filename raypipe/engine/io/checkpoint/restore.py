@@ -51,11 +51,7 @@ class FreshOptions(NamedTuple):
         return FreshOptions(self.names | other.names, self.scheduled or other.scheduled, self.every or other.every)
 
     def takes(self, option: str, defaults: Collection[str]) -> bool:
-        """Return True if an option keeps its present value.
-
-        Args:
-            defaults: names of the optimizer's own options.
-        """
+        """Return True if an option keeps its present value; ``defaults`` are the optimizer's own options."""
         turned = self.scheduled and (option in _SCHEDULED or option not in defaults)
         return self.every or option in self.names or turned
 
@@ -253,9 +249,7 @@ def _options(
     """Return the options of a group: its present ones, replaced by the saved options of its parameters.
 
     Args:
-        title: class name of the optimizer.
         mine: names of the group's parameters.
-        group: present group of the optimizer.
         groups: saved options by parameter name.
 
     Raises:

@@ -173,11 +173,7 @@ def _damaged(file: Place, reason: str) -> CheckpointError:
 
 
 def _rank(manifest: Manifest, metric: str | None, mode: str) -> float:
-    """Return a key by which checkpoints are sorted, the best last; those without the metric are first.
-
-    Args:
-        mode: "max" or "min".
-    """
+    """Return a key by which checkpoints are sorted, the best last; those without the metric are first."""
     score = manifest.metrics.get(metric) if metric else None
     if score is None:
         return float("-inf")

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -75,10 +75,7 @@ _ODD_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, what: str) -> Any:
-    """Encode a value as JSON.
-
-    Args:
-        what: name of the value, for the message.
+    """Encode a value as JSON; ``what`` names it in the message.
 
     Raises:
         CheckpointError: it is neither number, text, None, a tensor of one element nor a sequence of these.
@@ -183,12 +180,9 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, Any]:
-    """Create the header's table of tensors, as JSON values, in the order of their bytes.
+    """Create the header's table of tensors, the first at byte ``begin``, as JSON values, in the order of their bytes.
 
     Dtypes with large elements come first, as in the library, so that every tensor is aligned to its elements.
-
-    Args:
-        begin: offset of the first tensor, in bytes.
 
     Raises:
         CheckpointError: a tensor cannot be stored; names it.
@@ -246,6 +240,13 @@ CHUNK_BYTES = 1 << 23
 MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
+def header_of(table: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file before those of its tensors."""
+    text = json.dumps({METADATA: dict(metadata), **table}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
     """Write a safetensors file piece by piece; return (its size in bytes, its SHA-256 in hexadecimal).
 
@@ -264,17 +265,14 @@ def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tenso
         size_bytes += len(data)
 
     table = table_of(tensors)
-    text = json.dumps({METADATA: {"format": "pt"}, **table}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    put(len(text).to_bytes(8, "little"))
-    put(text)
+    put(header_of(table, {"format": "pt"}))
     for name in table:
         packed = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
         put(raw_bytes(packed, packed.numel() * packed.dtype.itemsize).cast("B"))
     return size_bytes, digest.hexdigest()
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """Opened safetensors file; a context manager.
 
     Attributes:
@@ -292,9 +290,6 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TensorFile:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
