@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import Order, RowsKey
+from raypipe.ir.schedule import Schedule, single_homes
+from raypipe.ir.segment import Order, RowsKey, Segment
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.search import build_schedule, microbatches
 from raypipe.planner.segments import evaluation_segments, forward_only, train_segments
@@ -26,7 +27,7 @@ from tests.models import case
 
 __all__ = ["STAGES", "evaluate", "gone_back", "run"]
 
-STAGES, STEPS = 3, 3
+STAGES, STEPS, SHAPE = 3, 3, SHAPES["even"]
 PLAIN = Codecs()
 
 
@@ -34,55 +35,25 @@ def run(
     device_of: Callable[[int], Device], name: str = "tied-sequential", codecs: Codecs = PLAIN
 ) -> list[torch.Tensor | float | None]:  # fmt: skip
     """Losses, norms and parameters of three steps on three stages."""
-    stages, (_, made) = programs(name, STAGES), captured(name)
-    shape = SHAPES["even"]
-    config = config_of(shape, STAGES, "1f1b", max_grad_norm=0.5)
-    request = request_of(config, shape.samples)
-    settings = Settings(config.seed, config.loss_reduction, config.max_grad_norm, 30.0)
-    minibatch, size, _count = microbatches(request, STAGES)
-
-    def rows(key: RowsKey) -> Schedule:
-        return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
-
-    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes, codecs=codecs)
-    source = open_data(case(name).data(shape.samples), seed=config.seed)
     sgd = partial(torch.optim.SGD, lr=5e-2, momentum=0.9)
-    fleet = LocalFleet(
-        RunSetup(sgd, None, {"train": source}, settings),
-        setup,
-        {**made.parameters, **made.buffers},
-        device_of,
-    )
+    fleet = _fleet(device_of, name, sgd, max_grad_norm=0.5, codecs=codecs)
     try:
-        orders: Iterator[Order] = (Order(s) for s, _ in train_segments(shape.samples, minibatch, size, STEPS))
-        reports = [report for of_stages in fleet.run(orders, rows) for r in of_stages for report in r]
+        orders: Iterator[Order] = (Order(segment) for segment in _segments(STEPS))
+        reports = [
+            report for of_stages in fleet.run(orders, _rows(name, max_grad_norm=0.5)) for r in of_stages for report in r
+        ]
         found: list[torch.Tensor | float | None] = [x for r in reports for x in (r.loss, r.grad_norm)]
         found += [x for r in reports if r.norms for x in r.norms.norms]
-        for work in fleet._works:
-            crossing = work._transfer
-            found += crossing.copied(work.state.parameters, TransferKind.SNAPSHOT).values()
+        return found + _parameters(fleet)
     finally:
         fleet.stop()
-    return found
 
 
 def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
     """Parameters after a step, a copy of the state, another step, back to the copy, and that step again."""
-    name, shape = "tied-sequential", SHAPES["even"]
-    stages, (_, made) = programs(name, STAGES), captured(name)
-    request = request_of(config_of(shape, STAGES, "1f1b"), shape.samples)
-    minibatch, size, _count = microbatches(request, STAGES)
-
-    def rows(key: RowsKey) -> Schedule:
-        return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
-
-    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes)
-    source = open_data(case(name).data(shape.samples), seed=0)
-    adamw = partial(torch.optim.AdamW, lr=5e-2)
-    run_setup = RunSetup(adamw, None, {"train": source}, Settings(0, "mean", None, 30.0))
-    tensors = {**made.parameters, **made.buffers}
-    first, second = (segment for segment, _ in train_segments(shape.samples, minibatch, size, 2))
-    fleet = LocalFleet(run_setup, setup, tensors, device_of)
+    name, adamw = "tied-sequential", partial(torch.optim.AdamW, lr=5e-2)
+    fleet, rows = _fleet(device_of, name, adamw), _rows(name)
+    first, second = _segments(2)
     sources = []
     try:
         list(fleet.run(iter([Order(first)]), rows))
@@ -97,28 +68,15 @@ def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
             work.state.renew(adamw, None)
             load_stage(back, work.program, work.state, crossing=executor.transfer)
         list(fleet.run(iter([Order(second)]), rows))
-        return [
-            tensor
-            for executor in fleet.executors
-            for work in executor.works.values()
-            for tensor in executor.transfer.copied(work.state.parameters, TransferKind.SNAPSHOT).values()
-        ]
+        return _parameters(fleet)
     finally:
         fleet.stop()
 
 
 def evaluate(device_of: Callable[[int], Device]) -> dict[str, float]:
     """Loss and metrics of an evaluation on three stages."""
-    name = "tied-sequential"
-    stages, (_, made) = programs(name, STAGES), captured(name)
-    setup = GenerationSetup(stages, tuple((stage,) for stage in range(STAGES)))
-    source = open_data(case(name).data(20), seed=0)
     metrics = {"accuracy": _accuracy, "largest": lambda output, target: output.max()}
-    run_setup = RunSetup(
-        partial(torch.optim.SGD, lr=0.1), None, {"train": source, "eval": source}, Settings(0, "mean", None, 30.0),
-        metrics=metrics,
-    )  # fmt: skip
-    fleet = LocalFleet(run_setup, setup, {**made.parameters, **made.buffers}, device_of)
+    fleet = _fleet(device_of, "tied-sequential", partial(torch.optim.SGD, lr=0.1), metrics=metrics)
     found: dict[str, float] = {}
     try:
         orders = (Order(segment, training=False) for segment in evaluation_segments(20, 8, 3))
@@ -130,6 +88,43 @@ def evaluate(device_of: Callable[[int], Device]) -> dict[str, float]:
     finally:
         fleet.stop()
     return found
+
+
+def _fleet(
+    device_of: Callable[[int], Device], name: str, optimizer: Any, max_grad_norm: float | None = None,
+    codecs: Codecs = PLAIN, metrics: Any = None,
+) -> LocalFleet:  # fmt: skip
+    """A worker for each of three stages; evaluations are of 20 samples."""
+    made, data = captured(name)[1], case(name).data
+    sources = {"train": open_data(data(SHAPE.samples), seed=0), "eval": open_data(data(20), seed=0)}
+    settings = Settings(0, "mean", max_grad_norm, 30.0)
+    return LocalFleet(
+        RunSetup(optimizer, None, sources, settings, metrics=metrics or {}),
+        GenerationSetup(programs(name, STAGES), single_homes(range(STAGES)), codecs=codecs),
+        {**made.parameters, **made.buffers},
+        device_of,
+    )
+
+
+def _segments(steps: int) -> list[Segment]:
+    minibatch, size, _ = microbatches(request_of(config_of(SHAPE, STAGES, "1f1b"), SHAPE.samples), STAGES)
+    return [segment for segment, _ in train_segments(SHAPE.samples, minibatch, size, steps)]
+
+
+def _rows(name: str, **clips: float) -> Callable[[RowsKey], Schedule]:
+    request = request_of(config_of(SHAPE, STAGES, "1f1b", **clips), SHAPE.samples)
+    first = programs(name, STAGES)[0].first_trainable
+    return lambda key: lower(build_schedule(request, STAGES, key.num_microbatches, first))
+
+
+def _parameters(fleet: LocalFleet) -> list[Any]:
+    """Those of all stages, in host memory."""
+    return [
+        tensor
+        for executor in fleet.executors
+        for work in executor.works.values()
+        for tensor in executor.transfer.copied(work.state.parameters, TransferKind.SNAPSHOT).values()
+    ]
 
 
 def _accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 __all__ = [
-    "Attention", "Backwards", "Branches", "Cnn", "DataclassOutput", "Double", "ManyOutputs", "Mlp", "Noisy", "Scores",
-    "TiedLanguageModel", "Towers",
-    "UNet", "custom_function", "dataclass_loss", "dict_loss", "dropout_sequential", "frozen", "sequential",
-    "tied_sequential", "untied",
+    "Attention", "Backwards", "Branches", "Cnn", "DataclassOutput", "Double", "Late", "ManyOutputs", "Mlp", "Noisy",
+    "Scores", "TiedLanguageModel", "Towers", "UNet", "custom_function", "dataclass_loss", "dict_loss",
+    "dropout_sequential", "frozen", "sequential", "tied_sequential", "untied",
 ]  # fmt: skip
 
 
@@ -273,3 +272,23 @@ class DataclassOutput(ManyOutputs):
 
 def dataclass_loss(output: Scores, target: torch.Tensor) -> torch.Tensor:
     return dict_loss(vars(output), target)
+
+
+class Late(nn.Module):
+    """Counts forwards once the optimizer has moved its parameter, of 16 elements.
+
+    Args:
+        is_counted: in a way that torch sees.
+    """
+
+    def __init__(self, *, is_counted: bool) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.is_counted = is_counted
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shift.detach().abs().max() > 0:
+            (self.count if self.is_counted else self.count.data).add_(1)
+        return x * self.scale + self.shift

@@ -154,8 +154,8 @@ def test_every_word_that_a_field_takes_is_tried(name: str) -> None:
     """So that a new one cannot slip in without an effect."""
     _, values = EFFECTS[name]
     tried = {value for value in (*values, "auto") if isinstance(value, str)}
-    tried |= {"prefix_sum", "antichain"}  # ways to find the cut: tests/runs/test_planned_nets.py
-    tried |= {"per_replica"}  # of stages with replicas: tests/runs/test_asynchronous_replicas.py
+    tried |= {"prefix_sum", "antichain"}  # ways to find the cut: tests/planner/search/test_choose.py
+    tried |= {"per_replica"}  # of stages with replicas: tests/runs/test_asynchronous.py
     tried |= {"zb-v"}  # for two stages on each worker: tests/runs/test_exactness.py
     assert set(_ALLOWED[name].names) <= tried
 

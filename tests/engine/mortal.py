@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from raypipe.capture import capture
+from raypipe.data.open_data import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions
 from raypipe.engine.messages.channel import InMemoryChannel, Message
-from raypipe.engine.optim.state import StageState
+from raypipe.engine.optim.state import Settings, StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import channels_between
 from raypipe.engine.stage.stage import StageProgram
@@ -21,10 +26,11 @@ from raypipe.errors import LinkError
 from raypipe.ir.schedule import Row
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.segment import Order, Segment
+from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 
-__all__ = ["Counts", "Job", "Workers", "new_state", "schedule_for"]
+__all__ = ["Counts", "Job", "Workers", "job_of", "new_state", "schedule_for"]
 
 Counts = tuple[int, ...]
 """Workers of each stage; of both stages together if there is one number: two stages on a worker, in a V."""
@@ -60,6 +66,16 @@ class MortalChannel:
     def recv(self, *wanted: Any) -> Message:
         self._life.use()
         return self.within.recv(*wanted)
+
+
+def job_of(model: nn.Module, make_scheduler: Any, settings: Settings, samples: int) -> Job:
+    """A job of AdamW on two stages of a model of six inputs and three classes."""
+    data = TensorDataset(torch.randn(samples, 6), torch.randint(0, 3, (samples,)))
+    source = open_data(data, seed=0)
+    found = capture(model, source.read(0, 0, 2, (0, 1)), (0, 1), functional.cross_entropy)
+    run = RunSetup(lambda named: torch.optim.AdamW(named, lr=1e-2), make_scheduler, {"train": source}, settings)
+    programs = found.programs(equal_parameters(found.graph, 2).cuts)
+    return programs, {**found.parameters, **found.buffers}, run
 
 
 def run_step(executors: Sequence[Executor], rows: Sequence[Row], segment: Segment) -> None:
@@ -127,3 +143,9 @@ class Workers:
         if dies_after is not None:
             self.life.most = self.life.used + dies_after
         run_step(self.executors, self.schedule.rows(), segment)
+
+    def messages_of(self, segment: Segment) -> int:
+        """Run a step; messages that the mortal worker sent and took in it."""
+        before = self.life.used
+        self.run(segment)
+        return self.life.used - before

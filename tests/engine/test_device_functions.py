@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import pytest
 import torch
 from torch import nn
 
 from raypipe.capture import Capture, capture
-from raypipe.engine.device.device import CPU, TransferKind
+from raypipe.engine.device.device import TransferKind
 from raypipe.engine.device_functions import placed, placed_loss
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.stage.randomness import RandomKey
@@ -77,12 +76,6 @@ def test_on_the_meta_device_nothing_is_made_in_host_memory() -> None:
     assert forward(there, tensors, torch.empty(5, 4, device=META)).is_meta
 
 
-def test_without_a_place_tensors_of_the_meta_device_meet_some_of_the_host() -> None:
-    tensors = {name: p.detach().to(META) for name, p in made().parameters.items()}
-    with pytest.raises(RuntimeError, match="device"):
-        forward(stages(), tensors, torch.empty(5, 4, device=META))
-
-
 def test_a_device_that_is_late_computes_the_same_bits() -> None:
     device = FakeDevice(eager=False)
     crossing, x = DeviceTransfer(device), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -104,9 +97,3 @@ def test_weights_of_classes_go_to_the_device_with_the_loss() -> None:
     assert not crossing.device.holds(loss.loss_fn.weight)  # type: ignore[attr-defined, union-attr]
     copied = crossing.copied({"weight": there.loss_fn.weight}, TransferKind.SNAPSHOT)  # type: ignore[union-attr]
     assert torch.equal(copied["weight"], WEIGHTS)
-
-
-def test_on_the_cpu_functions_stay_what_they_are() -> None:
-    function, loss = stages()[0], made().programs(())[-1].loss
-    assert placed(function, DeviceTransfer(CPU)) is function
-    assert placed_loss(loss, DeviceTransfer(CPU)) is loss

@@ -8,30 +8,32 @@ step 4              its middle, where somebody dies
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from raypipe.capture import capture
-from raypipe.data.open_data import open_data
-from raypipe.engine.copy import CopyHeader, HeldCopies, StageCopies, copy_source
-from raypipe.engine.io.checkpoint import load_stage
+from raypipe.engine.copy import (
+    CopyHeader,
+    CopyPiece,
+    HeldCopies,
+    StageCopies,
+    copy_source,
+)
+from raypipe.engine.io.checkpoint import TensorInfo, load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
+from raypipe.engine.optim.slices import ParameterSlice, flat
 from raypipe.engine.optim.state import Settings, StageState, shard_optimizer
-from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.setup import GenerationSetup
 from raypipe.ir.segment import Segment
 from raypipe.planner.copy_interval import holders, pieces_sent
-from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.segments import train_segments
 from raypipe.planner.state_sources import Copy, Layout, Living, plan_transition
 from tests.engine.copy.stages import parcels_of, piece_of
-from tests.engine.mortal import Counts, Job, Workers, new_state, schedule_for
+from tests.engine.mortal import Counts, Job, Workers, job_of, new_state, schedule_for
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
@@ -47,17 +49,10 @@ def made() -> Job:
     layers: list[nn.Module] = []
     for before, behind in itertools.pairwise(sizes):
         layers += [nn.Linear(before, behind), nn.ReLU(), nn.Dropout(0.1)]
-    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
-    source = open_data(data, seed=0)
-    found = capture(nn.Sequential(*layers[:-2]), source.read(0, 0, 2, (0, 1)), (0, 1), functional.cross_entropy)
-    run = RunSetup(
-        lambda named: torch.optim.AdamW(named, lr=1e-2),
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-        {"train": source},
-        Settings(0, "mean", 0.1, 120.0, shard_optimizer=True),
-    )
-    programs = found.programs(equal_parameters(found.graph, 2).cuts)
-    return programs, {**found.parameters, **found.buffers}, run
+    return job_of(
+        nn.Sequential(*layers[:-2]), lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        Settings(0, "mean", 0.1, 120.0, shard_optimizer=True), SAMPLES,
+    )  # fmt: skip
 
 
 def segments() -> list[Segment]:
@@ -220,17 +215,10 @@ def test_whoever_is_lost_all_go_on_from_what_the_others_hold(counts: Counts, man
             assert differences(after) == [], lost
 
 
-def messages_of(counts: Counts, victim: int) -> int:
-    """That a worker sends and takes in a step."""
-    found = Copying(counts, mortal=victim)
-    found.run(segments()[0])
-    return found.life.used
-
-
 @pytest.mark.parametrize(("counts", "victim"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((2,), 1)])
 def test_wherever_in_a_step_a_worker_dies(counts: Counts, victim: int) -> None:
     """Also where some slices have been stepped and others not."""
-    total = messages_of(counts, victim)
+    total = Copying(counts, mortal=victim).messages_of(segments()[0])
     for messages in sorted({*range(0, total, 7), *range(total - 6, total + 1)}):
         after = gone_on(struck(counts, victim, messages), counts, {victim})
         assert after is not None
@@ -281,3 +269,41 @@ def test_a_replica_never_holds_more_than_its_slices() -> None:
     assert max(of_slices) <= of_stage / 3 + 2 * 4 * 1024
     assert of_stage < whole
     assert [sorted(before.held[worker]) for worker in range(4)] == [[(1, 0)], [], [], [(0, 0), (0, 1), (0, 2), (0, 3)]]
+
+
+def test_a_part_of_a_copy_is_read_without_the_rest() -> None:
+    """Of stage 0 on three replicas after two steps."""
+    workers = Copying((3, 1))
+    read_bytes: list[int] = []
+    for segment in segments()[:2]:
+        workers.run(segment)
+    workers.copy(2, send=False)
+
+    def counted(header: CopyHeader, block: torch.Tensor) -> CopyPiece:
+        views = views_of(block)
+
+        def fetch(infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
+            read_bytes.append(sum(info.size_bytes for info in infos))
+            return views(infos)
+
+        return CopyPiece(header, fetch)
+
+    source = copy_source(
+        [
+            counted(*copies[0].copy(2, piece))
+            for at, copies in enumerate(workers.copies[:3])
+            for piece in ([0, 1] if at == 0 else [1 + at])
+        ]
+    )
+    names = [name for name in source.names if source.info(name).shape]
+    kept = source.kept(names)
+    for name in names:
+        size = source.info(name).size_bytes // 4
+        for first, stop in ((0, size), (0, min(7, size)), (size // 3, max(size // 2, 1))):
+            read_bytes.clear()
+            found = source.kept_part(ParameterSlice(name, first, stop))
+            assert found.keys() == kept[name].keys() == {"exp_avg", "exp_avg_sq", "step"}
+            assert same_bits(found["step"], kept[name]["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert same_bits(found[key], flat(kept[name][key])[first:stop])
+            assert sum(read_bytes) == 2 * 4 * (stop - first) + 4, "and the number of its steps"

@@ -1,16 +1,12 @@
-"""Replicas exchange gradients beside the backward that makes them: early, to the same bits, and abandoned with it."""
+"""Replicas exchange gradients beside the backward that makes them: the large ones early, and abandoned with it."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from raypipe.engine.messages.channel import InMemoryChannel
-from raypipe.engine.optim.all_reduce import AllReduce
 from raypipe.engine.optim.slices import chunks_of
 from raypipe.engine.reduction import last_backwards
 from raypipe.engine.stage.gradients import GradientSink
@@ -18,11 +14,11 @@ from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.stage import Site
 from raypipe.errors import LinkError
 from raypipe.ir import communication
-from raypipe.ir.schedule import Action, Op, parse_action
+from raypipe.ir.schedule import Op, parse_action
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.replicas import Replicas as PlannedReplicas
 from raypipe.planner.schedule.sync import one_f_one_b
-from tests.engine.rings import Replicas, program_of
+from tests.engine.rings import exchanges_of, program_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("small_chunks")]
 
@@ -43,23 +39,8 @@ class Pair:
     def __init__(self) -> None:
         known = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
         program = program_of(tuple(Site(name, 0) for name in known), known)
-        ends = InMemoryChannel.pair("0 <-> 1", 0, 1 + REPLICAS)
-        self.ends = ends
         self.sinks = [GradientSink(program, known, REPLICAS, exchanged=True) for _ in range(REPLICAS)]
-        self.gathered = [threading.Event() for _ in range(REPLICAS)]
-        """That a replica has told its first totals."""
-
-        def works(me: int) -> AllReduce:
-            def send(peer: int, action: Action, tensors: object, _: int) -> None:
-                ends[me].send(action, tensors)  # type: ignore[arg-type]
-                if action.op is Op.STEP:
-                    self.gathered[me].set()
-
-            placement = Placement(((0, 1),), me, REPLICAS)
-            link = Replicas(send, lambda _, action, __: ends[me].recv(action, TIMEOUT_S))
-            return AllReduce(placement, self.sinks[me], link)
-
-        self.works = [works(me) for me in range(REPLICAS)]
+        self.works, self.ends = exchanges_of(self.sinks, REPLICAS)
 
     def leaves(self, me: int) -> list[torch.Tensor]:
         """Leaves that a backward would have, watched by the sink of a replica."""
@@ -71,65 +52,18 @@ class Pair:
         return found
 
 
-def draws(lane: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(lane)
-    return [torch.randn(shape, generator=draw) for shape in SHAPES.values()]
-
-
-class PendingCopy(torch.autograd.Function):
-    """Its backward waits until something has happened."""
-
-    @staticmethod
-    def forward(ctx, x, happened):  # type: ignore[no-untyped-def]
-        ctx.happened = happened
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        assert ctx.happened.wait(TIMEOUT_S), "nothing was exchanged while the backward ran"
-        return gradient, None
-
-
-def backward(pair: Pair, me: int, lane: int, happened: threading.Event | None) -> None:
-    """Gradients that are drawn for the lane, the last leaf's first; those of the first leaf wait for an event."""
-    leaves = pair.leaves(me)
-    terms = [(leaf * drawn).sum() for leaf, drawn in zip(leaves, draws(lane), strict=True)]
-    if happened is not None:
-        terms[0] = PendingCopy.apply(terms[0], happened)  # type: ignore[no-untyped-call]
-    pair.sinks[me].use_lane(lane)
-    found: list[torch.Tensor | None] = [None] * len(leaves)
-    for site in reversed(range(len(leaves))):  # as a chain of layers would
-        (found[site],) = torch.autograd.grad(terms[site], [leaves[site]])
-    pair.sinks[me].add(found)
-
-
-def test_the_last_layers_are_exchanged_before_the_first_has_its_gradient() -> None:
-    """Each replica's backward does not end before the other has told totals; the sums are those of one worker."""
-    pair, alone = Pair(), Pair()
-
-    def run(me: int) -> None:
-        pair.works[me].begin(3)
-        backward(pair, me, me, pair.gathered[1 - me])
-        with torch.no_grad():
-            pair.works[me].run(3)
-
-    with ThreadPoolExecutor(REPLICAS) as pool:
-        list(pool.map(run, range(REPLICAS)))
-    one = alone.sinks[0]
-    for lane in range(REPLICAS):
-        one.use_lane(lane)
-        one.add(draws(lane))
-    one.close()
-    sites = range(len(SHAPES))
-    for sink, site in itertools.product(pair.sinks, sites):
-        assert torch.equal(sink.sums_of(0, [site])[0], one.sums_of(0, [site])[0])  # type: ignore[arg-type]
+def backward(pair: Pair) -> None:
+    """Give the first replica all gradients of its lane."""
+    leaves = pair.leaves(0)
+    pair.sinks[0].use_lane(0)
+    pair.sinks[0].add(list(torch.autograd.grad(sum(leaf.sum() for leaf in leaves), leaves)))  # type: ignore[arg-type]
 
 
 def test_a_replica_that_is_gone_is_told_where_the_stage_waits() -> None:
     pair = Pair()
     pair.works[0].begin(3)
-    backward(pair, 0, 0, None)
-    pair.ends[1].abort("it died")
+    backward(pair)
+    pair.ends[1, 0].abort("it died")
     with pytest.raises(LinkError, match="it died"):
         pair.works[0].run(3)
 
@@ -139,11 +73,11 @@ def test_an_exchange_is_abandoned_with_its_step() -> None:
     before = set(threading.enumerate())
     pair = Pair()
     pair.works[0].begin(3)
-    backward(pair, 0, 0, None)  # the thread waits for the other replica
+    backward(pair)  # the thread waits for the other replica
     pair.works[1].begin(3)  # and the other one for a gradient
     for work in pair.works:
         work.abandon()
-    pair.ends[0].abort("the step failed")
+    pair.ends[0, 1].abort("the step failed")
     for thread in set(threading.enumerate()) - before:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()

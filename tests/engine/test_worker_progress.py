@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from raypipe.capture import capture
-from raypipe.data.open_data import open_data
 from raypipe.engine.executor import WorkerProgress, newest_common_step
 from raypipe.engine.optim.state import Settings
-from raypipe.engine.setup import RunSetup
 from raypipe.ir.segment import Segment
 from raypipe.planner.elastic import left
-from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.segments import train_segments
-from tests.engine.mortal import Counts, Job, Workers
+from tests.engine.mortal import Counts, Job, Workers, job_of
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
@@ -35,17 +29,10 @@ def made(batch_norm_at: int) -> Job:
     norms = [nn.BatchNorm1d(8) if batch_norm_at == stage else nn.Identity() for stage in range(2)]
     model = nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 8), norms[1], nn.ReLU())
     model.append(nn.Linear(8, 3))
-    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
-    source = open_data(data, seed=0)
-    found = capture(model, source.read(0, 0, 2, (0, 1)), (0, 1), functional.cross_entropy)
-    programs = found.programs(equal_parameters(found.graph, 2).cuts)
-    run = RunSetup(
-        lambda named: torch.optim.AdamW(named, lr=1e-2),
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        {"train": source},
-        Settings(0, "mean", 0.5, 120.0),
-    )
-    return programs, {**found.parameters, **found.buffers}, run
+    return job_of(
+        model, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), Settings(0, "mean", 0.5, 120.0),
+        SAMPLES,
+    )  # fmt: skip
 
 
 def workers(batch_norm_at: int, counts: Counts, states: Any = None, mortal: int | None = None) -> Workers:
@@ -91,13 +78,6 @@ def disturbed(batch_norm_at: int, counts: Counts, victim: int, messages: int) ->
     return after, sum(at.steps == 2 for at in reached), len(living)
 
 
-def messages_of(batch_norm_at: int, counts: Counts, victim: int) -> int:
-    """That a worker sends and takes in a step."""
-    found = workers(batch_norm_at, counts, mortal=victim)
-    found.run(segments()[0])
-    return found.life.used
-
-
 @pytest.mark.parametrize(
     ("batch_norm_at", "counts", "victim"),
     [
@@ -114,7 +94,7 @@ def messages_of(batch_norm_at: int, counts: Counts, victim: int) -> int:
 def test_a_replica_that_dies_after_any_message_loses_no_step(batch_norm_at: int, counts: Counts, victim: int) -> None:
     wanted = alone(batch_norm_at)
     shares = []
-    for messages in range(messages_of(batch_norm_at, counts, victim) + 1):
+    for messages in range(workers(batch_norm_at, counts, mortal=victim).messages_of(segments()[0]) + 1):
         found, count, living = disturbed(batch_norm_at, counts, victim, messages)
         shares.append(count / living)
         placed = ((stage, worker) for stage, workers in enumerate(found.setup.homes) for worker in workers)

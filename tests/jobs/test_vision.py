@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from jobs.lib.pipeline_nets import densenet121, resnet50, vgg16
 from jobs.train.images import read_images
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -80,3 +83,12 @@ def test_a_folder_of_images_is_resized_and_labelled_by_its_folders(tmp_path: Pat
     assert found.splits["train"].labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.splits["heldout"].pixels.shape == (2, 48)
     assert found.splits["heldout"].pixels[1, :16].tolist() == [255] * 16
+
+
+@pytest.mark.parametrize(
+    ("build", "parameters"), [(vgg16, 138_357_544), (resnet50, 25_557_032), (densenet121, 7_978_856)]
+)
+def test_the_nets_of_benchmarks_are_those_of_the_papers(build: Any, parameters: int) -> None:
+    """As many parameters as torchvision's, with ImageNet's thousand classes."""
+    with torch.device("meta"):
+        assert sum(p.numel() for p in build(classes=1000).parameters()) == parameters

@@ -103,22 +103,6 @@ def test_what_decides_how_old_weights_are_does_not_change_in_silence(
     fit(trainer(tmp_path, "run", resume=True, **other), 3)
 
 
-def test_in_2bw_the_number_of_stages_may_change_and_no_bit_does(tmp_path: Path) -> None:
-    """One stage is late by one update too."""
-    for run, then in (("same", 3), ("other", 2), ("one", 1)):
-        fit(trainer(tmp_path, run, **MODES["2bw"]), 2)
-        fit(trainer(tmp_path, run, stages=then, **MODES["2bw"]), 6)
-    same_bits_of_all = [same(outcome(tmp_path / "same")[1], outcome(tmp_path / run)[1]) for run in ("other", "one")]
-    assert same_bits_of_all == [True, True]
-
-
-def test_a_drain_is_felt(tmp_path: Path) -> None:
-    """Otherwise the tests above would show nothing."""
-    fit(trainer(tmp_path, "drained", checkpoint_interval_steps=SAVED, schedule="pipedream"), STEPS)
-    fit(trainer(tmp_path, "whole", checkpoint_interval_steps=1000, schedule="pipedream"), STEPS)
-    assert not same(outcome(tmp_path / "drained")[1], outcome(tmp_path / "whole")[1])
-
-
 @pytest.mark.parametrize("mode", ["stashing", "2bw"])
 def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Path) -> None:
     handle = trainer(tmp_path, "run", samples=80_000, checkpoint_interval_steps=100_000, **MODES[mode]).start(
@@ -138,33 +122,10 @@ def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Pat
     assert same(state, expected)
 
 
-def test_a_checkpoint_on_demand_drains(tmp_path: Path) -> None:
-    handle = trainer(tmp_path, "run", samples=80_000, checkpoint_interval_steps=100_000, schedule="2bw").start(
-        num_steps=400, local=True
-    )
-    wait_for(lambda: handle.status().step >= 5)
-    handle.checkpoint()
-    wait_for(lambda: handle.status().checkpoint != "" or handle.status().step >= 400)
-    assert 5 <= int(handle.status().checkpoint[-7:]) < 400
-    handle.stop()
-    handle.wait()
-
-
-@pytest.mark.parametrize("samples", [26, 7])
-def test_epochs_that_end_with_a_small_mini_batch(samples: int, tmp_path: Path) -> None:
-    """The small one runs by itself; an epoch of nothing else is synchronous altogether."""
-    result = fit(trainer(tmp_path, "run", samples=samples, schedule="pipedream"), 6)
-    assert sum(r.samples for r in result.records) == {26: 8 * 3 + 2 + 8 + 8, 7: 42}[samples]
-    if samples == 7:
-        fit(trainer(tmp_path, "plain", samples=samples, schedule="1f1b"), 6)
-        assert same(outcome(tmp_path / "run")[1], outcome(tmp_path / "plain")[1])
-
-
-def test_put_off_updates_change_the_result_and_hold_no_more_versions(tmp_path: Path) -> None:
-    full = fit(trainer(tmp_path, "full", stages=4, schedule="pipedream"), 5)
-    held = fit(trainer(tmp_path, "held", stages=4, **MODES["back-pressure"]), 5)
-    assert full.records[0].loss == held.records[0].loss
-    assert not same(outcome(tmp_path / "full")[1], outcome(tmp_path / "held")[1])
+def test_an_epoch_of_one_small_mini_batch_is_synchronous(tmp_path: Path) -> None:
+    for schedule in ("pipedream", "1f1b"):
+        fit(trainer(tmp_path, schedule, samples=7, schedule=schedule), 6)
+    assert same(outcome(tmp_path / "pipedream")[1], outcome(tmp_path / "1f1b")[1])
 
 
 def test_the_plan_says_what_is_late_and_survives_json(tmp_path: Path) -> None:
@@ -187,9 +148,17 @@ def test_a_parameter_on_two_stages_needs_updates_that_are_far_apart(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"), [("stashing", "so it refused the update"), ("2bw, clipped", "no stage took")]
+    ("mode", "words"),
+    [
+        (MODES["stashing"], "so it refused the update"),
+        (MODES["2bw, clipped"], "no stage took"),
+        ({"schedule": "zb-h1"}, "so it refused the update"),
+        ({"schedule": "zb-h1", "max_grad_norm": 0.5}, "so no stage took"),
+    ],
 )
-def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(
+    mode: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     case = CASES["mlp"]
     calls = iter(range(100))
 
@@ -199,13 +168,31 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words:
         return loss * (float("nan") if next(calls) == 30 else 1.0)
 
     with pytest.raises(StageError, match=words):
-        fit(trainer(tmp_path, "run", loss_fn=loss_fn, loss_reduction="mean", **MODES[mode]), STEPS)
+        fit(trainer(tmp_path, "run", loss_fn=loss_fn, loss_reduction="mean", **mode), STEPS)
 
 
-def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
-    found = trainer(tmp_path, "run", schedule="2bw")
+@pytest.mark.parametrize("fields", [{"schedule": "2bw"}, {"schedule": "zb-h1", "slack": 1}], ids=str)
+def test_a_step_that_waits_for_no_norm_is_predicted_without_a_flush(fields: dict[str, Any], tmp_path: Path) -> None:
+    found = trainer(tmp_path, "run", **fields)
     plan = found.plan(profiled=with_times(found.profile()))
     one_step = predicted_step(plan)
     assert one_step is not None
     assert plan.prediction is not None
     assert 0.0 < plan.prediction.step_s < one_step.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "overlaps"),
+    [
+        ({}, True),
+        ({"max_grad_norm": 0.5}, False),
+        ({"on_nonfinite": "skip"}, False),
+        ({"name": "tied-sequential"}, False),
+    ],
+    ids=str,
+)
+def test_steps_overlap_unless_an_update_needs_the_norm_of_all(
+    fields: dict[str, Any], overlaps: bool, tmp_path: Path
+) -> None:
+    plan = trainer(tmp_path, "run", schedule="zb-h1", **fields).plan()
+    assert plan.schedule.wiring.norm_per_stage is overlaps

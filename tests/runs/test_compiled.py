@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data.open_data import open_data
-from raypipe.engine.device_functions import compiled_stage, why_not_compiled
+from raypipe.engine.device_functions import compiled_stage
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError, PlanError, StageError
 from tests import nets
@@ -81,26 +81,12 @@ def test_a_stage_that_draws_is_left_as_it_is_and_the_plan_says_so(tmp_path: Path
     assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
 
 
-def test_what_cannot_be_compiled_is_known_by_its_stage() -> None:
-    assert {why_not_compiled(program.train) for program in programs("unet", 2)} == {""}
-    assert "dropout" in why_not_compiled(programs("noisy", 1)[0].train)
-    assert "nn.Sequential" in why_not_compiled(programs("tied-sequential", 2)[0].train)
-
-
 def test_nothing_to_compile_and_split_backwards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"compile_stages='inductor' would have no effect: no stage can be compiled"):
         made(tmp_path, "none", nets.sequential, compile_stages="inductor", partitioner=["2"]).plan()
     for schedule in ("zb-h1", "zb-v"):
         with pytest.raises(ConfigError, match=rf"compile_stages='inductor' is not possible with schedule='{schedule}'"):
             PipelineConfig(compile_stages="inductor", schedule=schedule)
-
-
-def test_a_schedule_left_to_the_planner_splits_no_backward(tmp_path: Path) -> None:
-    trainer = made(tmp_path, "auto", compile_stages="aot_eager")
-    assert trainer._pipeline.schedule == "slack"
-    plan = trainer.plan()
-    assert plan.spec is not None
-    assert plan.spec.kind in ("1f1b", "slack")
 
 
 def test_too_many_shapes_are_named_with_the_field() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.api.devices import gpu_rates, in_threads, on_devices
+from raypipe.api.devices import in_threads, on_devices
 from raypipe.engine.device.cuda_device import CONTEXT_BYTES, share_of
 from raypipe.engine.device.device import CPU
 from raypipe.errors import ConfigError, PlanError
@@ -71,32 +70,11 @@ def test_devices_that_hold_no_plan_are_named_with_bytes_and_field(made: tuple[Pl
         within(basis, planned, [Offered("tiny", 1024)] * 2)
 
 
-def test_a_plan_without_bytes_is_left_alone(made: tuple[PlanBasis, Planned]) -> None:
-    basis, planned = made
-    unknown = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, prediction=None))
-    assert within(basis, unknown, [Offered("tiny", 1)] * 2).planned is unknown
-
-
 def test_shares_of_a_gpu_divide_its_memory() -> None:
     assert share_of("GPU", 80 << 30, 1.0) == (80 << 30) - CONTEXT_BYTES
     assert 2 * share_of("GPU", 80 << 30, 0.5) == (80 << 30) - 2 * CONTEXT_BYTES
     with pytest.raises(ConfigError, match=r"A share of 0.1 of GPU is 409.6 MiB, and CUDA takes about 768.0 MiB"):
         share_of("GPU", 4 << 30, 0.1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_client_without_a_gpu_plans_in_the_seconds_of_a_data_sheet() -> None:
-    assert gpu_rates({"CPU": 1.0}, "fp32") is None
-    named = gpu_rates({"GPU": 0.5, "accelerator_type:A100": 0.001}, "bf16")
-    unknown = gpu_rates({"GPU": 1.0, "accelerator_type:X9": 0.001}, "bf16")
-    unsaid = gpu_rates({"GPU": 1.0}, "bf16")
-    assert named is not None
-    assert unknown is not None
-    assert unsaid is not None
-    assert named.device.startswith("0.5 of A100 by its data sheet")
-    assert unknown.device.startswith("a middling GPU, for nothing is known of 'X9': A10G by its data sheet")
-    assert unsaid.device.startswith("a middling GPU, for set ScalingConfig(accelerator_type=...): A10G")
-    assert named.flops_per_s > unsaid.flops_per_s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""Unusual models and optimizers: frozen stages, other outputs, assigned buffers, draws, recurrent networks."""
+"""Unusual models and optimizers: changes in place, other outputs, assigned buffers, what an optimizer leaves out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.capture import capture
-from raypipe.engine.stage.randomness import num_draws
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
-from tests import nets
-from tests.exactness import captured, same_bits
-from tests.models import vectors
-from tests.operations import as_in_plain_pytorch
+from tests.exactness import same_bits
 
 X, Y = torch.randn(16, 6), torch.randint(0, 3, (16,))
 SETTINGS = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4)
@@ -44,9 +40,17 @@ def fit(model: nn.Module, folder: Path, num_steps: int = 4, **options: Any) -> A
     return PipelineTrainer(model, **chosen | options).fit(num_steps=num_steps, local=True, progress=False)
 
 
-def test_frozen_stages_keep_no_activations(tmp_path: Path) -> None:
-    result = fit(nets.frozen(linears(), "0", "2"), tmp_path, num_steps=6)
-    assert max(record.peak_in_flight for record in result.records) <= 4
+def differences(model: nn.Module, folder: Path, **options: Any) -> list[str]:
+    """What a run and plain PyTorch do not have in common."""
+    usual = {"loss_fn": functional.cross_entropy, "optimizer": sgd, "train_data": TensorDataset(X, Y)}
+    plain = reference(model, num_steps=4, **{**usual, "pipeline": SETTINGS, **options})
+    result = fit(model, folder, **options)
+    found, wanted = load_state_dict(result.checkpoint), {**plain.parameters, **plain.buffers}
+    assert found.keys() == wanted.keys()
+    told = [("losses", [r.loss for r in result.records], list(plain.losses))]
+    told += [("norms", [r.grad_norm for r in result.records], list(plain.grad_norms))]
+    unequal = [what for what, ours, theirs in told if ours != theirs]
+    return unequal + [name for name in wanted if not same_bits(found[name], wanted[name])]
 
 
 class QuietChange(nn.Module):
@@ -64,34 +68,6 @@ class QuietChange(nn.Module):
 def test_a_change_that_autograd_must_not_see_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"in place under torch\.no_grad \(aten\.mul_"):
         capture(QuietChange(), (X[:4], Y[:4]), (0, 1), functional.cross_entropy)
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 6), nn.InstanceNorm1d(2, track_running_stats=True), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.norm(self.a(x).view(-1, 2, 3)).view(-1, 6))
-
-
-def test_statistics_of_instance_norm_are_updated_where_evaluation_reads_them(tmp_path: Path) -> None:
-    settings = PipelineConfig(partitioner=["b"], minibatch_size=8, num_microbatches=4)
-    model = Normed()
-    result = fit(model, tmp_path, pipeline=settings, eval_data=TensorDataset(X, Y))
-    trained = Normed()
-    trained.load_state_dict(load_state_dict(result.checkpoint))
-    with torch.no_grad():
-        expected = functional.cross_entropy(trained.eval()(X), Y)
-    assert result.metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert not torch.equal(trained.norm.running_mean, model.norm.running_mean)  # type: ignore[arg-type]
-
-
-def test_a_run_of_the_same_name_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    fit(linears(), tmp_path, num_steps=5)
-    second = fit(linears(), tmp_path, num_steps=7)
-    newest, named = load_state_dict(second.path), load_state_dict(second.checkpoint)
-    assert all(torch.equal(newest[name], named[name]) for name in named)
 
 
 class Interrupting(torch.optim.lr_scheduler.ExponentialLR):
@@ -118,25 +94,17 @@ class Assigning(torch.optim.SGD):
 
 
 def test_an_optimizer_may_assign_its_parameters(tmp_path: Path) -> None:
-    model, make = linears(), lambda named: Assigning(named, lr=0.1)
-    plain = reference(
-        model, optimizer=make, train_data=TensorDataset(X, Y), loss_fn=functional.cross_entropy, pipeline=SETTINGS,
-        num_steps=4,
-    )  # fmt: skip
-    assert [record.loss for record in fit(model, tmp_path, optimizer=make).records] == list(plain.losses)
+    assert differences(linears(), tmp_path, optimizer=lambda named: Assigning(named, lr=0.1)) == []
 
 
 def test_what_the_optimizer_leaves_out_has_one_gradient_a_step_in_the_reference_too(tmp_path: Path) -> None:
     """It is part of the norm that is clipped."""
-    model, make = linears(), lambda named: torch.optim.SGD([p for _, p in named if p.dim() > 1], lr=0.1)
     settings = dataclasses.replace(SETTINGS, max_grad_norm=0.3)
-    plain = reference(
-        model, optimizer=make, train_data=TensorDataset(X, Y), loss_fn=functional.cross_entropy, pipeline=settings,
-        num_steps=4,
+    found = differences(
+        linears(), tmp_path, optimizer=lambda named: torch.optim.SGD([p for _, p in named if p.dim() > 1], lr=0.1),
+        pipeline=settings,
     )  # fmt: skip
-    found = fit(model, tmp_path, optimizer=make, pipeline=settings)
-    assert [record.grad_norm for record in found.records] == list(plain.grad_norms)
-    assert [record.loss for record in found.records] == list(plain.losses)
+    assert found == []
 
 
 class WithExtras(nn.Module):
@@ -172,13 +140,8 @@ def test_a_parameter_that_is_returned_learns(tmp_path: Path) -> None:
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output[0] * output[1], target)
 
-    model, settings = WithScale(), PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2)
-    result = fit(model, tmp_path, loss_fn=loss_fn, pipeline=settings)
-    data = TensorDataset(X, Y)
-    plain = reference(model, optimizer=sgd, train_data=data, loss_fn=loss_fn, pipeline=settings, num_steps=4)
-    trained = load_state_dict(result.checkpoint)
-    assert all(torch.equal(trained[name], parameter) for name, parameter in plain.parameters.items())
-    assert not torch.equal(trained["scale"], model.scale)
+    settings = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2)
+    assert differences(WithScale(), tmp_path, loss_fn=loss_fn, pipeline=settings) == []
 
 
 def test_a_norm_that_is_called_twice_on_a_stage_is_verified(tmp_path: Path) -> None:
@@ -224,74 +187,6 @@ def test_every_name_of_a_shared_parameter_is_in_the_checkpoint(tmp_path: Path) -
     model.load_state_dict(load_state_dict(result.checkpoint))  # strict: all names, no others
 
 
-def test_sums_are_added_up_in_evaluation(tmp_path: Path) -> None:
-    losses = []
-    for minibatch in (8, 5):
-        settings = PipelineConfig(num_stages=2, minibatch_size=minibatch, loss_reduction="sum")
-        result = fit(
-            linears().requires_grad_(True), tmp_path / str(minibatch), num_steps=1, pipeline=settings,
-            eval_data=TensorDataset(X, Y),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0), loss_fn=nn.CrossEntropyLoss(reduction="sum"),
-        )  # fmt: skip
-        trained = linears()
-        trained.load_state_dict(load_state_dict(result.checkpoint))
-        losses.append((result.metrics["eval_loss"], functional.cross_entropy(trained(X), Y, reduction="sum").item()))
-    for found, expected in losses:
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-STEPS = 3
-
-
-class Dropping(nn.Module):
-    """Layers that are left out with a probability, or kept with one, as written in Hugging Face's models."""
-
-    def __init__(self, dropped: float, *, kept: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.last, self.dropped, self.kept = nn.Linear(6, 3), dropped, kept
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if self.training:
-                drawn = torch.rand([])
-                if drawn < self.dropped:
-                    continue
-                if self.kept and not drawn >= self.dropped:
-                    continue
-            x = functional.dropout(torch.relu(layer(x)), 0.2, self.training)
-        return self.last(x)
-
-
-def given(dropped: float, *, kept: bool = False) -> dict[str, object]:
-    torch.manual_seed(3)
-    return {
-        "model": Dropping(dropped, kept=kept), "loss_fn": functional.cross_entropy,
-        "optimizer": partial(torch.optim.SGD, lr=0.1), "train_data": vectors(40),
-        "pipeline": PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters",
-                                   loss_reduction="mean"),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("dropped", "kept"), [(0.0, False), (0.0, True), (0, False), (1.0, False)])
-def test_the_bits_of_plain_pytorch(dropped: float, *, kept: bool, tmp_path: Path) -> None:
-    asked = given(dropped, kept=kept)
-    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
-    if dropped == 1.0:  # every layer, and with it all that could be a first stage
-        asked["pipeline"] = PipelineConfig(num_stages=1, minibatch_size=8, num_microbatches=4, loss_reduction="mean")
-    result = PipelineTrainer(**asked, run_config=place).fit(STEPS, local=True, progress=False)  # type: ignore[arg-type]
-    plain = reference(**given(dropped, kept=kept), num_steps=STEPS)  # type: ignore[arg-type]
-    assert [record.loss for record in result.records] == list(plain.losses)
-    trained = load_state_dict(str(tmp_path / "run"))
-    assert all(same_bits(trained[name], x) for name, x in plain.parameters.items())
-
-
-def test_a_branch_that_may_go_either_way_is_refused(tmp_path: Path) -> None:
-    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
-    with pytest.raises(CaptureError, match="decides by values of its data"):
-        PipelineTrainer(**given(0.5), run_config=place).plan()  # type: ignore[arg-type]
-
-
 Step = Callable[["Net", torch.Tensor], torch.Tensor]
 
 
@@ -305,7 +200,6 @@ class Net(nn.Module):
         self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.ones(8))
-        self.register_buffer("square", torch.arange(16.0).view(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.step(self, self.first(x))
@@ -316,17 +210,6 @@ class Net(nn.Module):
 
 def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
     net.steps += 1
-    return x
-
-
-def counts_anew(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.steps = net.steps + 1
-    return x
-
-
-def averages(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.mean *= 0.9
-    net.mean += 0.1 * x.detach().mean(0)
     return x
 
 
@@ -351,63 +234,10 @@ def changes_later(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def turns(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.square = net.square.t()
-    return x
-
-
-STEPS_BUFFER_WRITES: list[Step] = [
-    counts, counts_anew, averages, averages_without_gradients, multiplies_before, changes_later, turns,
-]  # fmt: skip
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("step", STEPS_BUFFER_WRITES, ids=lambda step: step.__name__)
-def test_what_forward_assigns_is_written_and_the_model_is_cut_behind_it(step: Step, tmp_path: Path) -> None:
-    drawn = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(24, 6, generator=drawn), torch.randint(0, 3, (24,), generator=drawn))
-    pipeline = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4, partitioner="parameters")
-    what = {"loss_fn": functional.cross_entropy, "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
-    wanted = reference(Net(step), **what, train_data=data, pipeline=pipeline, num_steps=6)
-    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
-    trainer = PipelineTrainer(Net(step), **what, train_data=data, pipeline=pipeline, run_config=place)
-    trainer.fit(num_steps=6, local=True, progress=False)
-    found = load_state_dict(tmp_path / "run")
-    expected = {**wanted.parameters, **wanted.buffers}
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    begun = Net(step).state_dict()
-    assert any(not torch.equal(tensor, begun[name]) for name, tensor in wanted.buffers.items()) or step is turns
-
-
-aten = torch.ops.aten
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "lstm", "lstm-deep", "lstm-both-ways", "lstm-projected", "gru", "gru-deep", "rnn-deep", "recurrent-sequential",
-    ],
-)  # fmt: skip
-def test_recurrent_networks(name: str) -> None:
-    # One state before the last step of the last layer is zero in the reverse direction, so nothing learns from it.
-    assert as_in_plain_pytorch(name, still=("recurrent.weight_hh_l1_reverse",)) == []
-
-
-def test_draws_are_counted_by_layers() -> None:
-    """And what comes behind has the number behind."""
-    graph = captured("lstm-deep")[1].model.train.traced  # type: ignore[union-attr]
-    assert graph.num_draws == 3
-    assert captured("lstm-deep")[1].model.eval.traced.num_draws == 0  # type: ignore[union-attr]
-    x, state, weights = torch.ones(1, 2, 3), [torch.ones(4, 2, 5)] * 2, [torch.ones(1)]
-    counted = {
-        (layers, dropout, train): num_draws(
-            aten.lstm.input, (x, state, weights, True, layers, dropout, train, False, True), {}
-        )
-        for layers in (1, 4)
-        for dropout in (0.0, 0.5, 1.0)
-        for train in (True, False)
-    }
-    assert {case for case, count in counted.items() if count} == {(4, 0.5, True)}
-    assert counted[4, 0.5, True] == 3
+    "step", [counts, averages_without_gradients, multiplies_before, changes_later], ids=lambda step: step.__name__
+)
+def test_what_forward_assigns_is_written_and_the_model_is_cut_behind_it(step: Step, tmp_path: Path) -> None:
+    pipeline = dataclasses.replace(SETTINGS, partitioner="parameters")
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert differences(Net(step), tmp_path, pipeline=pipeline, optimizer=optimizer) == []

@@ -109,16 +109,6 @@ def plain_case(build: Callable[[], nn.Module]) -> Case:
     return Case("plain", build, rows, nn.functional.cross_entropy)
 
 
-@pytest.mark.parametrize("build", [Blocks, sequential])
-def test_what_initialisers_make_does_not_depend_on_the_stages(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
-    case = plain_case(build)
-    one, two = (trained(case, tmp_path, str(n), num_stages=n, weights_on="workers") for n in (1, 2))
-    assert one[1] == two[1]
-    assert_same(one[0], two[0])
-    other, *_ = trained(case, tmp_path, "other", weights_on="workers", seed=1)
-    assert any(not torch.equal(one[0][name], other[name]) for name in other)
-
-
 class Transposed(nn.Module):
     """A parameter whose strides its forward relies on."""
 
@@ -144,10 +134,25 @@ class Biased(nn.Module):
         return self.last(nn.functional.scaled_dot_product_attention(h, h, h, self.bias[None]).flatten(1))
 
 
-@pytest.mark.parametrize("build", [Blocks, sequential, Transposed, Biased])
+class Extra(nn.Linear):
+    """Has state that is no tensor of its state_dict, as quantised modules have."""
+
+    def get_extra_state(self) -> Any:
+        return {"format": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def with_extra() -> nn.Module:
+    return nn.Sequential(Extra(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("build", [Blocks, sequential, Transposed, Biased, with_extra])
 def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     case = plain_case(build)
-    save_file({name: x.contiguous() for name, x in build().state_dict().items()}, tmp_path / "a.safetensors")
+    state = {name: x.contiguous() for name, x in build().state_dict().items() if isinstance(x, torch.Tensor)}
+    save_file(state | {"2._extra_state": torch.zeros(3)}, tmp_path / "a.safetensors")
     given = {"init_from": tmp_path / "a.safetensors", "partitioner": "prefix_sum"}
     whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
     assert whole[1] == parts[1]
@@ -227,27 +232,6 @@ def test_who_cannot_be_filled_by_workers_is_refused(tmp_path: Path) -> None:
     made = trainer(plain_case(Blocks), tmp_path, init_from=tmp_path / "a.pt", weights_on="workers")
     with pytest.raises(ConfigError, match=r"cannot be read tensor by tensor.*save_file"):
         made.plan()
-
-
-class Extra(nn.Linear):
-    """Has state that is no tensor of its state_dict, as quantised modules have."""
-
-    def get_extra_state(self) -> Any:
-        return {"format": 1}
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-
-def test_client_and_workers_take_the_same_files(tmp_path: Path) -> None:
-    """State of modules that is no tensor is nobody's weight."""
-    case = plain_case(lambda: nn.Sequential(Extra(6, 8), nn.ReLU(), nn.Linear(8, 3)))
-    state = {name: x for name, x in case.build().state_dict().items() if isinstance(x, torch.Tensor)}
-    save_file({**state, "2._extra_state": torch.zeros(3)}, tmp_path / "a.safetensors")
-    given = {"init_from": tmp_path / "a.safetensors"}
-    whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
-    assert whole[1] == parts[1]
-    assert_same(whole[0], parts[0])
 
 
 def test_a_buffer_that_is_nowhere_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,13 @@ from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.prepare.policies import refuse_replicas
 from tests.exactness import SHAPES, Run, differences, expected, same_bits, train
+from tests.nets import Late
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
-LANES = 6
+Counts = int | tuple[int, ...]
 MANNER: dict[str, Any] = {"max_grad_norm": 0.5}
-PLACED = [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2)]
+VALID, AGAIN = {"loss_reduction": "valid_tokens"}, {"recompute": "always"}
 
 
 @cache
@@ -36,41 +38,42 @@ def alone(name: str, stages: int, shape: str, lanes: int, **more: Any) -> Run:
     return train(name, stages, SHAPES[shape], "1f1b", "adamw", lanes=lanes, **MANNER, **more)
 
 
-@pytest.mark.parametrize("replicas", PLACED)
-def test_the_same_bits_as_one_worker_per_stage(replicas: tuple[int, ...]) -> None:
-    """Losses, norms, gradients and parameters; in the last mini-batch of an epoch some replicas have nothing to do."""
-    run = train("mlp", 2, SHAPES["ragged-epoch"], "1f1b", "adamw", replicas=replicas, lanes=LANES, **MANNER)
-    assert differences(run, alone("mlp", 2, "ragged-epoch", LANES)) == []
-    assert len({report.worker for report in run.reports[0]}) == sum(replicas)
-
-
+# Replicas of each stage, which has workers of its own; or, if there is one number, of workers with two of four stages.
 @pytest.mark.parametrize(
-    ("name", "replicas", "schedule", "shape", "more"),
+    ("name", "schedule", "replicas", "lanes", "shape", "more"),
     [
-        ("mlp", (2, 1, 2), "gpipe", "even", {}),
-        ("masked", (2, 2), "kfkb2", "ragged-microbatch", {"loss_reduction": "valid_tokens"}),
-        ("frozen-below", (2, 2), "slack", "even", {}),
-        ("frozen-middle", (1, 2, 1), "1f1b", "indivisible-by-k", {}),
-        ("dropout-sequential", (2, 1), "gpipe", "even", {"recompute": "always"}),
-        ("tied-lm", (2, 1, 2), "1f1b", "even", {}),
-        ("mlp", (2, 1, 2), "zb-h1", "even", {}),
-        ("frozen-below", (1, 2), "zb-h1", "ragged-epoch", {}),
+        *(("mlp", "1f1b", replicas, 6, "ragged-epoch", {}) for replicas in ((2, 1), (1, 2), (3, 1), (2, 2), (3, 2))),
+        ("mlp", "1f1b", (15, 1), 15, "even", {}),  # PipeDream's plan for VGG-16, more replicas than micro-batches
+        ("mlp", "gpipe", (2, 1, 2), 2, "even", {}),
+        ("masked", "kfkb2", (2, 2), 2, "ragged-microbatch", VALID),
+        ("frozen-below", "slack", (2, 2), 2, "even", {}),
+        ("frozen-middle", "1f1b", (1, 2, 1), 2, "indivisible-by-k", {}),
+        ("dropout-sequential", "gpipe", (2, 1), 2, "even", AGAIN),
+        ("tied-lm", "1f1b", (2, 1, 2), 2, "even", {}),
+        ("mlp", "zb-h1", (2, 1, 2), 2, "even", {}),
+        ("frozen-below", "zb-h1", (1, 2), 2, "ragged-epoch", {}),
+        ("mlp", "zb-v", 2, 2, "even", {}),
+        ("mlp", "interleaved", 3, 6, "ragged-epoch", {}),
+        ("mlp", "zb-v", 2, 5, "ragged-epoch", {}),
+        ("tied-lm", "interleaved", 2, 2, "even", {}),
+        ("tied-lm", "zb-v", 2, 2, "ragged-microbatch", {}),
+        ("frozen-below", "zb-v", 2, 4, "ragged-epoch", {}),
+        ("frozen-middle", "interleaved", 2, 2, "indivisible-by-k", {}),
+        ("masked", "zb-v", 2, 2, "ragged-microbatch", VALID),
+        ("dropout-sequential", "interleaved", 2, 2, "even", AGAIN),
     ],
 )
-def test_any_model_and_schedule(
-    name: str, replicas: tuple[int, ...], schedule: str, shape: str, more: dict[str, Any]
+def test_the_same_bits_as_one_worker_per_stage(
+    name: str, schedule: str, replicas: Counts, lanes: int, shape: str, more: dict[str, Any]
 ) -> None:
-    stages = len(replicas)
-    run = train(name, stages, SHAPES[shape], schedule, "adamw", replicas=replicas, lanes=2, **MANNER, **more)
-    assert differences(run, alone(name, stages, shape, 2, **more)) == []
-
-
-def test_fifteen_replicas_and_one() -> None:
-    """PipeDream's plan for VGG-16, each replica with less than a whole micro-batch per step."""
-    run = train("mlp", 2, SHAPES["even"], "1f1b", "adamw", 2, replicas=(15, 1), lanes=15, **MANNER)
-    one = train("mlp", 2, SHAPES["even"], "1f1b", "adamw", 2, lanes=15, **MANNER)
-    assert differences(run, one) == []
-    assert len(run.reports[0]) == 16
+    """Losses, norms, gradients and parameters; in the last mini-batch of an epoch some replicas have nothing to do."""
+    stages, workers = (4, 2 * replicas) if isinstance(replicas, int) else (len(replicas), sum(replicas))
+    given = {"workers": workers} if isinstance(replicas, int) else {}
+    run = train(
+        name, stages, SHAPES[shape], schedule, "adamw", replicas=replicas, lanes=lanes, **given, **MANNER, **more
+    )
+    assert differences(run, alone(name, stages, shape, lanes, **more)) == []
+    assert {report.worker for report in run.reports[0]} == set(range(workers))
 
 
 def test_lanes_sum_in_another_order_than_plain_pytorch_and_nothing_else() -> None:
@@ -86,16 +89,6 @@ def test_lanes_sum_in_another_order_than_plain_pytorch_and_nothing_else() -> Non
     for name, parameter in plain.parameters.items():
         moved = (parameter - start[name]).abs().max()
         torch.testing.assert_close(run.parameters[name], parameter, rtol=2.0**-23, atol=float(moved) * 1e-6)
-
-
-def test_bytes_of_the_all_reduce_are_those_of_a_ring() -> None:
-    """2 (R - 1) / R times the gradients, from each replica, besides a byte for each use site, and the losses."""
-    for count in (2, 3):
-        run = train("mlp", 1, SHAPES["even"], "1f1b", "sgd", 1, replicas=count, lanes=count)
-        gradients = sum(p.numel() * 4 for p in run.parameters.values())
-        for report in run.reports[0]:
-            assert report.sent_bytes == (0, 0), "nothing goes to another stage"
-            assert 0 <= report.exchanged_bytes - 2 * (count - 1) / count * gradients <= 60 * (count - 1)
 
 
 X, Y = torch.randn(27, 6), torch.randint(0, 3, (27,))
@@ -122,6 +115,18 @@ def trainer(
         pipeline=PipelineConfig(verify="off", **{"eval_interval_steps": 2} | given),
         run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )
+
+
+def assert_same_bits(
+    folder: Path, make: Callable[[], nn.Module], replicas: int | list[int], lanes: int = 2, **mode: Any
+) -> None:
+    """Train without replicas and with them, to the same bits."""
+    trainer(folder, "one", make(), num_lanes=lanes, **mode).fit(num_steps=4, local=True, progress=False)
+    trainer(folder, "many", make(), num_replicas=replicas, num_lanes=lanes, **mode).fit(4, local=True, progress=False)
+    (rows, one), (others, many) = told(folder / "one"), told(folder / "many")
+    assert repr(rows) == repr(others)  # a step that overflowed has the norm nan
+    assert math.isfinite(rows[-1][2])
+    assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
 
 
 def told(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
@@ -170,22 +175,10 @@ class Unnamed(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["rate"])
 
 
-def test_an_optimizer_without_a_learning_rate_trains_and_is_not_scaled(tmp_path: Path) -> None:
-    def unnamed(name: str, **more: Any) -> PipelineTrainer:
-        return PipelineTrainer(
-            net(),
-            loss_fn=functional.cross_entropy,
-            optimizer=Unnamed,
-            train_data=TensorDataset(X, Y),
-            pipeline=PipelineConfig(
-                verify="off", num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters",
-                num_replicas=[2, 1], loss_reduction="mean", **more,
-            ),
-            run_config=SimpleNamespace(name=name, storage_path=str(tmp_path)),
-        )  # fmt: skip
-
-    unnamed("one").fit(num_steps=2, local=True, progress=False)
-    scaled = unnamed("two", schedule="pipedream", update_interval="per_replica")
+def test_an_optimizer_without_a_learning_rate_is_not_scaled(tmp_path: Path) -> None:
+    more = {"schedule": "pipedream", "update_interval": "per_replica", "loss_reduction": "mean"}
+    scaled = trainer(tmp_path, "scaled", net(), num_replicas=[2, 1], **more)
+    scaled._arguments = scaled._arguments._replace(optimizer=Unnamed)
     with pytest.raises(StageError, match="Unnamed has groups whose 'lr' is missing or not a number"):
         scaled.fit(num_steps=2, local=True, progress=False)
 
@@ -227,12 +220,7 @@ def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
 )
 def test_codecs_and_precisions_keep_their_bits(mode: dict[str, Any], tmp_path: Path) -> None:
     """What a codec rounds depends on stage and micro-batch, and all replicas move the loss scale together."""
-    trainer(tmp_path, "one", num_lanes=2, **mode).fit(num_steps=4, local=True, progress=False)
-    trainer(tmp_path, "two", num_replicas=2, **mode).fit(num_steps=4, local=True, progress=False)
-    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "two")
-    assert repr(rows) == repr(others)  # a step that overflowed has the norm nan
-    assert math.isfinite(rows[-1][2])
-    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+    assert_same_bits(tmp_path, lambda: net(nn.Dropout(0.2)), 2, **mode)
 
 
 def test_replicas_that_change_buffers_each_keep_their_own_where_asked_to(tmp_path: Path) -> None:
@@ -262,40 +250,22 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-class Late(nn.Module):
-    """Counts forwards once the optimizer has moved its parameter, in a way that torch does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(16))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shift.detach().abs().max() > 0:
-            self.count.data.add_(1)
-        return x + self.shift
-
-
 def test_a_child_with_a_constant_buffer_has_replicas(tmp_path: Path) -> None:
     """No graph says what an untraced child does; the trial saw no change, and every step looks again."""
-    trainer(tmp_path, "two", net(Scaled()), num_replicas=2).fit(num_steps=3, local=True, progress=False)
-    trainer(tmp_path, "one", net(Scaled()), num_lanes=2).fit(num_steps=3, local=True, progress=False)
-    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "two")
-    assert rows == others
-    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+    assert_same_bits(tmp_path, lambda: net(Scaled()), 2)
     asked = trainer(tmp_path, "asked", net(Scaled()), num_replicas=2, replicated_buffers=True)
     assert "No forward changed a buffer of stage 1 when the model was tried" in str(asked.plan().explain())
 
 
 def test_a_child_that_begins_to_change_a_buffer_ends_a_run_with_replicas(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "late", net(Late()), num_replicas=[2, 1])
+    run = trainer(tmp_path, "late", net(Late(is_counted=False)), num_replicas=[2, 1])
     with pytest.raises(
         StageError, match=r"Stage 0 changed buffer '1\.count' in this step, but not when the model was tried"
     ):
         run.fit(num_steps=3, local=True, progress=False)
-    trainer(tmp_path, "single", net(Late()), num_lanes=2).fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "single", net(Late(is_counted=False)), num_lanes=2).fit(num_steps=3, local=True, progress=False)
     kept = {"num_replicas": [2, 1], "replicated_buffers": True}
-    trainer(tmp_path, "kept", net(Late()), **kept).fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "kept", net(Late(is_counted=False)), **kept).fit(num_steps=3, local=True, progress=False)
 
 
 OPEN = {
@@ -363,80 +333,33 @@ def test_fields_for_replicas_that_the_chosen_plan_has_no_use_for_are_named(tmp_p
 
 
 def wide() -> nn.Sequential:
-    """Layers of 256 KiB and more, which are exchanged early, and their biases, which are not."""
+    """Layers whose sums are exchanged early, and biases, which are not; the second, in 16 bits, has half of it."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 280), nn.ReLU(),
-        nn.Linear(280, 3),
+        nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.Dropout(0.1), nn.Linear(150, 420), nn.ReLU(),
+        nn.Linear(420, 3),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("replicas", "more"),
+    ("replicas", "lanes", "more"),
     [
-        ([3], {"num_stages": 1, "num_lanes": 3}),
-        ([2], {"num_stages": 1, "num_lanes": 2, "codec_sums": "bf16"}),
-        ([2, 2], {"num_lanes": 4, "schedule": "gpipe", "recompute": "always", "max_grad_norm": 0.1}),
-        ([2, 2, 2, 2], {"num_stages": 4, "num_lanes": 2, "schedule": "interleaved"}),
+        ([3], 3, {"num_stages": 1}),
+        ([2], 2, {"num_stages": 1, "codec_sums": "bf16"}),
+        ([2], 2, {"num_stages": 1, "precision": "bf16"}),
+        ([2, 2], 4, {"schedule": "gpipe", "recompute": "always", "max_grad_norm": 0.1}),
+        ([2, 2, 2, 2], 2, {"num_stages": 4, "schedule": "interleaved"}),
     ],
 )
 def test_gradients_exchanged_during_the_backward_have_the_same_bits(
-    replicas: list[int], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: list[int], lanes: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    completed = []
+    completed = set()
     inner = all_reduce._ThreadedExchange.completed
     monkeypatch.setattr(
-        all_reduce._ThreadedExchange, "completed", lambda begun, site: (completed.append(site), inner(begun, site))[1]
+        all_reduce._ThreadedExchange, "completed", lambda begun, site: (completed.add(site), inner(begun, site))[1]
     )
-    trainer(tmp_path, "one", wide(), **more).fit(num_steps=3, local=True, progress=False)
-    assert completed == []
-    trainer(tmp_path, "many", wide(), num_replicas=replicas, **more).fit(num_steps=3, local=True, progress=False)
+    assert_same_bits(tmp_path, wide, replicas, lanes, **more)
     assert completed, "layers were exchanged as their gradients came"
-    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "many")
-    assert rows == others
-    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
-
-
-def test_layers_of_16_bits_are_exchanged_as_early_as_their_sums_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """88 KiB of fp32, whose leaf has 44: chunks are exchanged in their order, so one that is late delays all others."""
-    completed = []
-    inner = all_reduce._ThreadedExchange.completed
-    monkeypatch.setattr(
-        all_reduce._ThreadedExchange, "completed", lambda begun, site: (completed.append(site), inner(begun, site))[1]
-    )
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.ReLU(), nn.Linear(150, 3))
-    more: dict[str, Any] = {"num_stages": 1, "precision": "bf16"}
-    trainer(tmp_path, "two", net, num_replicas=2, **more).fit(num_steps=2, local=True, progress=False)
-    assert set(completed) == {2}, "the weight of the second layer, and nothing that is small"
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule", "stages", "replicas", "lanes", "shape", "more"),
-    [
-        ("mlp", "zb-v", 4, 2, 2, "even", {}),
-        ("mlp", "interleaved", 4, 2, 2, "even", {}),
-        ("mlp", "interleaved", 4, 3, 6, "ragged-epoch", {}),
-        ("mlp", "zb-v", 4, 2, 5, "ragged-epoch", {}),
-        ("tied-lm", "interleaved", 4, 2, 2, "even", {}),
-        ("tied-lm", "zb-v", 2, 2, 2, "ragged-microbatch", {}),
-        ("frozen-below", "zb-v", 4, 2, 4, "ragged-epoch", {}),
-        ("frozen-middle", "interleaved", 4, 2, 2, "indivisible-by-k", {}),
-        ("masked", "zb-v", 4, 2, 2, "ragged-microbatch", {"loss_reduction": "valid_tokens"}),
-        ("dropout-sequential", "interleaved", 4, 2, 2, "even", {"recompute": "always"}),
-    ],
-)
-def test_replicas_of_workers_with_several_stages_have_the_same_bits(
-    name: str, schedule: str, stages: int, replicas: int, lanes: int, shape: str, more: dict[str, Any]
-) -> None:
-    """Losses, norms, gradients, parameters and buffers, to the unreplicated run of the same lanes."""
-    workers = stages // 2
-    run = train(name, stages, SHAPES[shape], schedule, "adamw", workers=replicas * workers, replicas=replicas,
-                lanes=lanes, **MANNER, **more)  # fmt: skip
-    one = train(name, stages, SHAPES[shape], schedule, "adamw", workers=workers, lanes=lanes, **MANNER, **more)
-    plain = train(name, stages, SHAPES[shape], "1f1b", "adamw", lanes=lanes, **MANNER, **more)
-    assert differences(run, one) == []
-    assert differences(one, plain) == []
-    assert {report.worker for report in run.reports[0]} == set(range(replicas * workers))
+    if len(replicas) == 1:
+        assert completed == {2, 4}, "the weights of the second and third layer, and nothing that is small"

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import CheckpointError
-from raypipe.testing import Reference, reference
 from tests.exactness import SHAPES, Run, same_bits, train
-from tests.runs.test_replicas import X, Y, told, trainer
+from tests.runs.test_replicas import told, trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -145,57 +140,6 @@ def test_bytes_that_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         whole = 2 * (count - 1) * gradients
         shares = {"none": (1.0, 1.0), "bf16": (0.5, 0.75)}[codec]
         assert [sent[shards, codec, count] / whole for shards in (False, True)] == pytest.approx(shares, rel=0.006)
-
-
-@cache
-def by_hand(clip: float) -> Reference:
-    """Plain PyTorch, one micro-batch after the other."""
-    return reference(
-        wide(),
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        train_data=TensorDataset(X, Y),
-        num_steps=3,
-        loss_fn=functional.cross_entropy,
-        pipeline=PipelineConfig(minibatch_size=8, num_microbatches=4, max_grad_norm=clip),
-    )
-
-
-@pytest.mark.parametrize("how", [{}, SHARDED], ids=["whole", "shared"])
-def test_norms_depend_on_the_lanes_and_one_lane_is_plain_pytorch(how: dict[str, Any], tmp_path: Path) -> None:
-    """Every step is clipped, so that a norm with another last bit would move the parameters."""
-    clip = {"max_grad_norm": 0.1}
-    trainer(tmp_path, "plain", wide(), **clip).fit(num_steps=3, local=True, progress=False)
-    rows, plain = told(tmp_path / "plain")
-    assert [row[1:3] for row in rows] == list(zip(by_hand(0.1).losses, by_hand(0.1).grad_norms, strict=True))
-    assert all(same_bits(tensor, plain[name]) for name, tensor in by_hand(0.1).parameters.items())
-    laned = {"num_stages": 1, "num_lanes": 4, **clip}
-    trainer(tmp_path, "one", wide(), **laned).fit(num_steps=3, local=True, progress=False)
-    rows, one = told(tmp_path / "one")
-    for count in (2, 4):
-        trainer(tmp_path, f"{count}", wide(), **laned, **how, num_replicas=count).fit(3, local=True, progress=False)
-        others, many = told(tmp_path / f"{count}")
-        assert rows == others
-        assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
-    assert [row[2] for row in rows] == pytest.approx(by_hand(0.1).grad_norms, rel=1e-4)
-
-
-MOMENTUM = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-
-
-def test_momentum_is_shared_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGD with momentum keeps one number for each element; it goes on from slices as whole states do."""
-    held = states_of(monkeypatch)
-    for name, how in (("whole", {"num_lanes": 2}), ("shared", {"num_replicas": 2, **SHARDED})):
-        for steps in (2, 4):
-            made = trainer(tmp_path, name, wide(), max_grad_norm=0.1, **how)
-            made._arguments = made._arguments._replace(optimizer=lambda named: torch.optim.SGD(named, **MOMENTUM))
-            made.fit(num_steps=steps, local=True, progress=False)
-    (rows, one), (others, two) = told(tmp_path / "whole"), told(tmp_path / "shared")
-    assert rows == others
-    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
-    elements = sum(p.numel() for p in wide().parameters())
-    assert [sum(of_run) for of_run in held] == [elements] * 4
-    assert max(held[-1]) <= max(held[0]) / 2 + 1024, "slices begin with a block"
 
 
 @pytest.mark.parametrize(

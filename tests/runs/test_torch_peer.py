@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 PLANS = ("gpipe", "kfkb1", "kfkb2", "kfkb4", "slack", "zb-h1")
-CUTS = {2: (5,), 3: (4, 8)}
+CUTS, WORLD, MICROBATCHES = (4, 8), 3, 5
 
 
 def data(count: int) -> TensorDataset:
@@ -53,32 +53,31 @@ def run_torch(folder: Path, world: int) -> None:
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
 
 
-@pytest.mark.parametrize(("world", "microbatches"), [(3, 5)])
-def test_gradients_are_those_of_torchs_runtime(tmp_path: Path, world: int, microbatches: int) -> None:
-    shape = Shape(2 * microbatches, 2 * microbatches, microbatches)
+def test_gradients_are_those_of_torchs_runtime(tmp_path: Path) -> None:
+    shape = Shape(2 * MICROBATCHES, 2 * MICROBATCHES, MICROBATCHES)
     found = Case("peer", torch_peer.model, data, torch_peer.loss)
     model = found.model()
     made = capture(model, data(2)[:2], (0, 1), torch_peer.loss)
-    stages = made.programs(CUTS[world])
+    stages = made.programs(CUTS)
     inputs, targets = open_data(data(shape.samples), seed=0).read(0, 0, shape.samples, (0, 1))
     save_file({"inputs": inputs, "targets": targets}, tmp_path / "batch.safetensors")
-    (tmp_path / "cuts.txt").write_text(" ".join(map(str, CUTS[world])))
+    (tmp_path / "cuts.txt").write_text(" ".join(map(str, CUTS)))
     ours = {}
     for name in PLANS:
-        config = config_of(shape, world, name, loss_reduction="sum")
-        plan = build_schedule(request_of(config, shape.samples), world, microbatches, 0)
-        (tmp_path / f"{name}-{microbatches}.csv").write_text(to_csv(plan))
+        config = config_of(shape, WORLD, name, loss_reduction="sum")
+        plan = build_schedule(request_of(config, shape.samples), WORLD, MICROBATCHES, 0)
+        (tmp_path / f"{name}-{MICROBATCHES}.csv").write_text(to_csv(plan))
         recorder = Recorder(torch.optim.SGD, lr=0.1)
         ours[name] = train_stages(found, stages, made.parameters, config, shape, recorder, 1)
-    run_torch(tmp_path, world)
+    run_torch(tmp_path, WORLD)
     for name in PLANS:
         theirs = {}
-        for rank in range(world):
-            theirs |= load_file(tmp_path / f"{name}-{microbatches}.{rank}.out")
+        for rank in range(WORLD):
+            theirs |= load_file(tmp_path / f"{name}-{MICROBATCHES}.{rank}.out")
         losses = theirs.pop("loss")
         assert theirs.keys() == ours[name].gradients[0].keys() == made.parameters.keys()
         assert [n for n in theirs if not same_bits(theirs[n], ours[name].gradients[0][n])] == []
-        assert len(losses) == microbatches
+        assert len(losses) == MICROBATCHES
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss

@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.data.stream import Mark
 from raypipe.engine.copy import CopyHeader, CopyPiece, HeldCopies, StageCopies, copy_source
-from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.optim.state import StageState
-from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
-from tests.checkpoints import Training
 from tests.engine.copy.stages import OPTIMIZERS, Stage, parcels_of, piece_of, same, source_of
-from tests.engine.io.checkpoint.test_restore import MANNERS, MIDDLE, SHAPE, differences, everything
 from tests.engine.rings import program_of
-from tests.exactness import Shape, same_bits
-
-BREAK, STEPS = 3, 5
+from tests.exactness import same_bits
 
 
 def sent(copies: StageCopies, step: int, held: HeldCopies, parcel_bytes: int = 7) -> CopyPiece:
@@ -69,39 +62,6 @@ def test_what_has_gone_back_shares_no_memory_with_the_copy(optimizer: str) -> No
     assert same(stage.all(), then)
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_fresh_stage_takes_a_copy(trained: bool) -> None:
-    """Also a stage that trains nothing: it has no optimizer."""
-    stage, fresh = Stage("adamw", trained=trained), Stage("adamw", trained=trained)
-    stage.step()
-    copies = stage.copies()
-    copies.take(1, 1)
-    load_stage(source_of(copies, 1), fresh.program, fresh.state)
-    assert same(fresh.all(), stage.all())
-
-
-def test_where_a_stream_goes_on_travels_with_the_copy() -> None:
-    stage, mark = Stage("sgd"), Mark(40, 2, 6, {"at": [6]})
-    copies = stage.copies()
-    copies.begin(1, 1, mark)()
-    copies.take(2, 2)
-    marks = [CopyHeader.from_json(copies.copy(step)[0].to_json()).mark for step in (1, 2)]
-    assert marks[0] is not None
-    assert Mark.of(marks[0]) == mark
-    assert marks[1] is None
-
-
-def test_a_stage_of_nothing() -> None:
-    program = replace(program_of((), {}), buffers=())
-    state = StageState(program, {}, *Stage("sgd").make)
-    copies = StageCopies(program, state)
-    copies.take(3, 3)
-    source = copy_source([sent(copies, 3, HeldCopies())])
-    state.renew(*Stage("sgd").make)
-    load_stage(source, program, state)
-    assert (source.names, copies.copy(3)[1].nbytes, state.updates) == (set(), 0, 3)
-
-
 def test_tensors_without_elements_and_of_every_alignment() -> None:
     tensors = {"a": torch.zeros(3, dtype=torch.int8), "b": torch.ones(0, 2, dtype=torch.float64)}
     tensors |= {"c": torch.arange(3, dtype=torch.int16), "d": torch.tensor(2.5, dtype=torch.float64)}
@@ -133,14 +93,6 @@ def test_two_are_kept_and_the_oldest_gives_its_memory() -> None:
     for step in (4, 3):
         stage.back(source_of(copies, step))
         assert same(stage.all(), kept[step])
-
-
-def test_the_same_step_again_takes_its_own_place() -> None:
-    stage = Stage("momentum")
-    copies = stage.copies()
-    for step in (0, 1, 1):
-        copies.take(step, step)
-    assert copies.steps == (0, 1)
 
 
 def test_what_comes_after_the_step_gone_back_to_is_forgotten() -> None:
@@ -202,37 +154,6 @@ class TestInTheBackground:
             finish()
         stage.state.wait_until_read()
         assert copies.steps == ()
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("name", "manner"), [("cnn", "sgd"), ("noisy", "adamw")])
-    def test_the_run_beside_it_has_the_same_bits(self, name: str, manner: str) -> None:
-        """Threads copy every step while the next one runs; the copy is that of its step all the same."""
-        plain = Training(name, 2, MIDDLE, *MANNERS[manner], norm=0.5)
-        plain.run_to(BREAK)
-        then = {name: tensor.clone() for name, tensor in everything(plain).items()}
-        plain.run_to(STEPS)
-        plain.fleet.stop()
-        copied = Training(name, 2, MIDDLE, *MANNERS[manner], norm=0.5)
-        copies = [StageCopies(*of_stage) for of_stage in stages(copied)]
-        for step in range(STEPS):
-            copied.run_to(step)
-            finishes = [copy.begin(step, step) for copy in copies]
-            threads = [threading.Timer(0.01, finish) for finish in finishes]
-            for thread in threads:
-                thread.start()
-            copied.run_to(step + 1)
-            for thread in threads:
-                thread.join()
-            if step == BREAK:
-                held = [piece_of(copy, BREAK) for copy in copies]
-                back = Training(name, 3, MIDDLE, *MANNERS[manner], norm=0.5)
-                for program, state in stages(back):
-                    load_stage(copy_source(held), program, state)
-                assert differences(everything(back), then) == []
-                back.fleet.stop()
-        copied.fleet.stop()
-        assert (copied.losses, copied.norms) == (plain.losses, plain.norms)
-        assert differences(everything(copied), everything(plain)) == []
 
 
 class TestHeld:
@@ -319,33 +240,3 @@ def test_copies_of_other_numbers_of_updates_are_not_joined() -> None:
         sources.append(CopyPiece(replace(header, stage=step), fetch))
     with pytest.raises(CheckpointError, match="Copies of different numbers of updates"):
         copy_source(sources)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 4), (4, 2)])
-@pytest.mark.parametrize(
-    ("name", "manner", "shape"), [("noisy", "adamw", SHAPE), ("cnn", "sgd", MIDDLE), ("tied-lm", "groups", MIDDLE)]
-)
-def test_another_cut_goes_on_from_copies(before: int, after: int, name: str, manner: str, shape: Shape) -> None:
-    """Dropout, BatchNorm, parameters used twice; the first run goes on and is the one compared with."""
-    first = Training(name, before, shape, *MANNERS[manner], norm=0.5)
-    first.run_to(BREAK)
-    copies = [StageCopies(*of_stage) for of_stage in stages(first)]
-    for copy in copies:
-        copy.take(BREAK, BREAK)
-    at, losses, norms = first.at, list(first.losses), list(first.norms)
-    first.run_to(STEPS)
-    first.fleet.stop()
-    second = Training(name, after, shape, *MANNERS[manner], norm=0.5)
-    source = copy_source([sent(copy, BREAK, HeldCopies(), 1000) for copy in copies])
-    for program, state in stages(second):
-        load_stage(source, program, state)
-    second.at, second.losses, second.norms = at, losses, norms
-    second.run_to(STEPS)
-    second.fleet.stop()
-    assert (second.losses, second.norms) == (first.losses, first.norms)
-    assert differences(everything(second), everything(first)) == []
-
-
-def stages(training: Training) -> list[tuple[StageProgram, StageState]]:
-    return list(zip(training.programs, training.states, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -232,17 +231,3 @@ def test_constructors_that_need_values_or_share_memory_are_refused(use: Any, wor
     with pytest.raises(ConfigError, match=f"weights_on='workers': .*{words}"):
         build_on_meta(lambda: Uses(use), 0)
     build_on_meta(lambda: Uses(lambda *_: None), 0)
-
-
-def test_other_threads_build_their_models_with_values() -> None:
-    made: list[nn.Module] = []
-
-    def build() -> nn.Module:
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
-        thread.start()
-        thread.join()
-        return nn.Linear(2, 2)
-
-    built, _ = build_on_meta(build, 0)
-    assert built.weight.is_meta
-    assert not made[0].weight.is_meta

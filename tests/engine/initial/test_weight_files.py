@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from raypipe.engine.initial.weight_files import WeightFiles, weights_in
-from raypipe.engine.io.checkpoint.run_checkpoints import checkpoint_at
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError
 from tests.exactness import same_bits
@@ -38,14 +37,3 @@ def test_a_file_that_was_replaced_since_is_refused(tmp_path: Path, place: int) -
     save_file({**TENSORS, "a": other}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="changed since the run was planned: 'a' is another there"):
         dict(source.read(TENSORS))
-
-
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"holds no complete checkpoint: it has no manifest\.json\. Give a run folder"
-    ):
-        checkpoint_at(Place.of(tmp_path))
-    with pytest.raises(
-        CheckpointError, match=r"holds no complete checkpoint, and no model\.safetensors\. Give a run folder"
-    ):
-        weights_in(Place.of(tmp_path), "init_from")

@@ -196,23 +196,31 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
         Place.of(tmp_path / "file" / "run").write_bytes("x", b"1")
 
 
-def mounted(options: str, folder: Path, script: str) -> str:
-    """Run Python in a private mount namespace with a tmpfs on ``folder``; skips without the rights."""
-    folder.mkdir(exist_ok=True)
+WRITES = """
+import sys
+from raypipe.engine.io.storage import Place, PlaceError
+place = Place.of(sys.argv[1])
+for write in (place.write_bytes, place.append_bytes):
+    try:
+        write("x", b"y" * 500_000)
+    except PlaceError as error:
+        print(error, place.list() if write == place.write_bytes else "")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("size=200k", ("No space left on device", "free some, keep fewer checkpoints (num_to_keep), or give another")),
+        ("ro", ("Read-only file system", "change the rights or credentials, or give another storage_path")),
+    ],
+)
+def test_a_disk_that_is_full_or_must_not_be_written(options: str, words: tuple[str, str], tmp_path: Path) -> None:
+    """A real one, in a private mount namespace: skips without the rights."""
     mount = f'mount -t tmpfs -o {options} tmpfs "$1" || exit 77; exec "$2" -c "$3" "$1"'
-    command = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "sh",
-        "-c",
-        mount,
-        "sh",
-        folder,
-        sys.executable,
-        script,
-    ]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount]
+    command += ["sh", str(tmp_path), sys.executable, WRITES]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     except FileNotFoundError:
@@ -220,51 +228,11 @@ def mounted(options: str, folder: Path, script: str) -> str:
     if done.returncode == 77 or "unshare:" in done.stderr:
         pytest.skip(f"no rights to mount: {done.stderr.strip()[:100]}")
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-FULL = """
-import sys, pathlib
-from raypipe.engine.io.storage import Place, PlaceError
-place = Place.of(sys.argv[1])
-place.write_bytes("events.jsonl", b"started")
-place.write_bytes("good", b"x" * 50_000)
-for write, name in ((place.write_bytes, "good"), (place.append_bytes, "events.jsonl")):
-    try:
-        write(name, b"y" * 500_000)
-        print("NO ERROR")
-    except PlaceError as error:
-        print(error)
-print(place.read_bytes("good") == b"x" * 50_000, [entry.name for entry in place.list()])
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A real one of 200 KB: what was there stays, the rest of the room is free again, the error says what to do."""
-    first, second, last = mounted("size=200k", tmp_path / "full", FULL).splitlines()
-    for line, doing in ((first, "Writing"), (second, "Appending to")):
-        assert line.startswith(f"{doing} {tmp_path / 'full'}"), line
-        assert "No space left on device" in line
-        assert "free some, keep fewer checkpoints (num_to_keep), or give another storage_path" in line
-    assert last == "True ['events.jsonl', 'good']"
-
-
-READ_ONLY = """
-import sys
-from raypipe.engine.io.storage import Place, PlaceError
-try:
-    Place.of(sys.argv[1]).write_bytes("x", b"1")
-except PlaceError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_forbidden_place_as_root(tmp_path: Path) -> None:
-    (line,) = mounted("ro", tmp_path / "read-only", READ_ONLY).splitlines()
-    assert "Read-only file system" in line
-    assert "change the rights or credentials, or give another storage_path" in line
+    told = done.stdout.splitlines()
+    for line, doing in zip(told, ("Writing", "Appending to"), strict=True):
+        assert line.startswith(f"{doing} {tmp_path}"), line
+        assert all(part in line for part in words), line
+    assert told[0].endswith(" []"), "nothing half is left"
 
 
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:

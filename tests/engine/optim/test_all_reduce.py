@@ -13,19 +13,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raypipe.engine.messages.channel import InMemoryChannel
 from raypipe.engine.optim.all_reduce import AllReduce
 from raypipe.engine.stage.gradients import GradientSink
-from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.stage import Site
 from raypipe.ir import communication
 from raypipe.ir.communication import exchange_bytes
-from tests.engine.rings import Replicas, program_of
+from tests.engine.rings import exchanges_of, program_of
 
 pytestmark = pytest.mark.engine
 
 SHAPES = {"a": (300, 200), "small": (7,), "unused": (50,), "b": (1000, 99)}
-TIMEOUT_S = 60.0
 
 
 class Live:
@@ -98,22 +95,8 @@ def test_chunks_change_no_bit_and_memory_is_as_planned(
     replicas: int, lanes: int, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(communication, "CHUNK_BYTES", 48_000)
-    homes = (tuple(range(replicas)),)
-    ends: dict[tuple[int, int], InMemoryChannel] = {}
-    for a, b in itertools.combinations(range(replicas), 2):
-        ends[a, b], ends[b, a] = InMemoryChannel.pair(f"{a} <-> {b}", 0, 1 + lanes)
     one, sinks = sink_of(lanes, dtypes), [sink_of(lanes, dtypes) for _ in range(replicas)]
-    placements = [Placement(homes, worker, lanes) for worker in range(replicas)]
-    works = [
-        AllReduce(
-            placement, sink,
-            Replicas(
-                lambda peer, action, tensors, _, me=placement.worker: ends[me, peer].send(action, tensors),  # type: ignore[misc]
-                lambda peer, action, _, me=placement.worker: ends[me, peer].recv(action, TIMEOUT_S),  # type: ignore[misc]
-            ),
-        )
-        for placement, sink in zip(placements, sinks, strict=True)
-    ]  # fmt: skip
+    works, _ = exchanges_of(sinks, lanes)
     live = Live()
 
     def run(worker: int, microbatch: int) -> None:
@@ -173,26 +156,20 @@ def test_sums_in_bf16_are_those_of_an_emulator_for_any_number_of_replicas(
     replicas: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     lanes = 6
-    ends: dict[tuple[int, int], InMemoryChannel] = {}
-    for a, b in itertools.combinations(range(replicas), 2):
-        ends[a, b], ends[b, a] = InMemoryChannel.pair(f"{a} <-> {b}", 0, 1 + lanes)
     sent_bytes = [0] * replicas
     sinks = [sink_of(lanes, dtypes) for _ in range(replicas)]
 
-    def work(me: int) -> None:
-        def send(peer: int, action: Any, tensors: Any, _: int) -> None:
-            sent_bytes[me] += sum(x.nbytes for x in tensors if x is not None and x.dtype != torch.uint8)
-            ends[me, peer].send(action, tensors)
+    def sent(me: int, tensors: Any) -> None:
+        sent_bytes[me] += sum(x.nbytes for x in tensors if x is not None and x.dtype != torch.uint8)
 
-        placement = Placement((tuple(range(replicas)),), me, lanes)
-        for lane in placement.lanes_of(me):
-            fill(sinks[me], lane, 0)
-        receive = lambda peer, action, _: ends[me, peer].recv(action, TIMEOUT_S)  # noqa: E731
+    def run(work: AllReduce) -> None:
         with torch.no_grad():
-            AllReduce(placement, sinks[me], Replicas(send, receive), "bf16").run(0)
+            work.run(0)
 
+    for lane in range(lanes):
+        fill(sinks[lane % replicas], lane, 0)
     with ThreadPoolExecutor(replicas) as pool:
-        list(pool.map(work, range(replicas)))
+        list(pool.map(run, exchanges_of(sinks, lanes, "bf16", sent)[0]))
     wanted = emulated(lanes, 0, dtypes)
     for sink in sinks:
         for mine, other in zip(sink.sums_of(0, range(len(SHAPES))), wanted, strict=True):

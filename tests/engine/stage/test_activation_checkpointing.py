@@ -88,18 +88,6 @@ def test_statistics_of_a_batch_norm_are_changed_once_and_seen_as_they_were(first
     assert all(same_bits(buffers[name], alone[name]) for name in buffers)
 
 
-def test_a_buffer_with_two_names_in_a_stage_is_one_buffer() -> None:
-    def run(what: ForwardInputs) -> tuple[torch.Tensor, ...]:
-        held = [what.buffers[name] for name in ("calls", "calls")]
-        held[0].add_(1)
-        return (what.inputs[0] * held[1],)  # type: ignore[operator]
-
-    calls, second = torch.zeros(1), Recomputation(0)
-    for count in (1.0, 2.0, 3.0):
-        outputs, found = twice(second, run, given([leaf(1.0)], calls=calls))
-        assert float(outputs[0]) == float(found[0]) == float(calls) == count
-
-
 def test_what_a_stage_overwrites_comes_to_both_forwards_as_it_was() -> None:
     def run(what: ForwardInputs) -> tuple[torch.Tensor, ...]:
         mask, column = what.inputs[1], what.columns["x"]
@@ -113,13 +101,6 @@ def test_what_a_stage_overwrites_comes_to_both_forwards_as_it_was() -> None:
         what = ForwardInputs([leaf(2.0), torch.ones(1)], {"x": torch.ones(1)}, {})
         outputs, found = twice(second, run, what)
         assert float(outputs[0]) == float(found[0]) == 2.0 * 2 * 2
-
-
-def test_a_micro_batch_without_a_valid_target_has_nothing_to_compute_again() -> None:
-    second = Recomputation(1)
-    assert twice(second, lambda what: (), given([leaf(1.0)])) == ((), ())
-    outputs, found = twice(second, lambda what: (what.inputs[0] * 2,), given([leaf(1.0)]))  # type: ignore[operator]
-    assert same_bits(outputs[0], found[0])
 
 
 def test_a_change_that_comes_later_is_refused_by_name() -> None:

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from raypipe.engine.stage import backward
@@ -17,29 +16,6 @@ from raypipe.engine.stage.backward import SplitBackward, gradients, input_gradie
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.slow
-
-
-class Positions(nn.Module):
-    """A table that is added: its whole gradient hangs off the path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table(torch.arange(5))
-
-
-class Tied(nn.Module):
-    """One weight, used twice through one product of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        half = self.weight.tanh() * 2
-        return functional.linear(torch.tanh(functional.linear(x, half)), half) + functional.linear(x, self.weight)
 
 
 class Scaled(nn.Module):
@@ -52,17 +28,6 @@ class Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = torch.addmm(self.bias, x.flatten(0, -2), self.weight, beta=0.5, alpha=2.0)
         return rows.mm(self.other).view_as(x)
-
-
-class Again(nn.Module):
-    """One weight in three products of two kinds: sums of three depend on their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(functional.linear(x @ self.weight, self.weight), self.weight)
 
 
 class Hooked(nn.Module):
@@ -129,11 +94,8 @@ def images() -> torch.Tensor:
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8, bias=False)), rows),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), rows),
-    "positions": (lambda: nn.Sequential(Positions(), nn.LayerNorm(8), nn.Linear(8, 8)), rows),
-    "tied": (Tied, rows),
     "scaled": (Scaled, rows),
     "recurrent": (Recurrent, rows),
-    "again": (Again, rows),
     "hooked": (Hooked, rows),
     "foreign": (Foreign, rows),
     "checkpointed": (Checkpointed, rows),
@@ -186,7 +148,7 @@ def test_both_halves_make_the_bits_of_one_backward(name: str, dtype: torch.dtype
     assert [a is None or a.stride() == b.stride() for a, b in zip(whole, found, strict=True)] == [True] * len(whole)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("name", "waits"), [("linear", 2), ("convolution", 7), ("attention", 4), ("positions", 1)])
+@pytest.mark.parametrize(("name", "waits"), [("linear", 2), ("convolution", 7), ("attention", 4)])
 def test_products_wait_for_the_second_half(name: str, waits: int) -> None:
     make, draw = NETS[name]
     x, y, own = forward(make(), draw())

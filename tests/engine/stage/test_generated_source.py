@@ -38,14 +38,6 @@ def test_a_traceback_shows_the_operation_as_it_was_captured() -> None:
     assert "torch.ops.aten.mm.default(added, y)" in str(last.line)
 
 
-def test_only_what_is_an_operation_is_called_otherwise() -> None:
-    source = "def forward(self, x):\n    return torch.ops.aten.relu(x) + torch.exp(x)\n"
-    function = compiled(source, {}, "part", direct=True)
-    x = torch.randn(3)
-    assert torch.equal(function(None, x), x.relu() + x.exp())
-    assert not any(name.startswith("torch.ops") for name in function.__globals__)
-
-
 LONG_SOURCE = "def forward(self, x):\n" + "".join(
     f"    x = torch.ops.aten.add.Tensor(torch.ops.aten.mul.Tensor(x, {i}.0), torch.ops.aten.neg.default(x))\n"
     for i in range(60)

@@ -60,24 +60,6 @@ def test_the_same_bits_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parameter.grad.abs().max() > 0
 
 
-def test_another_micro_batch_without_this_parameter_adds_nothing() -> None:
-    parameters = made()
-    sites = tuple(Site(name, 0) for name in parameters)
-    program = program_of(sites, parameters)
-    sink = GradientSink(program, parameters)
-    ring = WeightRing(program, parameters, watch=sink.watch)
-    ring.begin(0, 2)
-    for microbatch, used in enumerate(("a", "b")):
-        ring.enter(microbatch, 0)
-        leaf = ring.leaves(microbatch)[list(parameters).index(used)]
-        sink.add(gradients([leaf.sum()], [torch.tensor(1.0)], ring.trained(microbatch)))
-        ring.leave(microbatch)
-    sink.finish(())
-    assert parameters["c"].grad is None
-    assert torch.equal(parameters["a"].grad, torch.ones(SIZE, SIZE))
-    assert torch.equal(parameters["b"].grad, torch.ones(SIZE, SIZE))
-
-
 def test_lanes_are_summed_in_their_order() -> None:
     """(g0 + g3) + (g1 + g4) + g2, by hooks and by calls, and the memory of all lanes is used again."""
     parameters = made()

@@ -39,20 +39,9 @@ def test_sums_over_replicas_have_the_bits_of_one_process(
         assert same_bits(total, found)
 
 
-@pytest.mark.parametrize("messages", [(), ((None, None),)])
-def test_sums_of_no_terms_are_none(messages: tuple[tuple[None, None], ...]) -> None:
-    assert summed((), messages) is None
-    assert term_message(()) == (None, None)
-
-
 def microbatch_sizes(samples: int, size: int) -> tuple[int, ...]:
     """Cut a mini-batch as a run does."""
     return next_segment(samples, samples, size, Position())[0].microbatch_samples
-
-
-@given(st.integers(1, 200), st.integers(1, 250))
-def test_sizes_are_those_of_torch_split(samples: int, size: int) -> None:
-    assert microbatch_sizes(samples, size) == tuple(len(part) for part in torch.arange(samples).split(size))
 
 
 def test_mean_and_sum() -> None:
@@ -93,11 +82,6 @@ def test_a_function_counts_and_targets_may_come_in_parts() -> None:
     assert loss_weights(lambda t: t.sum(), (2, 1), targets) == [1.0, 0.0]
     assert loss_weights("valid_tokens", (2, 1), targets.split(2)) == [4 / 6, 2 / 6]
     assert loss_weights(lambda t: len(t["ids"]), (1, 1), [{"ids": [1, 2, 3]}, {"ids": [4]}]) == [0.75, 0.25]
-
-
-def test_a_microbatch_without_valid_targets_weighs_nothing() -> None:
-    targets = torch.tensor([[-100, -100], [3, -100]])
-    assert loss_weights("valid_tokens", (1, 1), targets) == [0.0, 1.0]
 
 
 def test_a_minibatch_without_valid_targets_is_refused() -> None:

@@ -12,12 +12,6 @@ from torch import nn
 from raypipe.engine.stage.module_copy import copy_of, skeleton_of
 from tests.exactness import SHAPES, Shape, captured, differences, expected, faults, programs, same_bits, train
 from tests.operation_nets import normed
-from tests.operations import as_in_plain_pytorch
-
-
-@pytest.mark.slow
-def test_in_an_nn_sequential() -> None:
-    assert as_in_plain_pytorch("normed-sequential") == []
 
 
 @pytest.mark.slow

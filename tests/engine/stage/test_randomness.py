@@ -1,4 +1,4 @@
-"""Keyed draws: the same key gives the same bits in eager code, in stages and in any thread; any other key others."""
+"""Keyed draws: the same key gives the same bits in eager code and in any thread; any other key others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey, draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError, StageError
-from tests.exactness import by_hand, captured, same_bits
-from tests.models import CASES
+from tests.exactness import same_bits
 
 aten = torch.ops.aten
 KEY = RandomKey(seed=3, step=5, microbatch=17)
@@ -62,13 +61,6 @@ def test_parts_of_a_key_do_not_stand_in_for_each_other() -> None:
     assert len(set(words.values())) == len(words) == 108
 
 
-def test_draws_of_one_forward_differ_from_each_other() -> None:
-    with KeyedRandomness(KEY) as mode:
-        draws = [torch.rand(8) for _ in range(5)]
-    assert mode.index == 5
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
-
-
 def test_dropout_is_atens_given_the_same_draw() -> None:
     x = torch.randn(7, 11, requires_grad=True)
     with KeyedRandomness(KEY, 4):
@@ -82,15 +74,6 @@ def test_dropout_is_atens_given_the_same_draw() -> None:
     unkeyed = functional.dropout(x, 0.3)
     noise = torch.empty_like(x).bernoulli_(0.7, generator=torch.Generator().manual_seed(6)).div_(0.7)
     assert same_bits(unkeyed, (x * noise).detach()), "aten::dropout is no longer what dropout() imitates"
-
-
-def test_dropout_keeps_the_layout() -> None:
-    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
-    with KeyedRandomness(KEY):
-        theirs = functional.dropout(x, 0.5)
-    ours = dropout(x, 0.5, KEY, 0)
-    assert same_bits(ours, theirs)
-    assert ours.stride() == theirs.stride() == x.stride()
 
 
 def test_what_draws_nothing_takes_no_number() -> None:
@@ -127,17 +110,6 @@ def test_threads_at_once_draw_what_one_alone_draws() -> None:
         thread.join(240)
     assert wrong == []
     assert not any(thread.is_alive() for thread in threads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["noisy", "attention", "dropout-sequential"])
-def test_stages_draw_what_the_eager_model_draws(name: str) -> None:
-    """Forward by hand through two stages against the user's model inside the context."""
-    model, _ = captured(name)
-    x, _ = CASES[name].data(3)[:3]
-    with torch.no_grad(), KeyedRandomness(KEY):
-        expected = model.train()(x)
-    assert same_bits(by_hand(name, 2, "train", {0: x}, KEY)[0], expected)
 
 
 def test_an_operation_that_draws_twice_is_refused() -> None:

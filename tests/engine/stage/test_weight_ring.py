@@ -118,29 +118,6 @@ def test_a_full_ring_has_no_room_and_nothing_in_use_is_written(capacity: int, ev
         assert ring.held <= capacity
 
 
-def test_autograd_takes_an_old_version_after_the_optimizer_has_stepped() -> None:
-    made = Stage.of(VersionRule.NEWEST, 2)
-    ring = made.ring
-    ring.begin(0, 1)
-    ring.enter(0, 0)
-    own, _, again = ring.leaves(0)
-    out = ((own + 2.0) * (again + 3.0)).sum()  # both saved for the backward
-    made.update()
-    gradients = torch.autograd.grad(out, [own, again])
-    assert [g.tolist() for g in gradients] == [[3.0] * 3, [2.0] * 3]
-
-
-def test_a_stage_that_runs_nothing_ahead_has_one_slot() -> None:
-    made = Stage.of(VersionRule.NEWEST, 1)
-    memory = made.parameters["w"].data_ptr()
-    made.ring.begin(0, 1)
-    for microbatch in range(5):
-        made.ring.enter(microbatch, 0)
-        made.ring.leave(microbatch)
-        made.update()
-    assert (made.ring.held, made.parameters["w"].data_ptr()) == (1, memory)
-
-
 def test_an_optimizer_that_assigns_data_is_followed() -> None:
     made = Stage.of(VersionRule.NEWEST, 2)
     made.ring.begin(0, 1)

@@ -35,7 +35,7 @@ def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None
     ids=["pipedream", "per replica", "2bw"],
 )
 def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[str, Any]) -> None:
-    """Equal to threads, which are equal to an emulator (tests/runs/test_asynchronous_replicas)."""
+    """Equal to threads, which are equal to an emulator (tests/runs/test_asynchronous)."""
     trainer(tmp_path, "threads", **given).fit(num_steps=7, local=True, progress=False)
     start_on(fleet, trainer(tmp_path, "actors", **given), 7).wait()
     (rows, threads), (others, actors) = told(tmp_path / "threads"), told(tmp_path / "actors")

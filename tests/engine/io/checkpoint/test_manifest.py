@@ -158,17 +158,6 @@ def test_no_manifest_leads_out_of_its_folder(path: str, kind: str) -> None:
     assert f"{kind}, file: {path[:80]!r} is not 'stage_0" in reason
 
 
-HUGE = (1 << 40, 1 << 61, 1 << 63, 10**30, -1, 0, True, 1.5, "7", None, [], {})
-
-
-@pytest.mark.parametrize("size", HUGE)
-def test_sizes_that_are_not_those_of_the_files(size: Any) -> None:
-    def change(body: dict[str, Any]) -> None:
-        body["stages"][1]["tensors"]["size_bytes"] = size
-
-    check({**good()[1], "manifest.json": resealed(change)}, refused=True)
-
-
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where everything in a JSON value is."""
     found = [at]
@@ -288,11 +277,6 @@ def test_a_manifest_of_the_release_before(surplus: bool) -> None:
     check({**good()[1], "manifest.json": resealed(older)}, refused=surplus)
 
 
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b"\xff\xfe", b"\0" * 100, b'{"format": 3}', b"{}"])
-def test_what_is_nothing_of_the_kind(data: bytes) -> None:
-    check({**good()[1], "manifest.json": data}, refused=True)
-
-
 def test_names_twice() -> None:
     def in_one_shard(body: dict[str, Any]) -> None:
         body["stages"][0]["tensors"]["names"].append("layers.0.weight")
@@ -309,32 +293,6 @@ def test_names_twice() -> None:
 
     for change in (in_one_shard, in_two_groups, in_two_stages, of_nobody):
         check({**good()[1], "manifest.json": resealed(change)}, refused=True)
-
-
-def test_more_stages_than_any_pipeline_has_are_refused_before_one_is_looked_at() -> None:
-    def forged(body: dict[str, Any]) -> None:
-        body["stages"] = [None] * 100_000
-
-    reason = check({**good()[1], "manifest.json": resealed(forged)}, refused=True)
-    assert "stages: '100000 entries' is not a list of at most 4096 stages" in reason
-
-
-def test_names_twice_are_each_told_once() -> None:
-    """In time that grows with their number, not with its square: 4096 stages that all train the same parameters."""
-
-    def forged(body: dict[str, Any]) -> None:
-        entry = body["stages"][0]
-        names = [f"layer.{i}" for i in range(30)]
-        entry["tensors"]["names"] = names
-        entry["groups"] = [{**entry["groups"][0], "parameters": names}]
-        entry["optimizer"], entry["scalars"] = None, {}
-        files = [f"stage_{i}.safetensors" for i in range(4096)]
-        body["stages"] = [
-            {**entry, "stage": i, "tensors": {**entry["tensors"], "file": file}} for i, file in enumerate(files)
-        ]
-
-    reason = check({**good()[1], "manifest.json": resealed(forged)}, refused=True)
-    assert "groups: \"['layer.0', 'layer.1', 'layer.2'" in reason
 
 
 def test_a_buffer_of_two_stages_must_be_the_same() -> None:
@@ -409,10 +367,6 @@ class TestTensorFileHeaders:
         header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}
         with pytest.raises(CheckpointError, match="not a valid safetensors file"):
             self.opened(self.with_header(header, bytes(end)))
-
-    def test_a_header_that_claims_the_world(self) -> None:
-        with pytest.raises(CheckpointError, match=f"claims {(1 << 64) - 1} bytes"):
-            self.opened(b"\xff" * 8 + b"{}")
 
 
 class TestFinding:

@@ -1,7 +1,7 @@
 """Stopping and going on changes no bit, whatever the number of stages before and after.
 
 uninterrupted   step 0 1 2 3 4
-with a break    step 0 1 2 | save on S stages, load on S' | 3 4
+with a break    step 0 1 2 | save or copy on S stages, load on S' | 3 4
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from raypipe.engine.copy import StageCopies, copy_source
 from raypipe.engine.io.checkpoint import find_checkpoint, load_stage
 from raypipe.engine.io.storage import Place
 from tests.checkpoints import Training
+from tests.engine.copy.stages import piece_of
 from tests.exactness import Shape, same_bits
 
-STAGES = (1, 2, 3, 4)
 BREAK, STEPS = 3, 5
 SHAPE = Shape(19, 8, 4)  # the break is where an epoch of 8, 8 and 3 samples ends
 MIDDLE = Shape(40, 8, 4)
@@ -87,75 +88,44 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return [key for key, value in found.items() if not same_bits(value, expected[key])]
 
 
-def broken(name: str, before: int, after: int, manner: str, shape: Shape, run: Place) -> Training:
+def broken(name: str, before: int, after: int, manner: str, shape: Shape, run: Place, copied: bool) -> Training:
     first = training(name, before, manner, shape)
     first.run_to(BREAK)
-    manifest = first.save(run)
+    second, held = training(name, after, manner, shape), list(zip(first.programs, first.states, strict=True))
+    if copied:
+        copies = [StageCopies(program, state) for program, state in held]
+        for copy in copies:
+            copy.take(BREAK, BREAK)
+        source: Any = copy_source([piece_of(copy, BREAK) for copy in copies])
+    else:
+        manifest = first.save(run)
+        source, refusals = find_checkpoint(run)
+        assert source is not None
+        assert (source.manifest, refusals) == (manifest, ())
     first.fleet.stop()
-    second = training(name, after, manner, shape)
-    checkpoint, refusals = find_checkpoint(run)
-    assert checkpoint is not None
-    assert (checkpoint.manifest, refusals) == (manifest, ())
     for program, state in zip(second.programs, second.states, strict=True):
-        load_stage(checkpoint, program, state, second.persistent)
+        load_stage(source, program, state, None if copied else second.persistent)
     second.at, second.losses, second.norms = first.at, first.losses, first.norms
     second.run_to(STEPS)
     second.fleet.stop()
     return second
 
 
-def compare(name: str, before: int, after: int, manner: str, shape: Shape, run: Place) -> None:
-    whole, expected = uninterrupted(name, manner, shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # among them torch's about the order of steps
-        second = broken(name, before, after, manner, shape, run)
-    assert (second.losses, second.norms) == (whole.losses, whole.norms)
-    assert differences(everything(second), expected) == []
-
-
-PAIRS = [(before, after) for before in STAGES for after in STAGES]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_break_changes_no_bit(before: int, after: int, tmp_path: Path) -> None:
-    """Dropout, BatchNorm and parameters used twice; every number of stages to every other."""
-    at = PAIRS.index((before, after))
-    for name, manner in (("noisy", "adamw"), ("cnn", "sgd"), ("tied-lm", "adamw")):
-        compare(name, before, after, manner, (SHAPE, MIDDLE)[at % 2], Place.of(tmp_path / name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (3, 3), (2, 1)])
-def test_tied_gpt2(before: int, after: int, tmp_path: Path) -> None:
-    compare("gpt2", before, after, "adamw", MIDDLE, Place.of(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("manner", ["groups", "one-cycle", "adagrad"])
-@pytest.mark.parametrize("name", ["mlp", "frozen-middle", "unet"])
-def test_options_and_state_of_any_optimizer(name: str, manner: str, tmp_path: Path) -> None:
-    for before, after in ((3, 2), (1, 4)):
-        compare(name, before, after, manner, MIDDLE, Place.of(tmp_path / f"{before}"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["exp_avg", "step", "lr", "buffers"])
-def test_what_is_forgotten_would_be_seen(loss: str) -> None:
-    """The comparison is worth something: a run that loses one of these at the break ends elsewhere."""
-    which = ("cnn", "sgd", SHAPE) if loss == "buffers" else ("noisy", "adamw", SHAPE)
-    _, expected = uninterrupted(*which)
-    forgetful = training(which[0], 2, *which[1:])
-    forgetful.run_to(BREAK)
-    for state in forgetful.states:
-        assert state.optimizer is not None
-        for name, buffer in state.buffers.items() if loss == "buffers" else ():
-            buffer.zero_()
-            assert "running" in name or "num_batches" in name
-        if loss == "lr":
-            state.optimizer.param_groups[0]["lr"] *= 1.01
-        for kept in state.optimizer.state.values() if loss in ("exp_avg", "step") else ():
-            kept[loss].zero_()
-    forgetful.run_to(STEPS)
-    forgetful.fleet.stop()
-    assert differences(everything(forgetful), expected) != []
+@pytest.mark.parametrize("copied", [False, True], ids=["checkpoint", "copies"])
+@pytest.mark.parametrize(
+    ("name", "manner"),
+    [
+        ("noisy", "adamw"), ("cnn", "sgd"), ("tied-lm", "groups"), ("mlp", "one-cycle"), ("frozen-middle", "adagrad"),
+        ("unet", "groups"),
+    ],
+)  # fmt: skip
+def test_a_break_changes_no_bit(name: str, manner: str, copied: bool, tmp_path: Path) -> None:
+    """Dropout, BatchNorm and parameters used twice; options and state of any optimizer."""
+    for before, after, shape in ((3, 2, SHAPE), (1, 4, MIDDLE)):
+        whole, expected = uninterrupted(name, manner, shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # among them torch's about the order of steps
+            second = broken(name, before, after, manner, shape, Place.of(tmp_path / f"{before}"), copied)
+        assert (second.losses, second.norms) == (whole.losses, whole.norms)
+        assert differences(everything(second), expected) == []

@@ -71,33 +71,6 @@ def test_what_interrupted_saves_left_goes_once_it_is_old(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-class InterruptedSaveError(Exception):
-    pass
-
-
-def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Place.of(tmp_path)
-    for step in (1, 2):
-        small_checkpoint(run, step)
-    delete, calls = Place.delete, []
-
-    def dies_after_one(place: Place, name: str = "") -> None:
-        if calls:
-            raise InterruptedSaveError
-        calls.append(name)
-        delete(place, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Place, "delete", dies_after_one)
-        with pytest.raises(InterruptedSaveError):
-            prune(run, 1)
-    assert steps(run) == [1, 2]
-    assert not (run / checkpoint_name(1)).exists("manifest.json")
-    assert prune(run, 1) == [checkpoint_name(1)]
-
-
 def test_a_refused_checkpoint_is_set_aside_by_the_next_one(tmp_path: Path) -> None:
     """Otherwise it would pass for the newest, and the good ones would be deleted for its sake."""
     run = Place.of(tmp_path)
@@ -113,11 +86,6 @@ def test_a_refused_checkpoint_is_set_aside_by_the_next_one(tmp_path: Path) -> No
     checkpoint, _ = find_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.manifest.step == 3
-
-
-def test_a_place_without_checkpoints(tmp_path: Path) -> None:
-    run = Place.of(tmp_path / "none")
-    assert (prune(run, 1), find_checkpoint(run)) == ([], (None, ()))
 
 
 @pytest.fixture
@@ -137,12 +105,6 @@ def test_the_best_is_the_newest_of_equal_ones_and_never_one_without_the_number(
     run: Place, metric: str, mode: str, step: int
 ) -> None:
     assert best_checkpoint(run, metric, mode) == str(run / checkpoint_name(step))
-
-
-def test_what_is_kept_by_a_score_has_the_best(run: Place) -> None:
-    best = best_checkpoint(run, "eval_accuracy", "max")
-    prune(run, 1, "eval_accuracy", "max")
-    assert best_checkpoint(run, "eval_accuracy", "max") == best
 
 
 def test_a_checkpoint_that_is_being_saved_is_none(run: Place) -> None:
