@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests import nets
 from tests.models import token_loss
 from tests.models import tokens as next_tokens
-from tests.operation_nets import Checkpointed
 from tests.zoo.row import Rounding, Row
 from tests.zoo.samples import images, thirds, vectors
 
@@ -83,6 +83,25 @@ def still_norms() -> nn.Module:
     return model
 
 
+class Recomputed(nn.Module):
+    """Blocks that compute their forward again in the backward, dropout in them."""
+
+    def __init__(self, dropout: float, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant  # None: nothing is recomputed
+        self.stem = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 8)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x) if self.reentrant is None else x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
 def weight_normed() -> nn.Module:
     norm = torch.nn.utils.weight_norm
     return nn.Sequential(norm(nn.Linear(6, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 5))
@@ -91,7 +110,6 @@ def weight_normed() -> nn.Module:
 _IMAGES = (images, functional.cross_entropy, "cross_entropy", "images")
 _VECTORS = (vectors, functional.cross_entropy, "cross_entropy", "vectors")
 _THREE = (thirds(vectors), functional.cross_entropy, "cross_entropy", "vectors")
-_UNCHECKED = partial(Checkpointed, reentrant=None)
 _WORDS = (next_tokens, token_loss, "cross_entropy per token", "tokens")
 norm = partial(Row, "normalisations")
 use = partial(Row, "shared and frozen")
@@ -111,7 +129,9 @@ ROWS = (
     use("frozen in the middle", lambda: nets.frozen(nets.sequential(), "2", "4"), *_THREE, stages=3),
     use("frozen on top", lambda: nets.frozen(nets.Mlp(), "layers.2", "layers.3"), *_THREE, stages=3),
     use("frozen backbone, BatchNorm in evaluation mode", still_norms, *_IMAGES),
-    again("checkpoint(use_reentrant=False), dropout", lambda: Checkpointed(reentrant=False), *_THREE, twin=_UNCHECKED),
-    again("checkpoint(use_reentrant=True), dropout", lambda: Checkpointed(reentrant=True), *_THREE, twin=_UNCHECKED),
+    again("checkpoint(use_reentrant=False), dropout", lambda: Recomputed(0.2, False), *_VECTORS,
+          twin=lambda: Recomputed(0.2)),
+    again("checkpoint(use_reentrant=True), dropout", lambda: Recomputed(0.2, True), *_VECTORS,
+          twin=lambda: Recomputed(0.2)),
 )  # fmt: skip
 """Norms, ties, frozen weights, recomputation."""
