@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.report import merge_reports
 from raypipe.ir.schedule import single_homes
-from raypipe.ir.segment import Order, RowsKey
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.search import build_schedule, microbatches
+from raypipe.ir.segment import Order
+from raypipe.planner.search import microbatches
 from raypipe.planner.segments import Position, train_segments
-from tests.exactness import Shape, captured, config_of, programs, request_of
+from tests.exactness import Shape, captured, config_of, programs, request_of, rows_of
 from tests.models import case
 
 __all__ = ["Training", "memory_places", "save", "small_checkpoint", "small_stage"]
@@ -75,12 +73,7 @@ class Training:
         """Train until so many steps are done."""
         request = request_of(self.config, self.shape.samples)
         minibatch, size, _ = microbatches(request, len(self.programs))
-
-        @cache
-        def rows(key: RowsKey) -> Any:
-            first = self.programs[0].first_trainable
-            return lower(build_schedule(request, len(self.programs), key.num_microbatches, first))
-
+        rows = rows_of(request, self.programs)
         for segment, after in train_segments(self.shape.samples, minibatch, size, step, self.at):
             for reports in self.fleet.run(iter([Order(segment)]), rows):
                 record = merge_reports([of_stage[0] for of_stage in reports], None, norm_of)

@@ -23,6 +23,7 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.report import StepReport, merge_reports
+from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Order, RowsKey
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule.lower import lower, validate
@@ -34,7 +35,7 @@ from tests.models import Case, case
 
 __all__ = [
     "SCHEDULES", "SHAPES", "STEPS", "Recorder", "Run", "Shape", "by_hand", "captured", "config_of", "differences",
-    "expected", "faults", "optimizer_of", "programs", "same_bits", "storages", "train",
+    "expected", "faults", "optimizer_of", "programs", "rows_of", "same_bits", "storages", "train",
 ]  # fmt: skip
 
 STEPS = 5
@@ -176,6 +177,18 @@ def request_of(config: PipelineConfig, num_samples: int) -> Request:
     )  # fmt: skip
 
 
+def rows_of(request: Request, stages: Sequence[StageProgram]) -> Callable[[RowsKey], Schedule]:
+    """Key -> the schedule of a mini-batch of these stages, each made once."""
+
+    @cache
+    def rows(key: RowsKey) -> Schedule:
+        lowered = lower(build_schedule(request, len(stages), key.num_microbatches, stages[0].first_trainable))
+        validate(lowered)
+        return lowered
+
+    return rows
+
+
 def train(
     name: str,
     cuts: int | tuple[int, ...],
@@ -229,19 +242,12 @@ def train_stages(
     )
     recorder.quiet = shards
     minibatch, size, _ = microbatches(request, len(stages))
-
-    @cache
-    def rows(key: RowsKey) -> Any:
-        lowered = lower(build_schedule(request, len(stages), key.num_microbatches, stages[0].first_trainable))
-        validate(lowered)
-        return lowered
-
     wiring = build_schedule(request, len(stages), 1, 0).wiring
     setup = GenerationSetup(stages, wiring.homes, recompute=request.recomputed(len(stages)), lanes=wiring.lanes)
     fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), setup, tensors, device_of)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
-        reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]
+        reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows_of(request, stages))]
         states = [state for executor in fleet.executors for state in executor.states]
         parameters = {name: p.detach() for state in states for name, p in state.parameters.items()}
         for state in states:

@@ -12,16 +12,16 @@ from tests import operation_nets as nets
 from tests.exactness import SHAPES, Shape, by_hand, captured, expected, faults, same_bits, train
 from tests.models import Case, vectors
 
-__all__ = ["OPERATIONS", "as_in_plain_pytorch"]
+__all__ = ["OPERATIONS", "as_in_plain_pytorch", "sequences"]
 
 
-def _sequences(count: int) -> TensorDataset:
+def sequences(count: int) -> TensorDataset:
     drawn = torch.Generator().manual_seed(2)
     return TensorDataset(torch.randn(count, 5, 6, generator=drawn), torch.randint(0, 3, (count,), generator=drawn))
 
 
 def _recurrent(name: str, kind: type[nn.RNNBase], **options: object) -> Case:
-    return Case(name, lambda: nets.Recurrent(kind, **options), _sequences, functional.cross_entropy)
+    return Case(name, lambda: nets.Recurrent(kind, **options), sequences, functional.cross_entropy)
 
 
 def _vector(name: str, build: object) -> Case:
@@ -36,7 +36,7 @@ OPERATIONS: dict[str, Case] = {
         _recurrent("lstm-projected", nn.LSTM, num_layers=2, dropout=0.3, proj_size=4),
         _recurrent("gru-deep", nn.GRU, num_layers=2, dropout=0.3, batch_first=False),
         _recurrent("rnn-deep", nn.RNN, num_layers=2, dropout=0.3, nonlinearity="relu"),
-        Case("recurrent-sequential", nets.recurrent_sequential, _sequences, functional.cross_entropy),
+        Case("recurrent-sequential", nets.recurrent_sequential, sequences, functional.cross_entropy),
         _vector("reentrant", lambda: nets.Checkpointed(reentrant=True)),
         _vector("not-reentrant", lambda: nets.Checkpointed(reentrant=False)),
         _vector("not-checkpointed", lambda: nets.Checkpointed(reentrant=None)),

@@ -38,18 +38,3 @@ def test_every_hop_exists() -> None:
         if not path.is_file() or (name and not defines(tree_of(path), name)):
             missing.append(f"{file}::{name}")
     assert missing == []
-
-
-def test_a_hop_that_is_gone_is_found() -> None:
-    assert hops("`api/trainer.py::PipelineTrainer.fit`, `engine/local.py`, `tests/test_flow.py`") == [
-        ("api/trainer.py", "PipelineTrainer.fit"),
-        ("engine/local.py", ""),
-    ]
-    source = "class A:\n    def b(self): ...\ndef c(): ..."
-    assert [defines(ast.parse(source), name) for name in ("A", "A.b", "c", "A.c", "b")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]

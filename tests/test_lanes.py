@@ -72,14 +72,6 @@ def test_seconds_of_parts_that_overlap_count_once() -> None:
     assert seconds_of([]) == 0.0
 
 
-def test_every_process_need_not_compile_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("KEPT", "yes")
-    given = environment()
-    assert "PYTHONDONTWRITEBYTECODE" not in given
-    assert given["KEPT"] == "yes"
-
-
 @pytest.mark.slow
 def test_failures_of_a_session_are_its_tests_and_what_it_is_blamed_for(tmp_path: Path) -> None:
     """A real session of pytest, with the options that tiers.py gives."""

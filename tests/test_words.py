@@ -31,19 +31,6 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$})-])/(?:" + "|".join(["work", "home", "ro
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
-def test_no_path_of_one_machine() -> None:
-    found = {path: MACHINE_PATH.search(path.read_text(encoding="utf-8", errors="replace")) for path in TEXTS}
-    assert len(found) > 400
-    assert {str(path.relative_to(ROOT)): match[0] for path, match in found.items() if match} == {}
-
-
-def test_the_pattern_finds_paths() -> None:
-    slash = "/"
-    assert MACHINE_PATH.search(f"open('{slash}home{slash}me/x')")
-    assert MACHINE_PATH.search(f"cd {slash}work{slash}main")
-    assert not MACHINE_PATH.search(f"runs{slash}work{slash}x, https:{slash}{slash}host{slash}home{slash}x")
-
-
 def unpicklers(tree: ast.Module) -> list[str]:
     """Everything in a module that could run code out of a message or a file."""
     found = []
@@ -70,30 +57,6 @@ def _weights_only(call: ast.Call) -> bool:
         word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
         for word in call.keywords
     )
-
-
-@pytest.mark.slow
-def test_nothing_unpickles() -> None:
-    assert len(FILES) > 150
-    found = {str(path.relative_to(ROOT)): unpicklers(tree_of(path)) for path in FILES}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "def f():\n    from cloudpickle import loads",
-        "from pickle import Pickler, loads",
-        "import torch\ntorch.load('x')",
-        "torch.load('x', weights_only=False)",
-        "torch.load('x', weights_only=safe)",
-        "from torch import load",
-        "numpy.load('x', allow_pickle=True)",
-    ],
-)
-def test_unpicklers_are_found(source: str) -> None:
-    assert len(unpicklers(ast.parse(source))) == 1
 
 
 RIDDLES = (
@@ -125,25 +88,6 @@ def spoken(tree: ast.Module) -> list[str]:
 def riddles(tree: ast.Module) -> list[str]:
     """Texts that whoever did not write the planner would not understand at first reading."""
     return [text for text in spoken(tree) if any(riddle in text for riddle in RIDDLES)]
-
-
-@pytest.mark.slow
-def test_nothing_that_is_printed_is_a_riddle() -> None:
-    found = {str(path.relative_to(ROOT)): riddles(tree_of(path)) for path in FILES}
-    assert {path: texts for path, texts in found.items() if texts} == {}
-
-
-@pytest.mark.parametrize(
-    "source", ["x = 'decided by optimum'", "x = f'{a}, bubble {b:.0%}'", "print(f'{a} before scaling')"]
-)
-def test_riddles_are_found(source: str) -> None:
-    assert riddles(ast.parse(source))
-    assert not riddles(ast.parse("'''The closed form, decided by the free links.'''"))
-
-
-def test_reading_weights_only_is_no_unpickling_nor_is_writing() -> None:
-    assert unpicklers(ast.parse("from pickle import Pickler")) == []
-    assert unpicklers(ast.parse("import torch\ntorch.load('x', weights_only=True)")) == []
 
 
 PROSE = [
@@ -201,12 +145,18 @@ def public_classes(path: Path) -> list[str]:
 
 
 MODULES = [*FILES, *sorted((ROOT / "jobs").rglob("*.py"))]
+NO_PATHS = "no path of one machine"
+NO_PICKLES = "nothing unpickles"
+NO_RIDDLES = "nothing that is printed is a riddle"
 BEGINNINGS = "a docstring begins with a verb or a noun"
 NAMED = 'None, NaN and "not found" have their names'
 NO_PEOPLE = "no people in code and messages"
 NO_TALK = "programs neither talk nor hear"
 NO_STANDING = "things neither stand nor lie in the documents"
 RULES: dict[str, tuple[list[Path], Callable[[Path], int]]] = {
+    NO_PATHS: (TEXTS, lambda path: len(MACHINE_PATH.findall(path.read_text(encoding="utf-8", errors="replace")))),
+    NO_PICKLES: (FILES, lambda path: len(unpicklers(tree_of(path)))),
+    NO_RIDDLES: (FILES, lambda path: len(riddles(tree_of(path)))),
     BEGINNINGS: (MODULES, beginnings),
     NAMED: ([*MODULES, *PROSE], matches(IS_NONE)),
     NO_PEOPLE: ([*MODULES, *PROSE], matches(PEOPLE)),
@@ -230,14 +180,34 @@ def broken() -> dict[str, dict[str, int]]:
     return counts
 
 
+SLASH = "/"
+GOOD = f"""'Return the plan, or None if no such part exists; the closed form decided by optimum has free links.'
+torch.load("runs{SLASH}work{SLASH}x, https:{SLASH}{SLASH}host{SLASH}home{SLASH}x", weights_only=True)
+"""
+
+
 @pytest.mark.slow
 def test_the_house_speaks_the_language_of_its_field() -> None:
+    assert len(TEXTS) > 400
+    assert len(FILES) > 150
     assert {rule: counts for rule, counts in broken().items() if counts} == {}
 
 
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (NO_PATHS, f"open('{SLASH}home{SLASH}me/x')"),
+        (NO_PATHS, f"# cd {SLASH}work{SLASH}main"),
+        (NO_PICKLES, "import pickle"),
+        (NO_PICKLES, "def f():\n    from cloudpickle import loads"),
+        (NO_PICKLES, "import torch\ntorch.load('x')"),
+        (NO_PICKLES, "torch.load('x', weights_only=False)"),
+        (NO_PICKLES, "torch.load('x', weights_only=safe)"),
+        (NO_PICKLES, "from torch import load"),
+        (NO_PICKLES, "numpy.load('x', allow_pickle=True)"),
+        (NO_RIDDLES, "x = 'decided by optimum'"),
+        (NO_RIDDLES, "x = f'{a}, bubble {b:.0%}'"),
+        (NO_RIDDLES, "print(f'{a} before scaling')"),
         (BEGINNINGS, "'Whether it is.'"),
         (BEGINNINGS, "LIMIT = 3\n'Of a run.'"),
         (NAMED, "raise ValueError(f'{x} is none of them')"),
@@ -249,7 +219,7 @@ def test_the_house_speaks_the_language_of_its_field() -> None:
 def test_words_are_found(rule: str, source: str, tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.py", tmp_path / "good.py"
     bad.write_text(source, encoding="utf-8")
-    good.write_text("'Return the plan, or None if no such part exists.'", encoding="utf-8")
+    good.write_text(GOOD, encoding="utf-8")
     _, count_in = RULES[rule]
     assert (count_in(bad), count_in(good)) == (1, 0)
 

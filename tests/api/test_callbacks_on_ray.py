@@ -78,18 +78,6 @@ def test_the_driver_calls_them_and_ray_train_s_alike(cluster: None, tmp_path: Pa
     assert lines_of(reports)[-1] == ["run", steps, result.checkpoint]
 
 
-def test_a_detached_run_calls_them_without_whoever_started_it(cluster: None, tmp_path: Path) -> None:
-    """What the client's object was given later is not what the driver's copy has."""
-    diary = Diary(tmp_path / "diary")
-    handle = trainer("cnn", tmp_path, "alone", 2, callbacks=[diary]).start(num_steps=5, detached=True)
-    diary.path = str(tmp_path / "elsewhere")
-    handle.wait(timeout_s=120)
-    assert [line[:2] for line in lines_of(tmp_path / "diary") if line[0] == "step"] == [["step", n] for n in range(5)]
-    assert lines_of(tmp_path / "diary")[-1][0] == "end"
-    assert not (tmp_path / "elsewhere").exists()
-    ray.kill(ray.get_actor("raypipe/alone", namespace="raypipe"))  # it would answer for a minute
-
-
 def test_one_that_cannot_travel_is_refused_by_name(tmp_path: Path) -> None:
     diary: Any = Diary(tmp_path / "diary")
     diary.lock = __import__("threading").Lock()

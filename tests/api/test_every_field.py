@@ -190,23 +190,6 @@ def test_no_schedule_takes_a_field_that_it_ignores(schedule: str) -> None:
     assert unnamed == []
 
 
-@pytest.mark.parametrize("name", ["codec_forward", "codec_backward"])
-@pytest.mark.parametrize("beside", [{"schedule": "pipedream"}, {"schedule": "2bw"}, {"retune_interval_steps": 0}])
-def test_a_codec_that_nobody_turns_is_refused(name: str, beside: dict[str, Any]) -> None:
-    ((field, value),) = beside.items()
-    with pytest.raises(ConfigError) as caught:
-        PipelineConfig(**{name: "auto", **beside})
-    assert str(caught.value) == (
-        f"{name}='auto' has no effect with {field}={value!r}, under which nothing is changed while the run trains. "
-        f"Name a codec, as in {name}='bf16', or leave {name} out for 'none'."
-    )
-
-
-def test_what_two_weight_versions_mean_cannot_be_denied() -> None:
-    with pytest.raises(ConfigError, match=r"^vertical_sync=False has no effect with schedule='2bw'"):
-        PipelineConfig(schedule="2bw", vertical_sync=False)
-
-
 def ray_trainer(kind: str, **fields: Any) -> PipelineTrainer:
     """A trainer with these fields in one of Ray's own classes."""
     made = getattr(ray.train, kind)(**fields)

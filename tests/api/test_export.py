@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from raypipe.api.export import _parts, export_hugging_face, export_safetensors, shared_names
@@ -31,16 +29,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_one_file_holds_the_state(checkpoint: Path, tmp_path: Path) -> None:
-    for source in (checkpoint, checkpoint.parent.parent):  # the checkpoint, and the run
-        file = tmp_path / "out/model.safetensors"
-        assert export_safetensors(source, file) == {}
-        assert same(load_file(file), load_state_dict(checkpoint))
-    assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
-    with safe_open(file, "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
-
-
 def test_an_older_checkpoint_than_the_newest_is_not_taken_in_silence(checkpoint: Path, tmp_path: Path) -> None:
     run = checkpoint.parent.parent
     newest = Path(small_checkpoint(Place.of(run), 5).path)
@@ -52,22 +40,6 @@ def test_an_older_checkpoint_than_the_newest_is_not_taken_in_silence(checkpoint:
         ):
             read()
     assert same(load_file(tmp_path / "x.safetensors"), load_state_dict(checkpoint))
-
-
-def test_a_folder_of_several_files_has_an_index(checkpoint: Path, tmp_path: Path) -> None:
-    state = load_state_dict(checkpoint)
-    largest = max(tensor.nbytes for tensor in state.values())
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    folder = tmp_path / "hf"
-    export_hugging_face(checkpoint, folder, tmp_path, file_bytes=largest)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 1
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
-    assert {path.name for path in folder.iterdir()} == {*files, "model.safetensors.index.json", "config.json"}
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    parts = {file: load_file(folder / file) for file in files}
-    assert same({name: parts[file][name] for name, file in index["weight_map"].items()}, state)
 
 
 def test_what_cannot_be_done_is_said(checkpoint: Path, tmp_path: Path) -> None:

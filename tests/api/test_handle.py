@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import random
@@ -20,17 +19,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import ray
-import torch
 
 import raypipe
-from raypipe import PipelineConfig
 from raypipe.engine.io.checkpoint import find_checkpoint
 from raypipe.engine.io.run_files import read_events
 from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError, StageError
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
-from tests.mishaps import Fuse, chain
 from tests.prepare.test_resume import outcome, trainer, unhurried
 from tests.waiting import wait_until
 
@@ -82,22 +78,6 @@ def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluste
     (rows, state), (expected_rows, expected) = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     assert rows == expected_rows
     assert [n for n in state if not same_bits(state[n], expected[n])] == []
-
-
-def test_a_failed_run_says_why(cluster: None, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    failing = trainer(
-        "mlp", tmp_path, "failing", 2, model=chain(2, 1, Fuse("B", 5)),
-        # Checked, it would burn before the run begins.
-        pipeline=PipelineConfig(partitioner=["2"], minibatch_size=8, num_microbatches=4, verify="off"),
-    )  # fmt: skip
-    with pytest.raises(StageError, match=r"^Stage 1 failed in 1B5: ValueError: the user's own mistake"):
-        failing.fit(num_steps=6, progress=False)
-    events = [json.loads(line) for line in (tmp_path / "failing/events.jsonl").read_text().splitlines()]
-    assert events[-1]["decision"] == "fail"
-    assert "the user's own mistake" in events[-1]["reason"]
-    assert events[-1]["seconds"] >= 0  # since the stage raised it
-    assert pq.read_table(tmp_path / "failing/metrics.parquet").num_rows == 1
 
 
 PROGRAM = """

@@ -108,18 +108,6 @@ def test_a_run_is_plain_pytorch_that_began_with_these_weights(
     check_begins_with(case, state, source(pretrained, case, tmp_path), tmp_path)
 
 
-def test_a_function_that_builds_the_model(pretrained: Path, tmp_path: Path) -> None:
-    result = fit(made(tmp_path, "new", "cnn", model=CASES["cnn"].model, init_from=pretrained / "cnn"))
-    wanted = expected("cnn", load_state_dict(pretrained / "cnn"))
-    assert [record.loss for record in result.records] == list(wanted.losses)
-
-
-def test_without_it_the_run_is_another_one(pretrained: Path, tmp_path: Path) -> None:
-    """Otherwise the tests above would show nothing."""
-    result = fit(made(tmp_path, "new", "cnn"))
-    assert result.records[0].loss != expected("cnn", load_state_dict(pretrained / "cnn")).losses[0]
-
-
 def test_other_precision_is_converted(pretrained: Path, tmp_path: Path) -> None:
     state = {n: t.double() if t.is_floating_point() else t for n, t in load_state_dict(pretrained / "cnn").items()}
     save_file(state, tmp_path / "double.safetensors")

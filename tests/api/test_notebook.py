@@ -86,12 +86,3 @@ def test_what_a_run_says_is_shown_and_not_run() -> None:
     assert "<script>" not in shown
     assert "<x>" not in shown
     assert "&lt;h&gt;:?" in shown
-
-
-def test_a_run_tells_what_it_cost_and_how_it_recovered_where_it_did() -> None:
-    quiet = run_html(RunStatus("lm", "", "running"), [(1.0, 2.0)])
-    assert "cost" not in quiet
-    assert "recovery" not in quiet
-    shown = run_html(RunStatus("lm", "", "running", cost=1.5, recovery="roll back"), [(1.0, 2.0)])
-    assert '>cost so far</td><td style="text-align:left">1.50<' in shown
-    assert '>last recovery</td><td style="text-align:left">roll back<' in shown

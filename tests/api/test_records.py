@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas
 import pytest
 
 from raypipe.api import handle
@@ -19,7 +18,6 @@ from raypipe.ir.timeline import Timeline
 from raypipe.run import journal
 from raypipe.run.journal import Journal, News
 from raypipe.run.spec import Outcome
-from tests.prepare.test_resume import trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -112,15 +110,6 @@ class TestHandle:
             "who attaches late sees the same"
         )
 
-    def test_who_asks_seldom_misses_nothing(self, tmp_path: Path) -> None:
-        run = Run(tmp_path)
-        seen = RunHandle("by-hand", run)
-        for step in range(40):
-            run.step(step)
-            if step in (3, 4, 30):
-                seen.status()
-        assert seen.metrics()["step"].tolist() == list(range(40))
-
     @pytest.mark.parametrize("back", [28, 25, 17, 0])
     def test_a_run_that_goes_back_shows_every_step_once(self, tmp_path: Path, back: int) -> None:
         run = Run(tmp_path)
@@ -150,12 +139,3 @@ class TestHandle:
         assert result.metrics["step"] == 30
         assert (result.metrics["tokens"], result.metrics["tokens_per_s"], result.metrics["goodput"]) == (None,) * 3
         assert result.metrics_dataframe["loss"].tolist() == [0.5] * 30
-
-    def test_a_run_in_threads(self, tmp_path: Path) -> None:
-        result = trainer("mlp", tmp_path, "run", 2).fit(num_steps=9, local=True, progress=False)
-        assert [r.step for r in result.records] == list(range(9))
-        again = trainer("mlp", tmp_path, "run", 2).fit(num_steps=20, local=True, progress=False)
-        assert [r.step for r in again.records] == list(range(20))
-        assert again.records[:9] == tuple(result.records)
-        table = pandas.read_parquet(tmp_path / "run/metrics.parquet")
-        pandas.testing.assert_frame_equal(again.metrics_dataframe, table)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.controller import Verdict
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.testing import reference
-from tests.exactness import SHAPES, config_of, same_bits
+from tests.exactness import same_bits
 from tests.models import CASES
+from tests.prepare.test_resume import trainer
 from tests.runs.test_nonfinite import BAD, arguments, traced
 from tests.runtime.on_fleet import start_on
 
@@ -25,33 +25,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytes
 STEPS = 6
 
 
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
-
-
-def decay(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
-
-
-def trainer(name: str, folder: Path, run: str, **more: Any) -> PipelineTrainer:
-    found, shape = CASES[name], SHAPES["ragged-epoch"]
-    arguments: dict[str, Any] = {
-        "model": found.model(),
-        "loss_fn": found.loss_fn,
-        "optimizer": adamw,
-        "lr_scheduler": decay,
-        "train_data": found.data(shape.samples),
-        "eval_data": found.data(13),
-        "pipeline": config_of(shape, 2, "slack", max_grad_norm=0.5),
-        "run_config": SimpleNamespace(name=run, storage_path=str(folder)),
-        **more,
-    }
-    return PipelineTrainer(arguments.pop("model"), **arguments)
-
-
 def test_a_run_on_ray_is_the_run_in_threads(fleet: Fleet, tmp_path: Path) -> None:
-    threads = trainer("cnn", tmp_path, "threads").fit(num_steps=STEPS, local=True, progress=False)
-    actors = start_on(fleet, trainer("cnn", tmp_path, "actors"), STEPS).wait()
+    made = [trainer("cnn", tmp_path, name, 2, eval_data=CASES["cnn"].data(13)) for name in ("threads", "actors")]
+    threads = made[0].fit(num_steps=STEPS, local=True, progress=False)
+    actors = start_on(fleet, made[1], STEPS).wait()
     assert [(r.loss, r.grad_norm) for r in actors.records] == [(r.loss, r.grad_norm) for r in threads.records]
     assert actors.metrics["eval_loss"] == threads.metrics["eval_loss"]
     ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")

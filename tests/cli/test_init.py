@@ -29,13 +29,6 @@ def test_it_writes_a_run_file_and_says_what_comes_next(tmp_path: Path, monkeypat
     assert run.values["run_config"] == {"storage_path": str(tmp_path / "runs")}
 
 
-def test_without_a_folder_it_writes_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["init"])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_replaced(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")

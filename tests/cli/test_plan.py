@@ -18,7 +18,6 @@ from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.run.plans.blueprint import controller_config
 
 pytestmark = pytest.mark.engine
 
@@ -84,20 +83,6 @@ def test_a_plan_says_who_holds_what_and_why(folder: Path) -> None:
     assert "ray" not in sys.modules
 
 
-def test_without_explain_it_is_four_lines(folder: Path) -> None:
-    lines = command("plan", "run.yaml", "--set", "pipeline.num_stages=3").splitlines()
-    assert [line.split(":")[0] for line in lines[:4]] == ["stages", "step", "memory", "why"]
-    assert all(line.startswith("note:    ") for line in lines[4:])
-
-
-def test_the_json_holds_the_table(folder: Path) -> None:
-    made = Plan.from_json(command("plan", "run.yaml", "--json"))
-    assert made.partition.num_stages <= 3
-    assert made.prediction is not None
-    assert len(made.prediction.stages) == made.partition.num_stages
-    assert Plan.from_json(made.to_json()) == made
-
-
 def test_a_described_cluster_is_planned_for(folder: Path) -> None:
     text = command("plan", "run.yaml", "--cluster", "cluster.yaml", "--explain", "--svg", "plan.svg")
     assert "links as described" in text
@@ -156,12 +141,6 @@ def test_the_optimizers_own_state_counts() -> None:
     assert held["optimizer"] == 2 * held["weights x 1"] == 2 * (2 * (16 + 4) + 8) * 4
 
 
-def test_a_size_that_the_model_refuses_is_no_candidate() -> None:
-    prediction = trainer(num_stages=2).plan().prediction
-    assert prediction is not None
-    assert {point.refused for point in prediction.curve if point.microbatch_size == 1} == {"model"}
-
-
 def test_a_memory_limit_is_kept_or_refused_by_stage() -> None:
     limit = max(stage.memory_bytes for stage in trainer(num_stages=2).plan().partition.stages)
     plan = trainer(num_stages=2, memory_limit_bytes=limit).plan()
@@ -182,18 +161,6 @@ def test_several_stages_per_worker_are_planned_for_workers_and_for_a_described_c
     assert found.schedule.wiring.placement == (0, 1, 0, 1)
     with pytest.raises(PlanError, match="num_stages=4 for num_workers=3: make the stages 6, or num_workers=2"):
         command("plan", "run.yaml", "--set", "pipeline.schedule=interleaved", "--set", "pipeline.num_stages=4")
-
-
-@pytest.mark.parametrize("partitioner", ["auto", "parameters"])
-def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
-    pipeline = {"schedule": "interleaved", "num_stages": 2, "partitioner": partitioner, "num_microbatches": 4}
-    made = trainer(**pipeline)
-    job = made._prepared()
-    assert (job.num_stages, job.num_workers, job.placement) == (2, 1, (0, 0))
-    for count in (job.plan.num_microbatches, 3):
-        rows = job.schedule(count)
-        assert (rows.num_workers, rows.wiring.placement) == (1, job.placement)
-    assert controller_config(made._pipeline, job.planned) is None
 
 
 def test_what_it_costs_and_where_it_is_cheapest(folder: Path) -> None:

@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from raypipe.cli import app
-from raypipe.errors import ConfigError
 from raypipe.runfile.cluster_file import read_cluster
 from tests.runtime.raylets import Home
 
@@ -34,10 +31,3 @@ def test_what_was_measured_can_be_planned_for(head: Home, tmp_path: Path) -> Non
     (inside,) = found.links
     assert 0 < inside.latency_s < 1
     assert 0 < inside.bandwidth_bytes_s < 1e12
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
-        CliRunner().invoke(
-            app, ["probe", "--address", "10.255.0.1:1", "-o", str(tmp_path / "no/c.yaml")], catch_exceptions=False
-        )

@@ -62,9 +62,6 @@ def data(count):
 
 def halve(optimizer, every):
     return torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
-
-def scaled(output, target, factor):
-    return factor * torch.nn.functional.mse_loss(output, target)
 """
 CONFIG = """\
 model: {target: "task:Net", args: {width: 4}}
@@ -290,17 +287,3 @@ def test_what_only_an_import_can_tell_is_named_too(folder: Path, override: str, 
     assert "\n" not in message
     for word in words:
         assert word.replace("MODULE", module) in message
-
-
-def test_targets_are_used_as_they_are_meant(folder: Path) -> None:
-    module = next(path.stem for path in folder.glob("task_*.py"))
-
-    def loss(*overrides: str) -> float:
-        settings = read_runfile("run.yaml", ["num_steps=1", *overrides])
-        return float(make_trainer(settings).fit(1, local=True, progress=False).metrics["loss"])
-
-    plain = loss("run_config.name=a")
-    args = f"loss_fn={{target: '{module}:scaled', args: {{factor: 2}}}}"
-    assert loss("run_config.name=b", args) == 2 * plain
-    assert loss("run_config.name=c", "loss_fn={target: torch.nn:MSELoss, args: {reduction: sum}}") > plain
-    assert loss("run_config.name=d", "pipeline.seed=4") != plain

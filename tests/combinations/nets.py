@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.emulators.nets import NETS as LISTS
 from tests.models import CASES, Records
+from tests.operation_nets import checkpointed_sequential
 
 __all__ = ["NETS", "Net"]
 
@@ -170,24 +171,6 @@ class Recurrent(nn.Module):
         return self.head((h * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
 
 
-class Again(nn.Module):
-    """A block whose backward computes it once more."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return found
-
-
-def checkpointed() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 8), Again(8), nn.LayerNorm(8), Again(8), nn.Linear(8, 8), Again(8), nn.Linear(8, 3)
-    )
-
-
 def with_masks(count: int) -> TensorDataset:
     drawn = torch.Generator().manual_seed(11)
     ids = torch.randint(0, WORDS, (count, 5), generator=drawn)
@@ -241,5 +224,5 @@ NETS: dict[str, Net] = {
     "class weights": Net(perceptron, _VECTORS, weighted_loss, sum_of_weights, children=9),
     "sum": Net(perceptron, _VECTORS, added_up, None, children=9),
     "recurrent": Net(Recurrent, with_masks, _ENTROPY),
-    "checkpointed": Net(checkpointed, _VECTORS, _ENTROPY, children=7),
+    "checkpointed": Net(partial(checkpointed_sequential, reentrant=False), _VECTORS, _ENTROPY, children=5),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,18 +45,6 @@ def test_any_chunking_gives_the_same_order(rows: list[int], key: tuple[int, int,
 
 
 @given(GROUPS, KEYS)
-def test_a_window_holds_few_row_groups(rows: list[int], key: tuple[int, int, int]) -> None:
-    window = key[2]
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, (group, _) in enumerate(walk(rows, key, 0, sum(rows))):
-        first.setdefault(group, position)
-        last[group] = position
-    for group in first:
-        assert last[group] - first[group] < window + max(rows) or window == 0
-
-
-@given(GROUPS, KEYS)
 def test_windows_follow_each_other_and_share_no_row_group(rows: list[int], key: tuple[int, int, int]) -> None:
     drawn, position, seen = order(rows, key), 0, set()
     while position < sum(rows):
@@ -79,26 +66,11 @@ def test_no_window_is_the_order_of_the_file(rows: list[int]) -> None:
     assert walk(rows, (5, 3, 0), 0, sum(rows)) == expected
 
 
-def test_seed_and_epoch_change_the_order() -> None:
-    rows = [8] * 8
-    walks = [walk(rows, key, 0, 64) for key in [(0, 0, 16), (1, 0, 16), (0, 1, 16)]]
-    assert walks[0] != walks[1]
-    assert walks[0] != walks[2]
-    assert walks[1] != walks[2]
-
-
 def test_an_order_drawn_once() -> None:
     """Golden: a run resumed with another release of numpy or raypipe must see the same order."""
     assert permutation(8, 0, 0, 0).tolist() == [7, 6, 3, 2, 4, 1, 5, 0]
     text = " ".join(f"{g}.{r}" for g, r in walk([3, 2, 4], (7, 1, 5), 0, 9))
     assert text == "0.0 0.1 1.1 0.2 1.0 2.2 2.0 2.1 2.3"
-
-
-@pytest.mark.parametrize("size", [0, 1, 1000])
-def test_permutation(size: int) -> None:
-    drawn = permutation(size, 3, 1, 2)
-    assert drawn.dtype == np.int64
-    assert sorted(drawn.tolist()) == list(range(size))
 
 
 def test_first_places_are_spread_evenly() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from raypipe.data import Pad
 from raypipe.data.open_data import batch_size_of, notes_on, open_data
-from raypipe.errors import ConfigError, DataError
+from raypipe.errors import DataError
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
 DATA = TensorDataset(X, Y)
@@ -55,14 +55,6 @@ def test_a_loader_that_shuffles_has_the_order_of_its_dataset_given_alone() -> No
         "train_data is a DataLoader with num_workers=2",
     ]
     assert batch_size_of(loader, "auto") == batch_size_of(loader, 4) == 4
-    with pytest.raises(ConfigError, match="batch_size=4, but minibatch_size=8"):
-        batch_size_of(loader, 8)
-
-
-def test_a_loaders_collate_function_is_called() -> None:
-    x, y = everything(open_data(DataLoader(DATA, batch_size=4, collate_fn=doubled), seed=3))
-    assert torch.equal(x, X * 2)
-    assert torch.equal(y, Y)
 
 
 def test_two_collate_functions_are_refused_and_the_same_one_twice_is_not() -> None:
@@ -71,14 +63,6 @@ def test_two_collate_functions_are_refused_and_the_same_one_twice_is_not() -> No
         open_data(loader, seed=3, collate=noisy)
     assert torch.equal(everything(open_data(loader, seed=3, collate=doubled))[0], X * 2)
     assert torch.equal(everything(open_data(DataLoader(DATA, batch_size=4), seed=3, collate=doubled))[0], X * 2)
-
-
-def test_random_collating_is_keyed_by_the_samples() -> None:
-    one, other = (open_data(DATA, seed=3, collate=noisy) for _ in range(2))
-    first = one.read(1, 4, 3, (0,))
-    one.read(0, 0, 2, (0,))
-    assert torch.equal(first[0], other.read(1, 4, 3, (0,))[0])
-    assert not torch.equal(first[0], other.read(2, 4, 3, (0,))[0])
 
 
 def test_ragged_lists_are_padded_by_a_collate_function_and_refused_without() -> None:

@@ -153,18 +153,6 @@ def test_who_reads_ahead_still_knows_how_to_get_to_where_the_run_stands(size: in
         assert (mark.position, mark.state) == (at, {"at": at % LENGTH or LENGTH, "of": {"epoch": (at - 1) // LENGTH}})
 
 
-def test_another_process_that_learns_a_mark_begins_there() -> None:
-    source = StreamSource(Resumable(1000), seed=3)
-    other, known = pickle.loads(pickle.dumps(source)), source.reader("stage 0")
-    wanted = known.read(0, 600, 8, ("x", "drawn"))
-    mark = known.mark(0, 600)
-    assert mark is not None
-    other.learn(mark)
-    found = other.reader("stage 0")
-    assert all(torch.equal(found.read(0, 600, 8, ("x", "drawn"))[name], wanted[name]) for name in ("x", "drawn"))
-    assert found._reader._live.pulled <= 16
-
-
 def test_a_stage_that_becomes_another_workers_goes_on_where_it_stood() -> None:
     """As where replicas were lost, and the others count anew; the step that was begun is done again."""
     source = StreamSource(Resumable(1000), seed=3)

@@ -22,6 +22,7 @@ from raypipe.engine.copy import (
     HeldCopies,
     StageCopies,
     copy_source,
+    views_of,
 )
 from raypipe.engine.io.checkpoint import TensorInfo, load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState

@@ -85,7 +85,6 @@ class Row:
         by_word: loss_reduction="per_microbatch": micro-batches have losses of their own, and the whole another one.
         needs: a package that the model is made with, and without which the row is skipped.
         older: the least torch with which the verdict holds, and how older ones have several micro-batches refused.
-        pending: why the verdict is not yet true.
     """
 
     family: str
@@ -105,7 +104,6 @@ class Row:
     by_word: bool = False
     needs: str = ""
     older: tuple[str, Refused] | None = None
-    pending: str = ""
 
     @property
     def name(self) -> str:

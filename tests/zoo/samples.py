@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.models import Records
 
 __all__ = [
-    "WORDS", "Drawn", "classes", "counted_pairs", "images", "masks", "numbers", "pairs_of", "sentences", "signals",
-    "spoken", "translations", "vectors",
+    "WORDS", "Drawn", "classes", "counted_pairs", "images", "masks", "numbers", "sentences", "signals", "spoken",
+    "thirds", "translations", "vectors",
 ]  # fmt: skip
 
 WORDS = 32
@@ -68,14 +68,14 @@ def spoken(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 12, 4, generator=drawn), torch.randint(1, 6, (count, 3), generator=drawn))
 
 
-def pairs_of(make: Callable[[int], Any], target: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[int], Any]:
-    """The inputs of another data set, with a function of each as its target."""
+def thirds(make: Callable[[int], TensorDataset]) -> Callable[[int], TensorDataset]:
+    """The same with three classes, which the nets of ``tests/nets.py`` know."""
 
-    def pairs(count: int) -> TensorDataset:
-        inputs = make(count).tensors[0]
-        return TensorDataset(inputs, target(inputs))
+    def made(count: int) -> TensorDataset:
+        inputs, targets = make(count).tensors
+        return TensorDataset(inputs, targets % 3)
 
-    return pairs
+    return made
 
 
 def classes(count: int) -> TensorDataset:

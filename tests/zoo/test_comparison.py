@@ -14,6 +14,8 @@ from tests.zoo.cases.dense import perceptron
 from tests.zoo.row import Refused, Rounding
 from tests.zoo.training import differences_of, refusal_of
 
+pytestmark = pytest.mark.usefixtures("captures_of_a_test")
+
 ROW = ROWS["MLP, nn.Sequential | cross_entropy | vectors"]
 
 

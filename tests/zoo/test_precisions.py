@@ -13,11 +13,11 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.data.open_data import open_data
 from tests.exactness import Recorder
-from tests.models import Records
 from tests.runs.plain_precision import train_plain
 from tests.runs.test_precision import differences
+from tests.zoo.cases.attention import pictures
 from tests.zoo.cases.language import made
-from tests.zoo.samples import NUM_CLASSES, WORDS, images, sentences
+from tests.zoo.samples import NUM_CLASSES, WORDS, sentences
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,6 @@ STEPS, SAMPLES, MINIBATCH, SIZE, NORM = 3, 12, 4, 2, 0.5
 _DEEP = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _WORDS = {**_DEEP, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
           "max_position_embeddings": 16}  # fmt: skip
-
-
-def pictures(count: int) -> Records:
-    pixels, labels = images(count).tensors
-    return Records([{"pixel_values": x, "labels": y} for x, y in zip(pixels, labels, strict=True)])
 
 
 # Rotary angles (Llama, Mixtral) are computed where the model switches autocast off. Its other attention leaves the mask

@@ -12,16 +12,9 @@ from tests.zoo.table import DOCUMENT, page
 from tests.zoo.training import differences_of, refusal_of
 
 
-def _rows() -> list[object]:
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=row.pending, strict=True)) if row.pending else name
-        for name, row in ROWS.items()
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("captures_of_a_test")
-@pytest.mark.parametrize("name", _rows())
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_has_its_verdict(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     if row.needs:

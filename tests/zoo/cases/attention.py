@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests import nets
 from tests.models import Records
-from tests.models import tokens as next_tokens
 from tests.zoo.cases.language import TIED, made
 from tests.zoo.row import Refused, Row
 from tests.zoo.samples import WORDS, images, sentences, translations
@@ -68,21 +66,6 @@ def clip() -> nn.Module:
     return WithLoss(CLIPConfig(text_config=words, vision_config={**_SMALL, **_PATCHES}, projection_dim=8))
 
 
-class Encoder(nn.Module):
-    """nn.TransformerEncoder under a causal mask, the norm first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(6, 8) / 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(6)
-        return self.head(self.layers(self.embed(ids) + self.positions, mask=mask, is_causal=True))
-
-
 class Translator(nn.Module):
     """nn.Transformer from ids to ids, both with padding masks."""
 
@@ -105,10 +88,6 @@ class Translator(nn.Module):
         return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
 
 
-def per_token(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 row = partial(Row, "attention")
 
 
@@ -117,9 +96,6 @@ def own(model: str, build: Callable[[], nn.Module], data: Any, words: str, *verd
 
 
 ROWS = (
-    row("nn.MultiheadAttention", nets.Attention, next_tokens, per_token, "cross_entropy per token", "tokens", stages=3),
-    row("nn.TransformerEncoder, causal", Encoder, next_tokens, per_token, "cross_entropy per token", "tokens",
-        stages=3),
     own("nn.Transformer, encoder and decoder", Translator, translations, "translations, -100", stages=3),
     own("ViT", made("ViTForImageClassification", **_SMALL, **_PATCHES, num_labels=5, hidden_dropout_prob=0.1), pictures,
         "images", stages=3),

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests import nets
 from tests.zoo.row import Row
-from tests.zoo.samples import images, masks, pairs_of, signals
+from tests.zoo.samples import images, masks, thirds
 
 __all__ = ["ROWS"]
 
@@ -39,54 +39,6 @@ def resnet() -> nn.Module:
         Residual(6, 8), Residual(8, 10, 2), Residual(10, 12, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
     )  # fmt: skip
-
-
-class Inverted(nn.Module):
-    """MobileNetV3's block: depthwise, hard swish, squeeze and excitation."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        wide = 2 * width
-        self.up = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
-        self.depth = nn.Sequential(
-            nn.Conv2d(wide, wide, 5, padding=2, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()
-        )
-        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 2, 1), nn.ReLU(), nn.Conv2d(2, wide, 1))
-        self.down = nn.Sequential(nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.depth(self.up(x))
-        return x + self.down(y * functional.hardsigmoid(self.squeeze(y)))
-
-
-class Depthwise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.blocks = nn.Conv2d(3, 6, 3, 2, 1), nn.ModuleList(Inverted(6) for _ in range(3))
-        self.drop, self.head = nn.Dropout(0.2), nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.drop(x.mean((2, 3))))
-
-
-class Dense(nn.Module):
-    """DenseNet: every layer reads all before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(3 + 3 * i), nn.ReLU(), nn.Conv2d(3 + 3 * i, 3, 3, padding=1)) for i in range(4)
-        )
-        self.head = nn.Linear(15, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = [x]
-        for layer in self.layers:
-            found.append(layer(torch.cat(found, 1)))
-        return self.head(torch.cat(found, 1).amax((2, 3)))
 
 
 class ConvNext(nn.Module):
@@ -155,86 +107,15 @@ class Diffusion(nn.Module):
         return functional.mse_loss(self.head(self.up(torch.cat([x, left], 1), time)), noise)
 
 
-def wavenet() -> nn.Module:
-    """Dilated and causal, with the weight normalised by a parametrisation."""
-    norm = torch.nn.utils.parametrizations.weight_norm
-    return nn.Sequential(
-        *(
-            layer
-            for i in range(3)
-            for layer in (
-                nn.ConstantPad1d((2**i, 0), 0.0),
-                norm(nn.Conv1d(4 if i == 0 else 8, 8, 2, dilation=2**i)),
-                nn.GLU(1) if i == 2 else nn.LeakyReLU(0.2),
-            )
-        ),
-        nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(4, 5),
-    )  # fmt: skip
-
-
-def generator() -> nn.Module:
-    """DCGAN's generator: transposed convolutions."""
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Unflatten(1, (4, 2, 2)),
-        nn.ConvTranspose2d(4, 4, 4, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(True),
-        nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Tanh(), nn.Upsample(scale_factor=2, mode="bilinear"),
-    )  # fmt: skip
-
-
-class Volume(nn.Module):
-    """Convolutions over space and channels at once, and pixel shuffling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)
-        self.norm, self.drop = nn.InstanceNorm3d(4, affine=True), nn.Dropout3d(0.2)
-        self.mix, self.head = nn.Conv2d(12, 12, 1), nn.Linear(3, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.drop(functional.elu(self.norm(self.one(x.unsqueeze(1)))))
-        x = functional.elu(self.two(x)).flatten(1, 2)
-        return self.head(functional.pixel_shuffle(self.mix(x), 2).mean((2, 3)))
-
-
-def channels_first(count: int) -> Any:
-    inputs, targets = signals(count).tensors
-    return torch.utils.data.TensorDataset(inputs.transpose(1, 2).contiguous(), targets)
-
-
-def thirds(make: Any) -> Any:
-    """For the nets of tests/nets.py, which know three classes."""
-
-    def made(count: int) -> Any:
-        inputs, targets = make(count).tensors
-        return torch.utils.data.TensorDataset(inputs, targets % 3)
-
-    return made
-
-
-def canvases(count: int) -> Any:
-    drawn = torch.Generator().manual_seed(12)
-    return torch.utils.data.TensorDataset(
-        torch.randn(count, 6, generator=drawn), torch.rand(count, 3, 16, 16, generator=drawn)
-    )
-
-
 row = partial(Row, "convolutions")
 _CROSS = (functional.cross_entropy, "cross_entropy", "images")
 ROWS = (
     row("ResNet, bottlenecks", resnet, images, *_CROSS, stages=3),
     row("residuals in place", nets.Cnn, thirds(images), *_CROSS, stages=3),
     row("Inception's branches", nets.Branches, thirds(images), *_CROSS, stages=3),
-    row("DenseNet", Dense, images, *_CROSS, stages=3),
-    row("MobileNetV3, depthwise", Depthwise, images, *_CROSS, stages=3),
     row("ConvNeXt, stochastic depth", ConvNext, images, *_CROSS, stages=3),
     row("U-Net", nets.UNet, masks, functional.cross_entropy, "cross_entropy per pixel", "masks", stages=3),
     row("DDPM U-Net", Diffusion, images, None, "mse to the noise, its own", "images", stages=3),
     row("every way to draw", nets.Noisy, thirds(images), *_CROSS),
-    row("WaveNet, weight_norm parametrised", wavenet, channels_first, functional.cross_entropy, "cross_entropy",
-        "signals"),
-    row("DCGAN generator", generator, canvases, functional.l1_loss, "l1_loss", "images"),
-    row("3-D convolutions, InstanceNorm", Volume, images, *_CROSS),
-    row("denoising U-Net", nets.UNet, pairs_of(masks, lambda x: x + 0.1), functional.huber_loss, "huber_loss",
-        "images, target of the input"),
 )  # fmt: skip
 """Convolutions."""

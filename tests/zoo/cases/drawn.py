@@ -7,23 +7,18 @@ import random
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as pq
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
-import raypipe
 from tests.zoo.cases.convnets import resnet
-from tests.zoo.cases.dense import perceptron
 from tests.zoo.cases.language import _DEEP, made
 from tests.zoo.cases.losses import Tagger, flat
-from tests.zoo.row import Refused, Row
-from tests.zoo.samples import WORDS, Drawn, images, numbers, sentences
+from tests.zoo.row import Row
+from tests.zoo.samples import WORDS, Drawn, images, sentences
 
 __all__ = ["ROWS"]
 
@@ -53,30 +48,6 @@ def cropped(count: int) -> Drawn:
     return Drawn(count, make)
 
 
-def noised(count: int) -> Drawn:
-    """A signal with noise to predict it from; the target is what was added."""
-    whole = numbers(count)
-
-    def make(row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.randn(6)
-        return whole[row][0] + noise, noise[:5].clone()
-
-    return Drawn(count, make)
-
-
-def mixed(count: int) -> Drawn:
-    """Mixup: two rows at a random share, the classes too."""
-    whole = images(count)
-
-    def make(row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        share, other = float(np.random.beta(0.4, 0.4)), random.randrange(count)
-        (one, label), (two, second) = whole[row], whole[other]
-        targets = nn.functional.one_hot(torch.stack([label, second]), 5).float()
-        return share * one + (1 - share) * two, share * targets[0] + (1 - share) * targets[1]
-
-    return Drawn(count, make)
-
-
 def padded_at_random(count: int) -> Drawn:
     """As many labels as the draw leaves, so that every epoch counts others."""
 
@@ -86,14 +57,6 @@ def padded_at_random(count: int) -> Drawn:
         return ids, (ids % 5).masked_fill(torch.arange(8) >= kept, -100)
 
     return Drawn(count, make)
-
-
-class Stubborn(Drawn):
-    """Draws from a generator of its own, which nobody can seed by row."""
-
-    def __init__(self, count: int) -> None:
-        own = np.random.default_rng(0)
-        super().__init__(count, lambda row: (torch.tensor(own.standard_normal(6), dtype=torch.float32), row % 5))
 
 
 @functools.cache
@@ -111,41 +74,14 @@ def parquet(count: int) -> str:
     return str(folder)
 
 
-def arrow(count: int) -> str:
-    """A file of vectors and their targets."""
-    file = Path(_folder().name) / f"{count}.arrow"
-    inputs, targets = (tensor.tolist() for tensor in numbers(count).tensors)
-    vectors = pa.array(inputs, pa.list_(pa.float32())), pa.array(targets, pa.list_(pa.float32()))
-    pyarrow.feather.write_feather(pa.table({"x": vectors[0], "y": vectors[1]}), str(file))
-    return str(file)
-
-
-def streamed(count: int) -> Any:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(numbers(count))
-
-    return raypipe.data.Stream(Stream(), num_samples=count)
-
-
 row = partial(Row, "data")
 _BERT = {**_DEEP, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "tie_word_embeddings": False}
 ROWS = (
     row("BERT (MLM)", made("BertForMaskedLM", **_BERT), masked, None, "its own", "words hidden at random"),
     row("ResNet", resnet, cropped, cross_entropy, "cross_entropy", "random crops and flips", stages=3),
-    row("ResNet", resnet, mixed, cross_entropy, "cross_entropy with soft targets", "mixup"),
-    row("MLP", perceptron, noised, mse_loss, "mse_loss", "noise in the input, which is the target"),
     row("tagger", Tagger, padded_at_random, flat(cross_entropy), "cross_entropy", "padded at random, -100"),
     row("GPT-2", made("GPT2LMHeadModel", vocab_size=WORDS, n_layer=1, n_head=2, n_embd=16, n_positions=16,
         bos_token_id=1, eos_token_id=2, tie_word_embeddings=False), parquet, None, "its own",
         "Parquet, labels padded by -100"),
-    row("MLP", perceptron, arrow, mse_loss, "mse_loss", "Arrow"),
-    row("MLP", perceptron, Stubborn, cross_entropy, "cross_entropy", "a generator of the dataset's own", Refused(
-        "Item 0 of Stubborn comes with another column 0 each time it is read, so the stage that reads the input and "
-        "the stage that reads the target would see different items. Draw from torch's, numpy's or Python's global "
-        "generators, which raypipe seeds by (seed, epoch, row) around each item, or make the item a function of its "
-        "index; a generator of the dataset's own, the clock and counters cannot be repeated.",
-        "two stages would read different items")),
-    row("MLP", perceptron, streamed, mse_loss, "mse_loss", "IterableDataset"),
 )  # fmt: skip
 """Data."""

@@ -46,11 +46,6 @@ def where(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.sum(1, keepdim=True) > 0, 2 * x, x - 1)
 
 
-def filled(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """A mask that the data make, of a fixed size."""
-    return x.masked_fill(x > x.mean(1, keepdim=True), 0.5)
-
-
 def indexed(net: Net, x: torch.Tensor) -> torch.Tensor:
     """As many rows as the mask says, and back again."""
     positive = x[:, 0] > 0
@@ -101,11 +96,6 @@ def pythons(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 def numpys(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x + float(np.random.randn())
-
-
-def dropping(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """LayerDrop."""
-    return x if random.random() < 0.5 else torch.relu(x)
 
 
 def seeding(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +189,6 @@ def state(words: str, between: Between, *verdict: Any, **more: Any) -> Row:
 
 ROWS = (
     flow("torch.where", where),
-    flow("masked_fill", filled),
     flow("torch.cond", conditional),
     flow("rows picked by a mask", indexed),
     flow("nonzero", nonzero),
@@ -212,7 +201,6 @@ ROWS = (
     state("average in an attribute, in place", averaging_in_place, IN_PLACE),
     state("random.random()", pythons, draws("Python's")),
     state("numpy.random", numpys, draws("numpy's")),
-    state("LayerDrop by Python's random", dropping, draws("Python's")),
     state("torch.manual_seed in forward", seeding, draws("torch's",
         "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step")),
     state("generator of its own", of_its_own, OF_A_GENERATOR),

@@ -51,7 +51,6 @@ _GPT2 = {
     **_TOKENS, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
 }  # fmt: skip
-_STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OLD = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 BALANCED = Refused(
@@ -129,8 +128,6 @@ ROWS = (
     own("GPT-2, tied", made("GPT2LMHeadModel", **_GPT2), padded, "sentences, labels padded by -100", TIED, stages=3),
     own("GPT-2, untied", made("GPT2LMHeadModel", **_GPT2, tie_word_embeddings=False), padded,
         "sentences, labels padded by -100", stages=3),
-    own("GPT-2, untied, no dropout", made("GPT2LMHeadModel", **{**_GPT2, **_STILL}, tie_word_embeddings=False), masked,
-        "sentences, attention masks, -100"),
     own("Llama", made("LlamaForCausalLM", **_TWICE, num_key_value_heads=1, attention_dropout=0.1), padded,
         "sentences, labels padded by -100", stages=3),
     own("Llama, no dropout", made("LlamaForCausalLM", **_DEEP, num_key_value_heads=1), masked,
@@ -158,8 +155,6 @@ ROWS = (
     own("Mamba", made("MambaForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=1, state_size=4,
         use_mambapy=False), padded, "sentences, labels padded by -100", TIED),
     own("BERT (MLM), tied", made("BertForMaskedLM", **_DEEP, **_OLD), masked, "sentences, attention masks, -100", TIED),
-    own("BERT (MLM), untied", made("BertForMaskedLM", **_TWICE, **_OLD, tie_word_embeddings=False), masked,
-        "sentences, attention masks, -100", stages=3),
     own("BERT (MLM), no dropout", made("BertForMaskedLM", **_DEEP, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, tie_word_embeddings=False), masked, "sentences, attention masks, -100"),
     own("BERT, words and next sentence", made("BertForPreTraining", **_DEEP, hidden_dropout_prob=0.0,

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from tests.models import Records
 from tests.zoo.cases.dense import perceptron
 from tests.zoo.row import Refused, Rounding, Row
-from tests.zoo.samples import WORDS, classes, counted_pairs, numbers, sentences, signals, spoken, vectors
+from tests.zoo.samples import WORDS, counted_pairs, numbers, sentences, spoken
 
 __all__ = ["REFUSED", "ROWS", "Tagger"]
 
@@ -84,27 +84,6 @@ def picked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output[target != 0], target[target != 0])
 
 
-def focal(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    logs = output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return -((1 - logs.exp()).square() * logs).mean()
-
-
-def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of each sample, then their mean."""
-    chance, truth = output.sigmoid(), (target > 0).float()
-    return (1 - (2 * (chance * truth).sum(1) + 1) / (chance.sum(1) + truth.sum(1) + 1)).mean()
-
-
-def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Dice over the whole batch at once: a quotient of sums."""
-    chance, truth = output.sigmoid(), (target > 0).float()
-    return 1 - (2 * (chance * truth).sum() + 1) / (chance.sum() + truth.sum() + 1)
-
-
-def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.mse_loss(output, target) + output.std(0).mean()
-
-
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     one, other = functional.normalize(output, dim=-1), functional.normalize(target, dim=-1)
     return functional.cross_entropy(one @ other.T / 0.1, torch.arange(output.shape[0]))
@@ -117,16 +96,6 @@ def ctc(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.ctc_loss(output.log_softmax(-1).transpose(0, 1), target, *lengths)
 
 
-def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Anchor, positive and negative in one row."""
-    return functional.triplet_margin_loss(*output.chunk(3, 1))
-
-
-def quantiles(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    error = target - output
-    return torch.maximum(0.9 * error, -0.1 * error).mean()
-
-
 class Framewise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,32 +105,10 @@ class Framewise(nn.Module):
         return self.two(functional.gelu(self.one(x.transpose(1, 2))).transpose(1, 2))
 
 
-class Triple(nn.Module):
-    """Embeds an anchor, a positive and a negative, side by side in the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv1d(4, 8, 4, stride=4), nn.Conv1d(8, 5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(functional.gelu(self.one(x.transpose(1, 2)))).transpose(1, 2).flatten(1)
-
-
-def some_positive(count: int) -> TensorDataset:
-    """Five yes or no for each sample."""
-    inputs, targets = numbers(count).tensors
-    return TensorDataset(inputs, (targets > 0.5).float())
-
-
 def shares(count: int) -> TensorDataset:
     """A distribution over five classes for each sample."""
     inputs, targets = numbers(count).tensors
     return TensorDataset(inputs, targets.softmax(-1))
-
-
-def positive(count: int) -> TensorDataset:
-    inputs, targets = numbers(count).tensors
-    return TensorDataset(inputs, targets.exp())
 
 
 row = partial(Row, "losses")
@@ -191,11 +138,8 @@ ROWS = (
     tags("cross_entropy", flat(functional.cross_entropy), -100),
     tags("CrossEntropyLoss(ignore_index=-1)", flat(nn.CrossEntropyLoss(ignore_index=-1)), -1),
     tags("class weights and ignore_index=0", flat(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=0)), 0),
-    tags("label smoothing", flat(nn.CrossEntropyLoss(label_smoothing=0.1)), -100),
     tags("label smoothing and class weights", flat(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)),
          -100),
-    tags("cross_entropy, reduction='sum'", flat(nn.CrossEntropyLoss(reduction="sum")), -100),
-    tags("log_softmax and nll_loss", flat(lambda o, t: functional.nll_loss(o.log_softmax(-1), t, ignore_index=-1)), -1),
     tags("a masked mean by hand", hidden_by_zero, 0),
     tags("cross_entropy of what a mask picks", picked, 0, older=("2.12", UNCOUNTED)),
     row("tagger", lambda: Judging(weighed), few_labels, None, "its own, class weights in a buffer",
@@ -204,21 +148,12 @@ ROWS = (
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
         "sentences, labels padded by -100", PENALISED),
-    row("tagger", Tagger, classes, focal, "focal loss", "tokens"),
     vectored("mse_loss", functional.mse_loss),
     vectored("MSELoss(reduction='sum')", nn.MSELoss(reduction="sum")),
-    vectored("BCEWithLogitsLoss, pos_weight", nn.BCEWithLogitsLoss(pos_weight=torch.linspace(1, 3, 5)), some_positive),
     vectored("KLDivLoss(reduction='batchmean')",
              lambda o, t: nn.KLDivLoss(reduction="batchmean")(o.log_softmax(-1), t), shares),
     vectored("cross_entropy with soft targets", functional.cross_entropy, shares),
-    vectored("PoissonNLLLoss", nn.PoissonNLLLoss(), positive),
-    vectored("MultiMarginLoss", nn.MultiMarginLoss(), vectors),
-    vectored("quantile loss", quantiles),
-    vectored("Dice of each sample", dice),
     row("1-D convolutions", Framewise, spoken, ctc, "ctc_loss", "signals and labels"),
-    row("1-D convolutions", Triple, signals, triplet, "triplet_margin_loss", "signals, three in a row"),
-    vectored("Dice over the batch", overlap, numbers, OVER_THE_BATCH, microbatches=(4,)),
-    vectored("mse + spread over the batch", spread, numbers, OVER_THE_BATCH, microbatches=(4,)),
     vectored("contrastive (InfoNCE)", contrastive, numbers, OVER_THE_BATCH, microbatches=(4,)),
     vectored("contrastive (InfoNCE), one micro-batch", contrastive, microbatches=(1,), evaluated=8),
 )  # fmt: skip

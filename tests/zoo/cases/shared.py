@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests import nets
 from tests.models import token_loss
 from tests.models import tokens as next_tokens
-from tests.zoo.cases.convnets import thirds
 from tests.zoo.row import Rounding, Row
-from tests.zoo.samples import images, vectors
+from tests.zoo.samples import images, thirds, vectors
 
 __all__ = ["ROWS"]
 
@@ -84,21 +83,6 @@ def still_norms() -> nn.Module:
     return model
 
 
-class Siamese(nn.Module):
-    """One encoder for both halves of a row, and one block three times over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.again = nn.Sequential(nn.Linear(3, 8), nn.GELU()), nn.Linear(8, 8)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right = (self.encode(half) for half in x.split(3, 1))
-        for _ in range(3):
-            left = left + torch.tanh(self.again(left))
-        return self.head(torch.cat([left, right], 1))
-
-
 class Recomputed(nn.Module):
     """Blocks that compute their forward again in the backward, dropout in them."""
 
@@ -131,30 +115,22 @@ norm = partial(Row, "normalisations")
 use = partial(Row, "shared and frozen")
 again = partial(Row, "recomputed")
 ROWS = (
-    norm("GroupNorm", lambda: convolved(lambda: nn.GroupNorm(2, 6)), *_IMAGES),
     norm("InstanceNorm with running averages",
          lambda: convolved(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)), *_IMAGES),
     norm("BatchNorm in nn.Sequential", lambda: convolved(lambda: nn.BatchNorm2d(6)), *_IMAGES, stages=3),
     norm("BatchNorm, momentum=None", lambda: convolved(lambda: nn.BatchNorm2d(6, momentum=None)), *_IMAGES),
-    norm("BatchNorm, momentum=None, traced", lambda: Traced(convolved(lambda: nn.BatchNorm2d(6, momentum=None))),
-         *_IMAGES),
-    norm("LocalResponseNorm, RMSNorm", lambda: nn.Sequential(convolved(lambda: nn.LocalResponseNorm(3)), nn.RMSNorm(5)),
-         *_IMAGES),
     norm("spectral_norm", Spectral, *_VECTORS),
     norm("weight_norm of old", weight_normed, *_VECTORS),
     norm("running average by hand", Handmade, *_VECTORS),
     use("one module three times, nn.Sequential", nets.tied_sequential, *_THREE, USES, stages=3),
-    use("Siamese encoder, a block repeated", Siamese, *_VECTORS, USES),
     use("language model, tied", nets.TiedLanguageModel, *_WORDS, USES, stages=3),
     use("language model, a buffer for all stages", nets.untied, *_WORDS, stages=3),
     use("frozen below", lambda: nets.frozen(nets.Mlp(), "layers.0", "layers.1"), *_THREE, stages=3),
     use("frozen in the middle", lambda: nets.frozen(nets.sequential(), "2", "4"), *_THREE, stages=3),
     use("frozen on top", lambda: nets.frozen(nets.Mlp(), "layers.2", "layers.3"), *_THREE, stages=3),
     use("frozen backbone, BatchNorm in evaluation mode", still_norms, *_IMAGES),
-    again("checkpoint(use_reentrant=False)", lambda: Recomputed(0.0, False), *_VECTORS),
     again("checkpoint(use_reentrant=False), dropout", lambda: Recomputed(0.2, False), *_VECTORS,
           twin=lambda: Recomputed(0.2)),
-    again("checkpoint(use_reentrant=True)", lambda: Recomputed(0.0, True), *_VECTORS),
     again("checkpoint(use_reentrant=True), dropout", lambda: Recomputed(0.2, True), *_VECTORS,
           twin=lambda: Recomputed(0.2)),
 )  # fmt: skip
