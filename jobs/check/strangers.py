@@ -43,7 +43,7 @@ from jobs.lib.growth import Growth, Look, growth_of
 from jobs.lib.machine import machine_line
 from jobs.lib.strangers import Strangers
 from raypipe.engine.setup import RunSetup
-from raypipe.runtime.transport.handshake import Hello, run_digest
+from raypipe.runtime.transport.handshake import LinkIdentity, run_digest
 
 STAGES = 2
 FIRST_STEPS = 50
@@ -215,7 +215,7 @@ def main() -> int:
                     raise SystemExit(f"not at step {FIRST_STEPS} after {WAIT_S:g} s: {handle.status()}")
                 time.sleep(0.05)
             run, host = run_digest(made.setup.run_id), ray.util.get_node_ip_address()
-            hellos = [Hello(run, links, me, 1 - me, 4) for links in range(100) for me in (0, 1)]
+            hellos = [LinkIdentity(run, links, me, 1 - me, 4) for links in range(100) for me in (0, 1)]
             places = [(host, port) for port in range(ports[0], ports[0] + STAGES)]
             strangers = Strangers(places, hellos, made.setup.secret, options.seed)
             crowd = Crowd(handle, strangers, options, folder / "disturbed")

@@ -13,7 +13,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from raypipe.runtime.transport.handshake import Hello, call
+from raypipe.runtime.transport.handshake import LinkIdentity, call
 
 __all__ = ["KINDS", "Strangers"]
 
@@ -34,7 +34,7 @@ class Strangers:
     def __init__(
         self,
         ports: Sequence[tuple[str, int]],
-        hellos: Sequence[Hello],
+        hellos: Sequence[LinkIdentity],
         secret: bytes,
         seed: int,
         open_at_once: int = 200,

@@ -123,6 +123,7 @@ class _End(worker._StageActor):
     """One end of a link, for a test that holds the other end's actor too."""
 
     channel: Any = None
+    _endpoint: Any
 
     def listen(self) -> tuple[Any, int]:
         if self.channel is not None:
