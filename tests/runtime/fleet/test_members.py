@@ -14,7 +14,6 @@ from raypipe.config.ray import WorkerRange
 from raypipe.engine.executor import WorkerProgress
 from raypipe.errors import LeaseError
 from raypipe.run.requests import Requests
-from raypipe.run.spec import RequestedSize
 from raypipe.runtime.fleet import roster, spares
 from raypipe.runtime.fleet.growth import Growth
 from raypipe.runtime.fleet.roster import Member, Roster, Terms
@@ -41,13 +40,6 @@ def growth_on(
     event = lambda decision, reason, **numbers: told.append((decision, reason))  # noqa: E731
     waiting = Waiting(fleet, requests, lambda line: None, event, None, check)
     return Growth(fleet, WorkerRange(2, 4, 0.0), 4, requests, waiting, event, survives=False)
-
-
-def test_a_requested_size_ends_growth() -> None:
-    growth = growth_on(SimpleNamespace(), Requests(), [])
-    assert growth.count == 4
-    growth.resized(RequestedSize(num_stages=2, workers=2))
-    assert growth.count == 2
 
 
 class Places(Roster):
