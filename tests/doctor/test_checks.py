@@ -150,13 +150,3 @@ def test_a_fault_of_the_whole_is_named_alone(
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_a_cluster_on_loopback_needs_no_token(address: str) -> None:
     assert wrong(Facts(f"{address}:6379", (replace(GOOD, address=address),), HERE)) == []
-
-
-def test_every_fault_is_named_when_there_are_several() -> None:
-    facts = replace(second(shm_bytes=1, storage_shared=False, port=0, port_error="in use"), auth_mode="disabled")
-    assert [finding.subject for finding in wrong(facts)] == ["token", "ports", "shm", "storage"]
-
-
-def test_a_finding_prints_as_one_line_and_its_cure() -> None:
-    assert str(Finding("ok", "shm", "enough")) == "ok       shm       enough"
-    assert str(Finding("problem", "shm", "little", "more")).split("\n")[1].strip() == "cure: more"

@@ -14,23 +14,6 @@ from jobs.bench.codec import bench
 from jobs.lib import records
 
 
-def test_figures_of_a_small_tensor() -> None:
-    found = bench.measure(bench.on_host, 1 << 12, rounds=1)
-    figures = bench.figures_of(found)
-    assert {name.split("_")[0] for name in figures} == {"gbytes", "ratio", "relative"}
-    assert figures["ratio_bf16"] == figures["ratio_fp16"] == 2.0
-    assert figures["ratio_int8"] == pytest.approx(4 / (1 + 4 / 128))
-    assert 0 < figures["relative_error_fp16"] < 2.0**-11
-    assert figures["relative_error_fp16"] < figures["relative_error_bf16"] < 2.0**-8
-    assert figures["relative_error_bf16"] < figures["relative_error_int8"] < figures["relative_error_int8_at_random"]
-    assert figures["relative_error_int8"] < figures["relative_error_fp8"] < figures["relative_error_int4"]
-    assert figures["ratio_int4"] == pytest.approx(4 / (1 / 2 + 4 / 128))
-    assert found["copy"]["ratio"] == 1.0
-    assert found["copy"]["break_even_mbit"] == 0.0
-    assert "fraction_of_copy_int8" not in figures
-    assert "int8_at_random" in bench.shown("title", found)
-
-
 @pytest.mark.slow
 def test_a_quick_run_as_people_start_it(tmp_path: Path) -> None:
     """From the repository's root; the figures can be computed from the raw trials, and no record is left."""

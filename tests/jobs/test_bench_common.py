@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +10,11 @@ from typing import Any
 import pytest
 
 from jobs.lib import common, records
-from jobs.lib.common import Bench, BenchRun
+from jobs.lib.common import Bench
 from jobs.lib.growth import Growth, Look, growth_of
-from jobs.lib.kept_cells import KeptCells
 from jobs.lib.records import begin, keep, problems, read, run_of, text_of
 
 pytestmark = [pytest.mark.core, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -75,34 +69,6 @@ def test_only_a_full_run_is_recorded(
     assert [path.name for path in tmp_path.iterdir()] == ([file] if file else [])
 
 
-def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [str(ROOT / "jobs/bench/links/__main__.py")])
-    options: dict[str, dict[str, Any]] = {
-        "--emulated": {"action": "store_true"}, "--nets": {"nargs": "+"}, "--plot": {"type": Path},
-    }  # fmt: skip
-    bench = dataclasses.replace(BENCH, options=options, handicap=False)
-    run = bench.begin(["--quick", "--json", "x.json", "--emulated", "--nets", "b", "c", "--plot", "/here"])
-    assert run.settings == Settings(1, ["b", "c"]), "an option of the name of a field sets it"  # type: ignore[arg-type]
-    assert run.command == "python jobs/bench/links --emulated --nets b c", "what changes figures, and no path"
-    for refused in (["--handicap", "-1"], ["--handicap", "nan"]):
-        with pytest.raises(SystemExit):
-            BENCH.begin(refused)
-
-
-def test_candidates_take_turns_and_a_handicap_must_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(BenchRun.turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
-    run = BENCH.begin(["--handicap", "0.003"])
-    assert run.handicap_seen("here", 1.05, 1.26, 0.2)
-    assert "1.2500 predicted, 1.2600 measured: seen" in capsys.readouterr().out
-    assert not run.handicap_seen("here", 1.05, 1.06, 0.2)
-
-
-def test_the_frame_loads_neither_torch_nor_ray() -> None:
-    check = "import sys, jobs.lib.common, jobs.lib.processes\nprint(*{'torch', 'ray', 'raypipe'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout.split()) == (0, [])
-
-
 def test_the_newest_run_is_first_and_alone_has_raw_trials(tmp_path: Path) -> None:
     file = tmp_path / "results" / "x.json"
     keep(file, "bench_x", record())
@@ -138,27 +104,6 @@ def test_problems_of_a_record(changes: dict[str, Any], problem: str) -> None:
 def test_the_committed_records_are_valid() -> None:
     for file in records.FOLDER.glob("*.json"):
         read(file)
-
-
-def test_a_kept_cell_is_measured_once(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def measure() -> dict[str, object]:
-        calls.append(1)
-        return {"steps": (1.0, 2.0)}
-
-    with pytest.raises(ZeroDivisionError):
-        KeptCells(tmp_path).measured("a", [1, "x"], lambda: 1 / 0)
-    for _ in range(2):
-        assert KeptCells(tmp_path).measured("a", [1, "x"], measure) == {"steps": [1.0, 2.0]}
-    assert len(calls) == 1
-    KeptCells(tmp_path).measured("a", [2, "x"], measure)
-    KeptCells(None).measured("a", [2, "x"], measure)
-    assert len(calls) == 3
-    kept = KeptCells(tmp_path, only_kept=True)
-    assert [title for title in ("a", "b") if kept.counts(title)] == ["a"]
-    with pytest.raises(SystemExit, match="measured with other arguments"):
-        kept.measured("a", [3, "x"], measure)
 
 
 def test_a_leak_has_a_slope_and_a_single_high_look_has_none() -> None:

@@ -47,13 +47,6 @@ def test_splits_are_of_whole_files_and_bounded(built: corpus.Corpus) -> None:
     assert b"import " in built.heldout_text
 
 
-def test_sources_leave_out_tests_and_packages(tmp_path: Path) -> None:
-    for name in ("b.py", "a/x.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert [name for name, _ in corpus._sources(tmp_path)] == ["a/x.py", "b.py"]
-
-
 def test_entropies_of_known_texts() -> None:
     assert corpus.bigram_entropy_nats(b"ababababa") == 0.0
     # After a come b and c equally often; after b and c always a.

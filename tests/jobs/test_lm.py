@@ -74,12 +74,12 @@ class Jobs(NamedTuple):
         """What is left of jobs, after the while that it may take them to go."""
         ray.init(self.environment["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
         try:
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + 60
             while any((found := held()).values()) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
         finally:
             ray.shutdown()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while (running := actors()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return found | {"processes": running}

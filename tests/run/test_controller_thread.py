@@ -130,9 +130,9 @@ def numbers(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.parametrize("limit", [0.5, None])  # steps of zb-h1 overlap where nothing is clipped
 @pytest.mark.parametrize(
-    ("name", "replicas"), [("mlp", 1), ("noisy", 1), ("cnn", 1), ("mlp", (2, 1, 3)), ("noisy", (1, 2, 2))]
+    ("name", "replicas", "limit"),  # steps of zb-h1 overlap where nothing is clipped
+    [("mlp", 1, 0.5), ("noisy", 1, None), ("cnn", 1, None), ("mlp", (2, 1, 3), None), ("noisy", (1, 2, 2), 0.5)],
 )
 def test_parameters_do_not_show_how_often_the_schedule_was_turned(
     name: str, replicas: int | tuple[int, ...], limit: float | None, tmp_path: Path
@@ -171,6 +171,19 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
             assert sample.stage > 0 or sample.input_s < sample.weight_s
 
 
+def same_as_plain(run: Path, name: str, found: Any, counts: Sequence[int], rows: Sequence[dict[str, Any]]) -> Any:
+    """Return what plain PyTorch makes with so many micro-batches in each step; the run has its norms and its bits."""
+    case = CASES[name]
+    plain = reference(
+        case.model(), optimizer=adamw, lr_scheduler=cosine, train_data=case.data(30), num_steps=STEPS,
+        loss_fn=case.loss_fn, pipeline=found._pipeline, microbatches_by_step=counts,
+    )  # fmt: skip
+    assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
+    ours, expected = load_state_dict(run), {**plain.parameters, **plain.buffers}
+    assert all(same_bits(ours[key], expected[key]) for key in ours)
+    return plain
+
+
 @pytest.mark.parametrize("name", ["noisy", "cnn"])
 def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_path: Path) -> None:
     """Dropout is drawn by the number of the micro-batch and BatchNorm sees smaller batches: both can be followed."""
@@ -190,22 +203,7 @@ def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_p
     rows = train(found, make)
     counts = [COUNT, *(choices[step % len(choices)].num_microbatches for step in range(STEPS - 1))]
     assert [row["schedule"] for row in rows[1:6]] == [f"{choice}, M={choice.num_microbatches}" for choice in choices]
-    case = CASES[name]
-    plain = reference(
-        case.model(),
-        optimizer=adamw,
-        lr_scheduler=cosine,
-        train_data=case.data(30),
-        num_steps=STEPS,
-        loss_fn=case.loss_fn,
-        pipeline=found._pipeline,
-        microbatches_by_step=counts,
-    )
-    assert [row["loss"] for row in rows] == list(plain.losses)
-    assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
-    ours = load_state_dict(tmp_path / "turned")
-    expected = {**plain.parameters, **plain.buffers}
-    assert all(same_bits(ours[key], expected[key]) for key in ours)
+    assert [row["loss"] for row in rows] == list(same_as_plain(tmp_path / "turned", name, found, counts, rows).losses)
 
 
 def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path) -> None:
@@ -223,18 +221,11 @@ def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path)
     rows = train(trainer(tmp_path, "turned", "noisy", retune_microbatches=True), make)
     counts = [COUNT, 2, 2, 2, 8, 2, 2, 2, 8]
     assert rows[3]["schedule"] == "slack r=2,1, M=2"
-    case = CASES["noisy"]
-    plain = reference(
-        case.model(), optimizer=adamw, lr_scheduler=cosine, train_data=case.data(30), num_steps=STEPS,
-        loss_fn=case.loss_fn, pipeline=found._pipeline, microbatches_by_step=counts,
-    )  # fmt: skip
-    assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
-    ours, expected = load_state_dict(tmp_path / "turned"), {**plain.parameters, **plain.buffers}
-    assert all(same_bits(ours[key], expected[key]) for key in ours)
+    same_as_plain(tmp_path / "turned", "noisy", found, counts, rows)
 
 
-@pytest.mark.parametrize("replicas", [1, (2, 1, 3)])
-def test_the_controller_is_told_of_every_action_and_message(replicas: int | tuple[int, ...], tmp_path: Path) -> None:
+def test_the_controller_is_told_of_every_action_and_message(tmp_path: Path) -> None:
+    replicas = (2, 1, 3)
     scripts: list[Script] = []
 
     def make(setup: ControllerConfig, state: str) -> ControllerThread:
@@ -242,7 +233,7 @@ def test_the_controller_is_told_of_every_action_and_message(replicas: int | tupl
         return Prompt(setup, state, scripts[-1])
 
     rows = train(trainer(tmp_path, "told", "mlp", num_replicas=replicas), make)
-    workers = [(s, r) for s, count in enumerate((1,) * STAGES if replicas == 1 else replicas) for r in range(count)]
+    workers = [(s, r) for s, count in enumerate(replicas) for r in range(count)]
     events = scripts[0].events
     assert [event.step for event in events] == list(range(STEPS))
     assert [event.seconds for event in events] == [row["seconds"] for row in rows]
@@ -373,24 +364,3 @@ def test_a_step_beside_a_copy_is_no_measurement(copying: bool) -> None:
     assert (event.step, event.seconds, event.counts) == (7, 2.0, not copying)
     assert len(event.messages) == (0 if copying else 2)
     assert bool(event.stages) == (not copying and sample is not None)
-
-
-def test_replicas_are_told_apart_and_messages_have_the_micro_batches_of_the_step() -> None:
-    """Stages 2-1 with 3 lanes and 5 micro-batches: lanes 0 and 2 are worker 0's, lane 1 is worker 1's."""
-    spec = ScheduleSpec("1f1b", 5, replicas=(2, 1), lanes=3)
-
-    def report(stage: int, worker: int, count: int, *, forward: bool) -> StepReport:
-        times = MessageTimes(0, forward)
-        for message in range(count):
-            times.add(8, 8, float(message), message + 0.5)
-        sample = StageSample(stage, 7, 0.1 * (1 + worker), 0.2)
-        return StepReport(
-            stage, 7, 4, 0.5, None, 0.0, 1.0, 0.5, 0.1, (0, 0), 1, sample=sample, messages=(times,), worker=worker
-        )
-
-    reports = [report(0, 0, 3, forward=False), report(0, 1, 2, forward=False), report(1, 2, 5, forward=True)]
-    event = step_done(2.0, ActiveSettings(Choice(spec)), reports, counts=True)
-    assert [(s.stage, s.replica, s.forward_s) for s in event.stages] == [(0, 0, 0.1), (0, 1, 0.2), (1, 0, 0.1 * 3)]
-    back = [m.microbatch for m in event.messages if not m.forward]
-    assert back == [0, 2, 3, 1, 4]
-    assert [m.microbatch for m in event.messages if m.forward] == [0, 1, 2, 3, 4]

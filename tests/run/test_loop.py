@@ -312,13 +312,12 @@ def kill(requests: Requests) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["", "and 1 of 2 workers with it"])
 @pytest.mark.parametrize(
-    ("name", "pipeline"),
+    ("name", "pipeline", "why"),
     [
-        ("noisy", {}),
-        ("buffers", {"num_stages": 3, "on_nonfinite": "skip"}),
-        ("noisy", {"schedule": "2bw", "verify": "off"}),
+        ("noisy", {}, ""),
+        ("buffers", {"num_stages": 3, "on_nonfinite": "skip"}, "and 1 of 2 workers with it"),
+        ("noisy", {"schedule": "2bw", "verify": "off"}, "and 1 of 2 workers with it"),
     ],
 )
 def test_a_loop_adopts_the_stages_of_another_driver_and_no_bit_changes(

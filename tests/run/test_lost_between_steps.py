@@ -147,8 +147,9 @@ SCORED = {
 """Why there are evaluations: for the sake of checkpoints, or of their own."""
 
 
-@pytest.mark.parametrize("why", SCORED)
-@pytest.mark.parametrize("lost", ["evaluation 6", "step 6", "evaluation 10"])
+@pytest.mark.parametrize(
+    ("why", "lost"), [("scored", "evaluation 6"), ("scored", "step 6"), ("evaluated", "evaluation 10")]
+)
 @pytest.mark.parametrize("back", [False, True])
 def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
     why: str, lost: str, back: bool, tmp_path: Path
@@ -167,10 +168,9 @@ def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
         assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
 
 
-@pytest.mark.parametrize("why", SCORED)
-def test_a_checkpoint_may_come_to_count_while_all_go_back_to_one_before_it(why: str, tmp_path: Path) -> None:
+def test_a_checkpoint_may_come_to_count_while_all_go_back_to_one_before_it(tmp_path: Path) -> None:
     """What belongs behind its step is done once more, and the last one, which was being taken, is no extra one."""
-    config, kept = SCORED[why]
+    config, kept = SCORED["scored"]
     trainer(tmp_path, "alone", config, kept).fit(STEPS, local=True, progress=False)
     made = trainer(tmp_path, "run", config, kept)
     found, listens = disturbed(made, tmp_path / "run", "evaluation 10", back=True, back_to=6)

@@ -92,14 +92,6 @@ def test_a_start_that_slows_some_steps_does_not_keep_copies_away_for_long() -> N
     assert intervals((*FIRST, 10.0, 0.0, 0.0)) == [*ARE_FREE, 4, 8, 4]
 
 
-def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
-    times = CopyTimes(3)
-    times.ordered(0)
-    times.on_step(1.0, reports(None))
-    times.on_step(1.0, reports(CopyReport(0, 0.1, 20.0), copying=True))
-    assert [times.due(step) for step in (39, 40)] == [False, True]
-
-
 def test_after_going_back_it_counts_from_there() -> None:
     times = CopyTimes(3)
     times.ordered(30)
@@ -124,13 +116,6 @@ def test_one_that_was_lost_is_taken_again_and_one_that_is_slow_is_waited_for() -
     for copying, due in ((True, False), (False, True)):
         times.on_step(1.0, reports(None, copying=copying))
         assert [times.due(step) for step in (AGAIN_STEPS - 1, AGAIN_STEPS)] == [False, due]
-
-
-def test_none_at_all() -> None:
-    times = CopyTimes(None)
-    times.on_step(1.0, reports(None))
-    assert not times.due(1000)
-    assert not times.empties(0)
 
 
 class Never:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer, Result
+from raypipe import Result
 from raypipe.capture import capture
 from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
@@ -25,6 +25,7 @@ from raypipe.prepare.identity import model_labels
 from raypipe.prepare.model_code import code_labels
 from raypipe.run.same_run import CUTS, GRAPH, REDUCTION, compare, differences, read_settings
 from raypipe.run.spec import RunIdentity
+from tests.run import test_same_run
 
 pytestmark = [pytest.mark.engine]
 
@@ -238,18 +239,8 @@ def fit(folder: Path, steps: int, text: str = PLAIN, *, traced: bool = True, **g
     file = folder / f"{len(list(folder.iterdir()))}" / "model.py"
     file.parent.mkdir()
     file.write_text(text)
-    drawn = torch.Generator().manual_seed(5)
-    x, y = torch.randn(24, 5, generator=drawn), torch.randint(3, (24,), generator=drawn)
-    trainer = PipelineTrainer(
-        loaded(file).make(traced),
-        loss_fn=nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.AdamW, lr=0.01),
-        train_data=torch.utils.data.TensorDataset(x, y),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters"),
-        run_config=SimpleNamespace(name="run", storage_path=str(folder / "runs")),
-        **given,
-    )
-    return trainer.fit(num_steps=steps, local=True, progress=False)
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    return test_same_run.fit(folder / "runs", steps, model=loaded(file).make(traced), optimizer=optimizer, **given)
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -306,8 +297,7 @@ def test_the_same_operations_are_the_same_model_however_it_is_written(tmp_path: 
     assert len(fit(tmp_path, STEPS, renamed).records) == STEPS
 
 
-@pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("number", "traced"), [(1, True), (2, False)])
 def test_a_run_of_another_raypipe_goes_on(number: int, traced: bool, tmp_path: Path) -> None:
     fit(tmp_path, SAVED, traced=traced)
     rewritten(tmp_path, partial(by_another, format=number))

@@ -29,11 +29,6 @@ class Run:
         return self.goodput.done(StepRecord(step, 8, 0.5, 1.0, 1.0, 0.1, 0.0, 2, skipped=skipped))
 
 
-def test_a_run_without_a_pause_gets_further_all_the_time() -> None:
-    run = Run()
-    assert [run.step(step) for step in range(5)] == [1.0] * 5
-
-
 def test_pauses_and_steps_that_are_done_again_do_not_count() -> None:
     run = Run(10)
     for step in range(10, 14):
@@ -60,17 +55,10 @@ def test_a_step_that_is_left_out_is_no_step_further() -> None:
     assert [run.step(0), run.step(1, skipped=True), run.step(2)] == pytest.approx([1.0, 1 / 2, 2 / 3])
 
 
-def test_before_the_begin_nothing_is_known() -> None:
-    assert Goodput(lambda: 0.0).done(StepRecord(0, 8, 0.5, 1.0, 1.0, 0.1, 0.0, 2)) == 0.0
-
-
 def test_a_status_shows_no_goodput_that_is_not_known() -> None:
     record = StepRecord(3, 8, 0.5, 1.0, 0.25, 0.1, 64.0, 2)
     assert "goodput" not in str(RunStatus("run", "", "running").after(record, ()))
     assert "goodput 75%" in str(RunStatus("run", "", "running").after(replace(record, goodput=0.75), ()))
-
-
-pytestmark = pytest.mark.engine
 
 
 def at(step: int) -> Position:

@@ -10,6 +10,7 @@ import pytest
 from raypipe.errors import PlanError
 from raypipe.planner.repartition import Offer
 from raypipe.run.requests import Requests, Resize
+from tests.waiting import wait_until
 
 
 class Halts:
@@ -47,10 +48,10 @@ def test_another_cut_waits_until_what_is_ordered_is_done() -> None:
 def test_stages_that_pause_anyway_are_halted_only_where_that_takes_too_long() -> None:
     requests, halted = Requests(), threading.Event()
     fleet = SimpleNamespace(halt=halted.set)
-    requests.serve(fleet, patience_s=0.05)
+    requests.serve(fleet, patience_s=0.5)
     requests.leave({"a"})
     assert requests.take_leaving() == {"a"}
-    assert not halted.wait(0.2), "the run has come to such a step"
+    assert not halted.wait(0.7), "the run has come to such a step"
     requests.leave({"b"})
     assert halted.wait(30)
 
@@ -71,8 +72,7 @@ def test_one_resize_at_a_time_is_answered() -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while not requests.wants_change:
-        pass
+    wait_until(lambda: requests.wants_change)
     with pytest.raises(PlanError, match="being resized"):
         requests.resize(4, 1.0)
     asked = requests.take_resize()

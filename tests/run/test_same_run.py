@@ -98,7 +98,6 @@ FREE = {
     "learning rate of group 0: was 0.1, is 0.05": {"optimizer": partial(sgd, lr=0.05)},
     "weight_decay of group 0: was 0, is 0.5": {"optimizer": partial(sgd, weight_decay=0.5)},
     "step_size of the lr_scheduler: was 2, is 3": {"lr_scheduler": partial(lr_scheduler.StepLR, step_size=3)},
-    "lr_scheduler: was StepLR, is None": {"lr_scheduler": None},
     "lr_scheduler: was StepLR, is LinearLR": {"lr_scheduler": lr_scheduler.LinearLR},
     "max_grad_norm: was None, is 0.5": {"config": {"max_grad_norm": 0.5}},
     "schedule: was synchronous, is 2bw": {"config": {"schedule": "2bw"}},
@@ -264,16 +263,12 @@ ADAM = partial(torch.optim.AdamW, lr=0.01)
 @pytest.mark.parametrize(
     ("before", "after", "schedules"),
     [
-        (sgd, partial(sgd, lr=0.02), (None, None)),
         (ADAM, partial(torch.optim.AdamW, lr=0.3, weight_decay=0.2, betas=(0.5, 0.9)), (None, None)),
         (by_layer, partial(by_layer, lrs=(0.1, 0.01)), (None, None)),
-        (sgd, partial(sgd, lr=0.02), (STEP, STEP)),
         (sgd, partial(sgd, lr=0.02), (COSINE, COSINE)),
-        (sgd, partial(sgd, lr=0.02), (WARM, WARM)),
         (sgd, sgd, (None, COSINE)),
         (sgd, sgd, (COSINE, None)),
         (sgd, partial(sgd, lr=0.3), (STEP, WARM)),
-        (sgd, sgd, (CYCLE, STEP)),
         (ADAM, ADAM, (STEP, CYCLE)),
     ],
 )
@@ -326,38 +321,20 @@ def test_rows_that_are_rounded_differently_are_the_same(tmp_path: Path) -> None:
         fit(tmp_path, STEPS, train_data=torch.utils.data.TensorDataset(x, y))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "line"),
-    [
-        (
-            {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)},
-            {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.2)},
-            "loss_fn, label_smoothing: was 0.1, is 0.2",
-        ),
-        (
-            {"loss_fn": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))},
-            {"loss_fn": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 4.0]))},
-            "loss_fn, weight: another content",
-        ),
-    ],
-)
-def test_what_a_loss_holds_is_a_difference(before: Any, after: Any, line: str, tmp_path: Path) -> None:
-    fit(tmp_path, SAVED, **before)
+def test_what_a_loss_holds_is_a_difference(tmp_path: Path) -> None:
+    def weighted(last: float, smoothing: float) -> nn.Module:
+        return nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, last]), label_smoothing=smoothing)
+
+    fit(tmp_path, SAVED, loss_fn=weighted(3.0, 0.1))
     with pytest.raises(ConfigError) as refused:
-        fit(tmp_path, STEPS, **after)
-    assert f"\n  {line}\n" in str(refused.value)
-    assert len(fit(tmp_path, STEPS, **before).records) == STEPS
+        fit(tmp_path, STEPS, loss_fn=weighted(4.0, 0.2))
+    for line in ("loss_fn, label_smoothing: was 0.1, is 0.2", "loss_fn, weight: another content"):
+        assert f"\n  {line}\n" in str(refused.value)
+    assert len(fit(tmp_path, STEPS, loss_fn=weighted(3.0, 0.1)).records) == STEPS
 
 
-@pytest.mark.parametrize(
-    ("made", "option", "lacks"),
-    [
-        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
-        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
-    ],
-)
-def test_an_option_that_needs_what_was_not_kept(made: Any, option: dict[str, bool], lacks: str, tmp_path: Path) -> None:
-    fit(tmp_path, SAVED, optimizer=partial(made, lr=0.01))
-    with pytest.raises(CheckpointError, match=rf"{made.__name__} needs '{lacks}' with its new options .*init_from="):
-        fit(tmp_path, STEPS, optimizer=partial(made, lr=0.01, **option), resume=True)
-    assert len(fit(tmp_path, STEPS, optimizer=partial(made, lr=0.02), resume=True).records) == STEPS
+def test_an_option_that_needs_what_was_not_kept(tmp_path: Path) -> None:
+    fit(tmp_path, SAVED, optimizer=ADAM)
+    with pytest.raises(CheckpointError, match=r"AdamW needs 'max_exp_avg_sq' with its new options .*init_from="):
+        fit(tmp_path, STEPS, optimizer=partial(ADAM, amsgrad=True), resume=True)
+    assert len(fit(tmp_path, STEPS, optimizer=partial(ADAM, lr=0.02), resume=True).records) == STEPS

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import PlanError
-from raypipe.ir.report import StepRecord, StepReport
 from raypipe.planner.elastic import with_spares
-from raypipe.run.journal import Journal
 from raypipe.run.loop import LoopSetup, run_loop
 from raypipe.run.plans.blueprint import assemble
-from raypipe.run.plans.later import another
-from raypipe.run.plans.planning import plan_for
-from raypipe.run.plans.plans import Plans, wanted_workers
+from raypipe.run.plans.plans import Plans, regroup, wanted_workers
 from raypipe.run.requests import Requests
 from raypipe.run.spec import RequestedSize
-from raypipe.run.status import Stages
 from tests.exactness import same_bits
 from tests.models import CASES, Paced
+from tests.run.loops import Acts
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -58,48 +52,6 @@ def trainer(folder: Path, run: str, name: str, sample_seconds: float = 0.0, **pi
     )
 
 
-class StopsAfter(Journal):
-    """Asks the run to stop after a step."""
-
-    def __init__(self, requests: Requests, step: int) -> None:
-        super().__init__("run", "")
-        self._requests, self._last = requests, step
-
-    def step(self, record: StepRecord, reports: Sequence[StepReport], stages: Stages) -> None:
-        super().step(record, reports, stages)
-        if record.step + 1 == self._last:
-            self._requests.stop("another plan")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stages"), [("noisy", (2, 3, 2)), ("unet", (2, 1, 3)), ("buffers", (3, 2))])
-def test_another_number_of_stages_goes_on_with_the_same_bits(
-    name: str, stages: tuple[int, ...], tmp_path: Path
-) -> None:
-    made = trainer(tmp_path, "changed", name, num_stages=stages[0])
-    job = made._prepared()
-    blueprint = pickle.loads(cloudpickle.dumps(made._blueprint(job, STEPS, local=True)))  # as it travels
-    planned = plan_for(blueprint.basis)
-    assert planned == job.planned
-    first, done = planned.plan, []
-    for generation, count in enumerate(stages):
-        if generation:
-            planned = plan_for(another(blueprint.basis, first, num_stages=count), generation=generation)
-        requests, plan = Requests(), assemble(blueprint, planned)
-        assert (len(plan.setup.programs), plan.setup.generation) == (count, generation)
-        fleet = LocalFleet(blueprint.setup, plan.setup, job.tensors)
-        try:
-            watcher = StopsAfter(requests, STEPS * (generation + 1) // len(stages))
-            done.append(run_loop(LoopSetup(fleet, blueprint.spec, plan, watcher, requests)).step)
-        finally:
-            fleet.stop()
-    assert done == [STEPS * (i + 1) // len(stages) for i in range(len(stages))]
-    alone = trainer(tmp_path, "alone", name, num_stages=stages[0]).fit(STEPS, local=True, progress=False)
-    found, wanted = load_state_dict(tmp_path / "changed"), load_state_dict(alone.checkpoint)
-    assert found.keys() == wanted.keys()
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
-
-
 SHAPES = {
     "1f1b": ({"num_replicas": 2}, [(2, None), (2, 1), (3, (2, 1, 1)), (1, 2)]),
     "zb-v": ({"num_replicas": 2, "num_stages": 4}, [(4, None), (4, 1), (2, 2)]),
@@ -123,7 +75,7 @@ def test_other_stages_and_replicas_in_the_same_lanes_go_on_with_the_same_bits(sc
         assert made_of.setup.lanes == 2
         fleet, requests = LocalFleet(blueprint.setup, made_of.setup, job.tensors), Requests()
         try:
-            watcher = StopsAfter(requests, STEPS * number // len(shapes))
+            watcher = Acts(requests, {STEPS * number // len(shapes): lambda asked: asked.stop("another plan")})
             run_loop(LoopSetup(fleet, blueprint.spec, made_of, watcher, requests))
         finally:
             fleet.stop()
@@ -189,3 +141,16 @@ def test_slack_by_hop_is_the_planners_where_there_are_other_hops(schedule: str, 
     again = plans.resized(3, None).plan.spec
     assert again is not None
     assert again.slack == (2, 1)
+
+
+def test_the_controller_of_those_that_are_left_knows_how_many_they_are(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "turned", "mlp", num_replicas=[2, 1], codec_forward="auto")
+    job = made._prepared()
+    whole = assemble(made._blueprint(job, STEPS, local=False), job.planned)
+    assert whole.retune is not None
+    assert whole.retune.choice.spec.replicas == (2, 1)
+    less = regroup(whole, (1, 1), 1)
+    assert less.retune is not None
+    assert less.retune.choice.spec == less.plan.spec
+    assert less.retune.choice.spec.replicas == (1, 1)
+    assert replace(less.retune, choice=whole.retune.choice) == whole.retune

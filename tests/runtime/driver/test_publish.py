@@ -77,16 +77,6 @@ class _Driver:
         """Ray forgets a gauge that is not set again."""
         self.publisher.repeat()
 
-    def misuse(self) -> list[str]:
-        """What is said to wrong names and tags."""
-        found = []
-        for name, tags in (("nothing", {}), ("loss", {"stage": 1}), ("codec_ratio", {})):
-            try:
-                self.publisher.event(name, 1.0, **tags)
-            except (KeyError, ValueError) as error:
-                found.append(str(error))
-        return found
-
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[tuple[Any, float]]:
@@ -173,17 +163,6 @@ def test_nothing_is_shown_that_was_not_told(published: tuple[Any, float]) -> Non
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         assert base in told, name
         assert (base != name) == (told[base].kind is Kind.HISTOGRAM)
-
-
-def test_a_step_is_cheap(published: tuple[Any, float]) -> None:
-    assert published[1] < 0.0002
-
-
-def test_wrong_names_and_tags_are_refused(published: tuple[Any, float]) -> None:
-    nothing, too_many, missing = ray.get(published[0].misuse.remote(), timeout=240)
-    assert "no metric 'nothing'" in nothing
-    assert too_many == "raypipe_loss was given the tags stage: give none."
-    assert missing == "raypipe_codec_ratio was given the tags none: give link."
 
 
 def test_what_no_stage_reported_is_not_shown(published: tuple[Any, float]) -> None:

@@ -1,4 +1,4 @@
-"""Replicas of stages on Ray actors: the same bits as in threads without them, evaluations and checkpoints included."""
+"""Runs on Ray actors: the bits of threads, with replicas, weight versions and codecs, also after a stop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 
 from raypipe.runtime.fleet.fleet import Fleet
 from tests.exactness import same_bits
+from tests.prepare.test_resume import outcome
+from tests.runs import test_asynchronous_life
 from tests.runs.test_replicas import told, trainer
 from tests.runtime.on_fleet import start_on
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
@@ -28,11 +31,11 @@ def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "given",
     [
-        {"schedule": "pipedream", "num_replicas": [2, 1]},
         {"schedule": "pipedream", "num_replicas": [2, 1], "update_interval": "per_replica", "loss_reduction": "mean"},
-        {"schedule": "2bw", "num_replicas": [1, 2]},
+        {"schedule": "2bw", "num_replicas": [1, 2], "codec_forward": "int8", "codec_backward": "bf16"},
+        {"schedule": "pipedream", "vertical_sync": True},
     ],
-    ids=["pipedream", "per replica", "2bw"],
+    ids=["per replica", "2bw with codecs", "vertical sync"],
 )
 def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[str, Any]) -> None:
     """Equal to threads, which are equal to an emulator (tests/runs/test_asynchronous)."""
@@ -41,3 +44,19 @@ def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[st
     (rows, threads), (others, actors) = told(tmp_path / "threads"), told(tmp_path / "actors")
     assert repr(rows) == repr(others)
     assert all(same_bits(tensor, actors[name]) for name, tensor in threads.items())
+
+
+def test_a_stop_in_the_middle_drains(fleet: Fleet, tmp_path: Path) -> None:
+    mode: dict[str, Any] = {"schedule": "pipedream", "samples": 80_000, "checkpoint_interval_steps": 100_000}
+    handle = start_on(fleet, test_asynchronous_life.trainer(tmp_path, "run", **mode), 9_000)
+    wait_until(lambda: handle.status().step >= 7)
+    for _ in range(5):  # an impatient user: what is under way is completed all the same
+        handle.stop()
+    step = len(handle.wait().records)
+    assert 7 <= step < 9_000
+    rows, state = outcome(tmp_path / "run")
+    assert [row[0] for row in rows] == list(range(step))
+    test_asynchronous_life.trainer(tmp_path, "told", **mode).fit(num_steps=step, local=True, progress=False)
+    expected_rows, expected = outcome(tmp_path / "told")
+    assert rows == expected_rows
+    assert test_asynchronous_life.same(state, expected)

@@ -25,32 +25,18 @@ from raypipe.api.handle import RunHandle
 from raypipe.engine.io.checkpoint import checkpoint_source
 from raypipe.engine.io.storage import Place
 from raypipe.runtime.driver.driver import driver_name
-from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.worker.places import living, release
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
 from tests.runs.test_sharded_optimizer import SHARDED, wide
 from tests.runtime.fleet.test_growth import somebody_else
 from tests.runtime.fleet.test_recovery import events, reached, stopped_driver
-from tests.runtime.on_fleet import start_on
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_captures")]
 
 LANED: dict[str, Any] = {"num_lanes": 6, "num_microbatches": 6, "minibatch_size": 12, "max_grad_norm": 0.1}
 MOST, WAIT_S, MORE = 1_000_000, 300.0, 15
-
-
-def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None:
-    """Each run goes on from the slices that another number of replicas saved, the last one with whole states."""
-    trainer(tmp_path, "one", wide(), **LANED).fit(num_steps=8, local=True, progress=False)
-    ways = ({"num_replicas": [2, 1]}, {"num_replicas": [1, 2]}, {"num_replicas": [3, 1]})
-    for steps, how in zip((2, 4, 6), ways, strict=True):
-        start_on(fleet, trainer(tmp_path, "many", wide(), **LANED, **how, **SHARDED), steps).wait()
-    start_on(fleet, trainer(tmp_path, "many", wide(), **LANED, num_replicas=[2, 2]), 8).wait()
-    (rows, one), (others, many) = told(tmp_path / "one"), told(tmp_path / "many")
-    assert rows == others
-    assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
 
 
 def surviving(folder: Path, replicas: list[int], **more: Any) -> PipelineTrainer:
@@ -135,20 +121,6 @@ def test_replicas_that_are_lost_and_numbers_that_change(local_ray: None, tmp_pat
     assert events(folder, "resize refused") == []
 
 
-def test_where_slices_are_gone_the_newest_checkpoint_counts_and_it_says_so(local_ray: None, tmp_path: Path) -> None:
-    """Worker 2 holds the slices of worker 0, and both are lost."""
-    handle, folder = surviving(tmp_path, [2, 1]).start(MOST), tmp_path / "run"
-    reached(handle, 10)
-    saved = Path(handle.checkpoint(timeout_s=WAIT_S))
-    reached(handle, MORE + handle.status().step)
-    with stopped_driver(folder):
-        kill(handle, 0, 2)
-    reason = goes_on(handle, folder, "recovery", 1)["reason"]
-    gone = "no worker has a copy of the slices of replica 0 of stage 0"
-    assert reason == f"from checkpoints/{saved.name}: {gone}"
-    assert as_undisturbed(handle, tmp_path) == []
-
-
 @contextmanager
 def place_taken(handle: RunHandle, folder: Path, cpus: int) -> Iterator[None]:
     """Worker 1 is lost, and somebody else, who waits for so many CPUs, gets its place first."""
@@ -164,24 +136,6 @@ def place_taken(handle: RunHandle, folder: Path, cpus: int) -> Iterator[None]:
         yield
     finally:
         remove_placement_group(other)
-
-
-def test_without_a_place_for_another_replica_the_run_goes_on_with_fewer_until_there_is_one(
-    local_ray: None, tmp_path: Path
-) -> None:
-    """Then one joins, and slices are cut for two again."""
-    made, folder = surviving(tmp_path, [2, 1]), tmp_path / "run"
-    made._scaling = ScalingConfig(num_workers=3, resources_per_worker={"CPU": 1})
-    handle = made.start(MOST)
-    reached(handle, 20)
-    with place_taken(handle, folder, 2):
-        recovery = goes_on(handle, folder, "recovery", 1)
-        assert (recovery["num_stages"], len(handle.status().stages)) == (2, 2)
-        assert "replicas" not in recovery
-    assert goes_on(handle, folder, "join", 1)["replicas"] == [2, 1]
-    kill(handle, 0)
-    assert goes_on(handle, folder, "recovery", 2)["reason"] == "from copies in memory"
-    assert as_undisturbed(handle, tmp_path) == []
 
 
 def test_a_run_that_grows_and_shrinks_with_the_cluster(local_ray: None, tmp_path: Path) -> None:

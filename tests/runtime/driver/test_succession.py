@@ -74,7 +74,7 @@ def goes_on_with_them(handle: RunHandle, folder: Path, *, locked_out: bool = Fal
     assert [line["reason"] for line in events(folder, "take over")][1:] == ["the driver of this run was lost"]
 
 
-@pytest.mark.parametrize(("detached", "saves"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("detached", "saves"), [(True, False)])
 def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     before: Held, tmp_path: Path, detached: bool, saves: bool
 ) -> None:
@@ -142,16 +142,6 @@ def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandl
     with pytest.raises(StageError, match="its stages wait a while for another one"):
         handle.wait(timeout_s=WAIT_S)
     return handle, stages
-
-
-def test_the_same_script_submitted_again_goes_on(before: Held, tmp_path: Path) -> None:
-    """From its newest checkpoint, for a run that survives no failure keeps no copies in memory."""
-    _, stages = killed(tmp_path, "submitted", "noisy", checkpoint_interval_steps=5)
-    handle = trainer(tmp_path, "submitted", "noisy", SAMPLE_S, checkpoint_interval_steps=5).start(STEPS)
-    whole(tmp_path, "submitted", handle.wait(timeout_s=WAIT_S), "noisy")
-    assert not any(map(processes.alive, stages))
-    (resumed,) = events(tmp_path / "submitted", "resume")
-    assert resumed["step"] >= 5
 
 
 def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from raypipe.errors import LeaseError, StageLostError
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.run.requests import Requests
-from raypipe.run.spec import RequestedSize
 from raypipe.runtime.fleet import roster, spares
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
@@ -46,13 +45,6 @@ def growth_on(
     event = lambda decision, reason, **numbers: told.append((decision, reason))  # noqa: E731
     waiting = Waiting(fleet, requests, lambda line: None, event, None, check)
     return Growth(fleet, WorkerRange(2, 4, 0.0), 4, requests, waiting, event, survives=False)
-
-
-def test_a_requested_size_ends_growth() -> None:
-    growth = growth_on(SimpleNamespace(), Requests(), [])
-    assert growth.count == 4
-    growth.resized(RequestedSize(num_stages=2, workers=2))
-    assert growth.count == 2
 
 
 class Places(Roster):

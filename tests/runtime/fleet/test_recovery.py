@@ -28,7 +28,6 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
-STEPS = 120
 ENDLESS = 10**6
 """Steps of a run that is stopped once what is looked for has happened."""
 WAIT_S = 120.0
@@ -62,11 +61,13 @@ def stopped(handle: RunHandle) -> tuple[int, str]:
 
 
 def events(folder: Path, decision: str) -> list[dict[str, Any]]:
-    lines = (folder / "events.jsonl").read_text().splitlines()
+    """Events of this kind so far; a line that is being written does not count yet."""
+    file = folder / "events.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [line for line in map(json.loads, lines) if line["decision"] == decision]
 
 
-def as_undisturbed(folder: Path, checkpoint: str, name: str, steps: int = STEPS, **pipeline: Any) -> list[str]:
+def as_undisturbed(folder: Path, checkpoint: str, name: str, steps: int, **pipeline: Any) -> list[str]:
     """Names of tensors in which a checkpoint differs from that of a run in threads."""
     alone = trainer(folder, "alone", name, **pipeline).fit(steps, local=True, progress=False)
     found, wanted = load_state_dict(checkpoint), load_state_dict(alone.checkpoint)
@@ -89,46 +90,23 @@ def kill(handle: RunHandle, stage: int) -> None:
 
 
 def test_killed_stages_are_replaced(local_ray: None, tmp_path: Path) -> None:
-    """The first and the last one, one after the other; clipped, so that the controller has no steps overlap."""
-    handle = surviving(tmp_path, "killed", "noisy", max_grad_norm=1.0).start(STEPS)
-    for stage in (0, 1):
-        reached(handle, 10 + 40 * stage)
+    """By spares, the first stage and then the last one; clipped, so that the controller has no steps overlap."""
+    made = surviving(tmp_path, "killed", "unet", max_grad_norm=1.0)
+    made._scaling = ScalingConfig(num_workers=3)
+    handle = made.start(ENDLESS)
+    for stage, step in enumerate((40, 200)):
+        reached(handle, step)
         kill(handle, stage)
-        reached(handle, 30 + 40 * stage)
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", max_grad_norm=1.0) == []
-    assert len(events(tmp_path / "killed", "failure")) == 2
+        reached(handle, step + 40)
+    steps, checkpoint = stopped(handle)
+    assert as_undisturbed(tmp_path, checkpoint, "unet", steps, max_grad_norm=1.0) == []
     recoveries = events(tmp_path / "killed", "recovery")
     assert [recovery["replaced"] for recovery in recoveries] == [["Stage 0"], ["Stage 1"]]
     # the other worker held a copy of the lost stage
-    assert [(recovery["kind"], recovery["reason"]) for recovery in recoveries] == [
-        ("roll back", "from copies in memory")
-    ] * 2
-
-
-def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:
-    made = surviving(tmp_path, "spare", "unet")
-    made._scaling = ScalingConfig(num_workers=3)
-    handle = made.start(ENDLESS)
-    for step in (40, 200):
-        reached(handle, step)
-        kill(handle, 0)
-        reached(handle, step + 40)
-    steps, checkpoint = stopped(handle)
-    assert as_undisturbed(tmp_path, checkpoint, "unet", steps) == []
-    first, second = events(tmp_path / "spare", "recovery")
-    assert first["replaced"] == second["replaced"] == ["Stage 0"]
-    assert events(tmp_path / "spare", "warning") == []
-
-
-def test_failures_are_counted(local_ray: None, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "twice", "noisy", max_failures=1).start(STEPS)
-    for step in (5, 15):
-        reached(handle, step)
-        kill(handle, 1)
-    with pytest.raises(StageError, match="failure 2 of this run"):
-        handle.wait(timeout_s=WAIT_S)
-    assert len(events(tmp_path / "twice", "recovery")) == 1
+    told = {(recovery["kind"], recovery["reason"]) for recovery in recoveries}
+    assert told == {("roll back", "from copies in memory")}
+    assert len(events(tmp_path / "killed", "failure")) == 2
+    assert events(tmp_path / "killed", "warning") == []
 
 
 SIZES = ((5, 3), (25, 1), (45, 4), (65, 2))
@@ -140,8 +118,8 @@ def resized(handle: RunHandle) -> None:
     for step, stages in SIZES:
         reached(handle, step)
         handle.resize(stages)
+        wait_until(lambda: len(handle.status().stages) == stages)  # noqa: B023
         processes.append([one["process"] for one in handle.status().stages])
-        assert len(processes[-1]) == stages
     assert set(processes[1]) <= set(processes[0])  # a worker that both plans use goes on
 
 

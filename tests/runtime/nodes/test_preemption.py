@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -172,55 +173,75 @@ def event(kind: str, resource: str = "me", not_before: str = EVENT_DATE) -> dict
     }  # fmt: skip
 
 
+Look = Callable[[str], NoticeReader]
+GCP: Look = partial(gcp, clock=lambda: NOW_S)
+AZURE: Look = partial(azure, clock=lambda: NOW_S)
+NAMED = {"instance__compute__name": "me"}
+
+
+def of_azure(kind: str, not_before: str = EVENT_DATE) -> dict[str, str]:
+    """An event of another machine, and one of this machine."""
+    return {**NAMED, "scheduledevents": scheduled(event(kind, "another"), event(kind, not_before=not_before))}
+
+
+def gone_to(text: str, deadline_s: float | None) -> Notice:
+    return Notice(NoticeKind.GOES, deadline_s, text)
+
+
 @pytest.mark.parametrize(
-    ("handler", "look", "values"),
+    ("handler", "look", "values", "notices"),
     [
-        (Aws, aws, {}),
-        *((Aws, aws, {"spot__instance_action": text}) for text in ("", "no JSON", "[]", '"terminate"', "3")),
-        (Gcp, gcp, {"preempted": "FALSE", "maintenance_event": "NONE"}),
+        (Aws, aws, {}, []),
+        *((Aws, aws, {"spot__instance_action": text}, []) for text in ("", "no JSON", "[]", '"terminate"', "3")),
+        (
+            Aws, aws, {"spot__instance_action": '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'},
+            [gone_to("AWS: terminate at 2017-09-18T08:22:00Z", 1505722920.0)],
+        ),
+        (
+            Aws, aws, {"spot__instance_action": '{"action": "stop", "time": "soon"}'},
+            [gone_to("AWS: stop at soon", None)],
+        ),
+        (
+            Aws, aws, {"events__recommendations__rebalance": '{"noticeTime": "2017-09-18T08:10:00Z"}'},
+            [Notice(NoticeKind.AT_RISK, None, "AWS: rebalance recommended at 2017-09-18T08:10:00Z")],
+        ),
+        (Gcp, GCP, {"preempted": "FALSE", "maintenance_event": "NONE"}, []),
+        (
+            Gcp, GCP, {"preempted": "FALSE", "maintenance_event": "MIGRATE_ON_HOST_MAINTENANCE"},
+            [Notice(NoticeKind.PAUSES, NOW_S + 60.0, "GCP: MIGRATE_ON_HOST_MAINTENANCE")],
+        ),
+        (
+            Gcp, GCP, {"preempted": "FALSE", "maintenance_event": "TERMINATE_ON_HOST_MAINTENANCE"},
+            [gone_to("GCP: TERMINATE_ON_HOST_MAINTENANCE", NOW_S + 60.0)],
+        ),
         *(
-            (Azure, azure, {"instance__compute__name": "me", "scheduledevents": text})
+            (Azure, AZURE, {**NAMED, "scheduledevents": text}, [])
             for text in (scheduled(), "", "{}", '{"Events": {}}', '{"Events": [3, {}]}')
         ),
-    ],
-)
-def test_nothing_is_announced(
-    handler: type[Handler], look: Callable[[str], NoticeReader], values: dict[str, str]
-) -> None:
-    with serving(handler, **values) as server:
-        assert look(server.url)(0.0) == []
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "notice"),
-    [
-        (
-            "spot/instance-action", '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}',
-            Notice(NoticeKind.GOES, 1505722920.0, "AWS: terminate at 2017-09-18T08:22:00Z"),
+        *(
+            (Azure, AZURE, of_azure(kind), [gone_to(f"Azure: {kind} A1 because", 1474309787.0)])
+            for kind in ("Preempt", "Terminate", "Reboot")
         ),
         (
-            "events/recommendations/rebalance", '{"noticeTime": "2017-09-18T08:10:00Z"}',
-            Notice(NoticeKind.AT_RISK, None, "AWS: rebalance recommended at 2017-09-18T08:10:00Z"),
+            Azure, AZURE, of_azure("Freeze"),
+            [Notice(NoticeKind.PAUSES, 1474309787.0, "Azure: Freeze A1 because")],
         ),
-        (
-            "spot/instance-action", '{"action": "stop", "time": "soon"}',
-            Notice(NoticeKind.GOES, None, "AWS: stop at soon"),
+        *(
+            (Azure, AZURE, of_azure("Preempt", begun), [gone_to("Azure: Preempt A1 because", NOW_S)])
+            for begun in ("", "soon")
         ),
     ],
 )  # fmt: skip
-def test_aws_announces(key: str, text: str, notice: Notice) -> None:
-    with serving(Aws) as server:
-        server.say(key, text)
-        assert aws(server.url)(0.0) == [notice]
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("MIGRATE_ON_HOST_MAINTENANCE", NoticeKind.PAUSES), ("TERMINATE_ON_HOST_MAINTENANCE", NoticeKind.GOES)],
-)
-def test_gcp_announces_maintenance(text: str, kind: NoticeKind) -> None:
-    with serving(Gcp, preempted="FALSE", maintenance_event=text) as server:
-        assert gcp(server.url, clock=lambda: NOW_S)(0.0) == [Notice(kind, NOW_S + 60.0, f"GCP: {text}")]
+def test_what_a_cloud_announces(
+    handler: type[Handler], look: Look, values: dict[str, str], notices: list[Notice]
+) -> None:
+    with serving(handler, **values) as server:
+        assert look(server.url)(0.0) == notices
+        found = cloud_here(server.url)
+        assert found is not None, "the cloud that answers is found"
+        said = found(0.0)
+        assert said is not None
+        assert [(one.kind, one.reason) for one in said] == [(one.kind, one.reason) for one in notices]
 
 
 def test_a_preemption_by_gcp_ends_the_wait_for_it() -> None:
@@ -232,44 +253,6 @@ def test_a_preemption_by_gcp_ends_the_wait_for_it() -> None:
         assert look(60.0) == [Notice(NoticeKind.GOES, NOW_S + 30.0, "GCP: preempted")]
         timer.join()
     assert sum("wait_for_change=true&timeout_sec=60" in path for path in server.asked) == 2
-
-
-@pytest.mark.parametrize(
-    ("what", "not_before", "kind", "deadline_s"),
-    [
-        *((what, EVENT_DATE, NoticeKind.GOES, 1474309787.0) for what in ("Preempt", "Terminate", "Reboot")),
-        ("Freeze", EVENT_DATE, NoticeKind.PAUSES, 1474309787.0),
-        *(("Preempt", has_begun, NoticeKind.GOES, NOW_S) for has_begun in ("", "soon")),
-    ],
-)
-def test_azure_announces_events_of_this_machine(
-    what: str, not_before: str, kind: NoticeKind, deadline_s: float
-) -> None:
-    events = scheduled(event(what, "another"), event(what, not_before=not_before))
-    with serving(Azure, instance__compute__name="me", scheduledevents=events) as server:
-        look = azure(server.url, clock=lambda: NOW_S)
-        assert look(0.0) == look(0.0) == [Notice(kind, deadline_s, f"Azure: {what} A1 because")]
-    assert sum("compute/name" in path for path in server.asked) == 1
-
-
-CLOUDS: list[tuple[type[Handler], dict[str, str], Callable[[str], NoticeReader]]] = [
-    (Aws, {"spot__instance_action": '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'}, aws),
-    (Gcp, {"preempted": "TRUE", "maintenance_event": "NONE"}, gcp),
-    (Azure, {"instance__compute__name": "me", "scheduledevents": scheduled(event("Preempt"))}, azure),
-]
-
-
-@pytest.mark.parametrize(("handler", "values", "look"), CLOUDS)
-def test_the_cloud_that_answers_is_found(
-    handler: type[Handler], values: dict[str, str], look: Callable[[str], NoticeReader]
-) -> None:
-    with serving(handler, **values) as server:
-        found = cloud_here(server.url)
-        assert found is not None
-        said, expected = found(0.0), look(server.url)(0.0)
-        assert said is not None
-        assert expected is not None
-        assert [(n.kind, n.reason) for n in said] == [(n.kind, n.reason) for n in expected]
 
 
 @pytest.mark.parametrize("look", [aws, gcp, azure])
@@ -320,9 +303,9 @@ def test_the_watch_ends_when_it_is_stopped() -> None:
 
     thread = threading.Thread(target=watch_notices, args=(look, lambda notice: None, stop, 3600.0))
     thread.start()
-    assert looked.wait(10.0)
+    assert looked.wait(60.0)
     stop.set()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 
@@ -330,10 +313,7 @@ def test_the_server_that_the_environment_names_is_asked_in_the_background() -> N
     with serving(Aws) as server:
         server.say("spot/instance-action", '{"action": "stop", "time": "2017-09-18T08:22:00Z"}')
         found = Announced({ASKED: server.url})
-        deadline_s = time.monotonic() + 30.0
-        while not found.notices:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: found.notices != ())
         found.close()
         assert found.notices == (Notice(NoticeKind.GOES, 1505722920.0, "AWS: stop at 2017-09-18T08:22:00Z"),)
 
@@ -341,7 +321,7 @@ def test_the_server_that_the_environment_names_is_asked_in_the_background() -> N
 def test_nobody_is_asked_where_the_address_is_empty() -> None:
     before = threading.active_count()
     assert Announced({ASKED: ""}).notices == ()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_release_of_ray_without_it_is_met_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,6 @@ def test_what_is_not_there_is_refused_by_name_and_host() -> None:
         choose_congestion_control(sock, {CONGESTION_VARIABLE: "nonesuch"})
 
 
-def test_sockets_that_are_not_tcp_are_left_alone() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        assert choose_congestion_control(one, {CONGESTION_VARIABLE: "nonesuch"}) == ""
-
-
 def in_use(sock: socket.socket) -> str:
     assert OPTION is not None
     return sock.getsockopt(socket.IPPROTO_TCP, OPTION, 16).rstrip(b"\0").decode()

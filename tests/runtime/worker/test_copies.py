@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
 
-from raypipe.data.stream import Mark
-from raypipe.engine.copy import CopyHeader, copy_source
+from raypipe.engine.copy import copy_source
 from raypipe.engine.io.checkpoint import load_stage
 from raypipe.engine.io.checkpoint.state_source import StoredState
-from raypipe.engine.local import LocalFleet
 from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
-from raypipe.run.journal import Journal
-from raypipe.run.loop import LoopSetup, run_loop
-from raypipe.run.plans.blueprint import assemble
-from raypipe.run.requests import Requests
 from raypipe.runtime.worker import copy_transfer
-from raypipe.runtime.worker.copies import StageKey, WorkerCopies
+from raypipe.runtime.worker.copies import StageKey
 from raypipe.runtime.worker.copy_transfer import (
     LEAST_BYTES,
     LEAST_SHARE,
@@ -34,12 +27,8 @@ from raypipe.runtime.worker.copy_transfer import (
     RemoteCopy,
     Tally,
 )
-from raypipe.runtime.worker.loading import joined
-from raypipe.runtime.worker.orders import Fence
 from raypipe.runtime.worker.worker import GROUPS, _StageActor
 from tests.engine.copy.stages import Stage, same
-from tests.runs.test_given_data import ResumablePairs
-from tests.runs.test_given_data import trainer_of_streams as trainer
 
 KEY = StageKey(3, 0)
 WAIT_S = 60.0
@@ -65,13 +54,6 @@ class _Worker(_StageActor):
         copy_transfer.PATIENCE_S = 0.2
         self._copies.take(step, must=True)
         self._copies.wait_until_taken()
-
-    def go_back_in_place(self, step: int, holder: Any) -> None:
-        """As after a failure, under the same plan."""
-        self.stage.back(copy_source([self._copies.piece(KEY.generation, KEY.stage, step)]))
-        self._copies.forget_after(step)
-        self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder, ())
-        self._copies.take(step, must=True)
 
     def acknowledged(self) -> int:
         nothing = StepReport(KEY.stage, 0, 1, None, None, 0.0, 0.0, 0.0, 0.0, (0, 0), 1)
@@ -191,23 +173,6 @@ def test_a_holder_that_does_not_answer_stops_no_step(local_ray: None, pair: tupl
     ray.kill(holder)
 
 
-def test_a_stage_that_has_gone_back_in_place_keeps_its_copies(pair: tuple[Any, Any]) -> None:
-    """And those of later steps count no more, here and where they were sent."""
-    worker, holder = pair
-    get(worker.begin.remote(5, holder))
-    for step in (1, 2):
-        get(worker.step_and_copy.remote(step))
-        wait_for(worker, step)
-    get(worker.go_back_in_place.remote(1, holder))
-    wait_for(worker, 1)
-    assert steps(worker, held=False)[KEY] == (1,)
-    assert steps(holder, held=True)[KEY] == (1,)
-    get(worker.step_and_copy.remote(2))
-    wait_for(worker, 2)
-    assert steps(worker, held=False)[KEY] == (1, 2)
-    get(holder.forget.remote())
-
-
 def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]) -> None:
     worker = pair[0]
     get(worker.begin.remote(5, None))
@@ -229,45 +194,6 @@ def test_who_is_no_longer_the_holder_of_a_stage_forgets_it_at_its_own_second_cop
         get(holder.step_and_copy.remote(step))
         wait_for(holder, step)
         assert (KEY in steps(holder, held=True)) == kept
-
-
-def test_whoever_takes_a_copy_hears_where_the_stream_goes_on() -> None:
-    """Of the first of several stages that reads one."""
-    stage, mark = Stage("sgd"), Mark(40, 2, 6, {"at": [6]})
-    names, copies = (*stage.program.parameters, *stage.program.buffers), WorkerCopies(lambda: False)
-    copies.begin(3, [stage.program], [stage.state], None, ())
-    copies.take(5, must=True, mark=lambda number: mark)
-    copies.wait_until_taken()
-    copies.take(8, must=True)
-    copies.wait_until_taken()
-    told = []
-    for step in (5, 8):
-        remote = RemoteCopy(None, "me", 3, stage.program.index, step, names)
-        source, moved, found = joined([remote], copies, "me", names)
-        assert (set(source.names), moved.total) == (set(names), 0)
-        told.append(found)
-    copies.close()
-    assert told == [mark, None]
-
-
-def test_a_copy_that_a_worker_keeps_has_the_mark_of_its_step(tmp_path: Path) -> None:
-    made = trainer(tmp_path, "run", ResumablePairs(1000))
-    job = made._prepared()
-    blueprint = made._blueprint(job, 3, local=True)
-    plan = assemble(blueprint, job.planned)
-    fleet, actor = LocalFleet(blueprint.setup, plan.setup, job.tensors), object.__new__(_StageActor)
-    actor._fence, actor._copies = Fence(), WorkerCopies(lambda: False)
-    try:
-        run_loop(LoopSetup(fleet, blueprint.spec, plan, Journal("run", ""), Requests()))
-        actor._executor = executor = fleet.executors[0]
-        actor._copies.begin(7, [work.program for work in executor.works.values()], executor.states, None, ())
-        actor.keep_copy(0, 3, False)
-        found = CopyHeader.from_json(actor.copy_header(7, 0, 3))
-    finally:
-        actor._copies.close()
-        fleet.stop()
-    assert found.mark is not None
-    assert (Mark.of(found.mark).position, found.step) == (3 * 8, 3)
 
 
 class Clock:
@@ -296,13 +222,6 @@ def test_the_pause_after_a_parcel(busy_s: float, pause_s: float) -> None:
     clock = Clock(busy_s)
     clock.pace().pause(0.1)
     assert clock.now_s - 100.0 == pytest.approx(pause_s, abs=0.01)
-
-
-def test_it_ends_when_it_is_stopped() -> None:
-    clock = Clock(1e6)
-    clock.stopped = True
-    clock.pace().pause(10.0)
-    assert clock.now_s == 100.0
 
 
 def test_parcels_grow_on_a_quick_link_and_shrink_on_a_slow_one() -> None:

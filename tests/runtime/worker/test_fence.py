@@ -23,11 +23,13 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
+NEEDS = {"CPU": 0, "spare": 1}
+
 
 def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> None:
     stages, tensors = faulty(2, 1, Fuse("F", 10**6))
     data, settings, shape = CASES["mlp"].data(SHAPES["even"].samples), Settings(0, "mean", None, 120.0), SHAPES["even"]
-    made = Fleet(2, Terms({"CPU": 0, "spare": 1}, owner=Owner(term=4)))
+    made = Fleet(2, Terms(NEEDS, owner=Owner(term=4)))
     try:
         configure(made, stages, tensors, sgd, data, settings)
         made._term, made.places.owner = 3, Owner(term=3)
@@ -58,3 +60,21 @@ def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> 
         made.stop()
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(made.roster[0].actor.term.remote(), timeout=60)
+
+
+def test_a_stage_that_fails_while_there_is_no_driver_is_adopted(local_ray: None) -> None:
+    stages, tensors = faulty(2, 1, Fuse("F", 2 * 4 + 1))
+    data, settings, shape = CASES["mlp"].data(SHAPES["even"].samples), Settings(0, "mean", None, 120.0), SHAPES["even"]
+    first = Fleet(2, Terms(NEEDS, owner=Owner(term=1)))
+    try:
+        setups = configure(first, stages, tensors, sgd, data, settings)
+        next(steps(first, stages, shape, "1f1b"))
+        second = Fleet(2, Terms(NEEDS, owner=Owner(term=2)), first.roster[:2])
+        # Actors know runs and links by numbers that never come again.
+        second._run, second._links = first._run, first._links
+        second.adopt(*setups)
+        assert second.lost == frozenset()
+        second.watch.close()
+    finally:
+        first.places.owner = Owner(term=3)
+        first.stop()

@@ -14,13 +14,11 @@ import ray
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.device.device import CPU, Device
-from raypipe.engine.io.storage import Place
-from raypipe.errors import ConfigError, PlanError
-from raypipe.run.lease import Lease
+from raypipe.engine.device.device import Device
+from raypipe.errors import ConfigError
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.roster import Terms
-from raypipe.runtime.worker.stage_process import holder_of, index_of, keep_freed_memory, refuse_another_folder
+from raypipe.runtime.worker.stage_process import index_of, keep_freed_memory
 from tests import nets, processes
 from tests.exactness import same_bits
 from tests.fake_device import FakeDevice
@@ -98,10 +96,6 @@ def test_a_gpu_on_which_torch_cannot_compute_is_named(local_ray: None) -> None:
         Fleet(1, Terms(HALF))
     assert "torch" in str(caught.value)
     assert "use_gpu=False" in str(caught.value)
-
-
-def test_a_worker_without_a_share_computes_on_the_cpu(fleet: Fleet) -> None:
-    assert {facts["device"] for facts in fleet.facts} == {CPU.title}
 
 
 CHURN = """
@@ -226,13 +220,3 @@ def test_relative_paths_start_from_the_scripts_folder_and_a_node_without_it_is_n
     assert "Mend the item" not in two
     assert f"The run's folder {own}/work/runs/apart on node " in found["apart"]
     assert "storage_path that all nodes share" in found["apart"]
-
-
-@pytest.mark.ray
-def test_a_folder_with_another_holder_is_another_folder(tmp_path: Path) -> None:
-    here, there = Place.of(tmp_path / "here"), Place.of(tmp_path / "there")
-    assert holder_of(here) == holder_of(None) == ""
-    with Lease.take(here, "lm"), Lease.take(there, "lm"):
-        refuse_another_folder(here, holder_of(here))
-        with pytest.raises(PlanError, match=r"there on node .* is another one than .*Give a storage_path that all"):
-            refuse_another_folder(there, holder_of(here))
