@@ -377,7 +377,6 @@ class Free(torch.optim.SGD):
         (partial(Keeping, make=lambda p: p.detach().to_sparse()), "a checkpoint holds dense tensors"),
         (partial(Keeping, make=torch.zeros_like, function=torch.relu), "option 'function' of Keeping is"),
         (partial(Free, lr=0.1), r"Free, which has other weights for evaluation.*AdamW"),
-        (torch.optim.LBFGS, "whose step needs a closure"),
     ],
 )
 def test_optimizers_that_no_run_can_hold_are_refused(optimizer: Any, words: str) -> None:
