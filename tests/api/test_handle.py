@@ -42,7 +42,7 @@ def newest_step(folder: Path) -> int:
 
 
 def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluster: None, tmp_path: Path) -> None:
-    """Every other pair of numbers: tests/prepare/test_resume.py. Its second driver is killed, its third a thread."""
+    """Other pairs of numbers: tests/prepare/test_resume.py. Its second driver is killed, its third a thread."""
     begun = trainer("cnn", tmp_path, "run", 2, optimizer=unhurried).start(num_steps=3000)
     seen = raypipe.attach("run")
     wait_until(lambda: seen.status().step >= 5)

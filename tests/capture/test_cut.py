@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from typing import Any
 
@@ -19,6 +18,7 @@ from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import CaptureError, StageError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from tests import nets
+from tests.capture.test_capture import Aliased, evaluated
 from tests.exactness import (
     SHAPES,
     by_hand,
@@ -142,14 +142,8 @@ def test_another_order_of_a_tied_model_is_that_of_one_stage() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["branches", "towers"])
 def test_evaluation_follows_another_order(name: str) -> None:
-    model, made = captured(name)
-    columns = columns_of(name)
-    model.eval()
-    try:
-        with torch.no_grad():
-            wanted = model(columns[0])
-    finally:
-        model.train()
+    made, columns = captured(name)[1], columns_of(name)
+    wanted = evaluated(name, columns)
     tensors = {**made.parameters, **made.buffers}
     for seed in SEEDS:
         order, cuts = random_order(made.graph, 3, random.Random(seed))
@@ -169,14 +163,6 @@ def find(graph: ModelGraph, *modules: str) -> list[int]:
     return [next(i for i, node in enumerate(graph.nodes) if node.module == module) for module in modules]
 
 
-def test_users_of_a_tensor_with_many_gradients_keep_their_order() -> None:
-    graph = captured("branches")[1].graph
-    heads = find(graph, "one.0", "three.0.0", "five.0.0", "pool.0")
-    for pair in itertools.pairwise(heads):
-        assert pair in graph.before
-    assert not set(graph.before) & set(graph.edges or ())
-
-
 def test_two_gradients_may_come_in_either_order() -> None:
     """The skip of a U-Net: the pool and the concatenation, of which one comes first anyway; no pair is added."""
     graph = captured("unet")[1].graph
@@ -186,21 +172,6 @@ def test_two_gradients_may_come_in_either_order() -> None:
     for at in counters:  # of batches: they feed nothing, and stay at the norm that they belong to
         assert (at, at + 1) in graph.before
         assert graph.nodes[at].module == graph.nodes[at + 1].module
-
-
-class Aliased(nn.Module):
-    """Changes y in place while a view of it is still to be read, beside a branch that is free to move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        seen = y[:, :3]
-        y.mul_(2.0)
-        z = self.b(torch.sigmoid(x)) + seen.sum(1, keepdim=True)
-        return self.c(torch.tanh(z) + y)
 
 
 @pytest.mark.slow
@@ -261,19 +232,11 @@ def test_an_order_that_breaks_a_rule_is_refused(graph: ModelGraph, order: tuple[
 def test_another_number_of_tokens_is_exact(name: str, length: int) -> None:
     """Up to the size of the position table, which is the model's own limit."""
     length = min(length, 6) if name in ("buffers", "tied-lm") else length
-    model, made = captured(name)
+    made = captured(name)[1]
     ids = torch.randint(0, 11, (3, length), generator=torch.Generator().manual_seed(8))
     numbered = case(name).loss_fn is not None
     columns: Any = {0: ids} if numbered else {"input_ids": ids, "labels": ids}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
-    try:
-        with torch.no_grad():
-            wanted = model(ids) if numbered else model(**columns).loss
-    finally:
-        model.train()
-        torch.backends.mha.set_fastpath_enabled(fast)
+    wanted = evaluated(name, columns)
     middle = made.graph.cut_positions()[len(made.graph.cut_positions()) // 2]
     assert torch.equal(by_hand(name, (middle,), "eval", columns, RandomKey(0, 0, 0))[0], wanted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import RaypipeError
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -50,12 +49,7 @@ def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def test_the_cause_is_named_with_its_cure(within: Any, loss_fn: Any, precision: str, said: str) -> None:
     data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
-    pipeline = PipelineConfig(
-        num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters", precision=precision
-    )
-    trainer = PipelineTrainer(
-        Net(within), loss_fn=loss_fn, optimizer=partial(torch.optim.SGD, lr=0.1), train_data=data, pipeline=pipeline
-    )
+    trainer = trainer_of(Net(within), loss_fn=loss_fn, train_data=data, precision=precision)
     with pytest.raises(RaypipeError, match=said):
         trainer.plan()
 
@@ -66,12 +60,8 @@ def test_parameters_without_numbers_are_told_when_a_run_begins_whatever_is_verif
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
 
-    fields = {"num_stages": 2, "minibatch_size": 4, "num_microbatches": 2, "partitioner": "parameters"}
-    trainer = PipelineTrainer(
-        made, loss_fn=functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1),
-        train_data=TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)),
-        pipeline=PipelineConfig(**fields, verify=verify),
-    )  # fmt: skip
+    data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    trainer = trainer_of(made, train_data=data, verify=verify)
     assert len(trainer.plan().partition.stages) == 2
     with pytest.raises(RaypipeError, match=r"on the meta device, .*init_from, or set weights_on='workers'"):
         trainer.fit(num_steps=1, local=True, progress=False)
@@ -101,9 +91,5 @@ class Boxes(nn.Module):
 )
 def test_an_index_out_of_range_shows_in_the_range_of_the_input(length: int, largest: int, said: str) -> None:
     rows = [{"ids": torch.zeros(length, dtype=torch.int64), "bbox": torch.full((length, 4), largest)} for _ in range(8)]
-    pipeline = PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters")
-    trainer = PipelineTrainer(
-        Boxes(), loss_fn=None, optimizer=partial(torch.optim.SGD, lr=0.1), train_data=rows, pipeline=pipeline
-    )
     with pytest.raises(RaypipeError, match=said):
-        trainer.plan()
+        trainer_of(Boxes(), loss_fn=None, train_data=rows).plan()

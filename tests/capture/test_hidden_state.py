@@ -23,16 +23,13 @@ from raypipe.capture import capture
 from raypipe.capture.python_state import read_memory
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
+from tests.trainers import sgd
 from tests.zoo.cases.hidden import Between, Net, appending, averaging_in_place, counting, numpys, pythons, seeding
 from tests.zoo.samples import vectors
 
 ROWS = vectors(16)
 CONFIG = PipelineConfig(num_stages=2, partitioner="parameters", minibatch_size=8, num_microbatches=2)
 CALLS = {"count": 0}
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 def trainer(model: nn.Module, loss_fn: Any = cross_entropy, config: PipelineConfig = CONFIG) -> PipelineTrainer:

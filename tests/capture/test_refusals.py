@@ -9,29 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.capture import Capture, capture
-from raypipe.errors import CaptureError, StageError
-from raypipe.testing import reference
+from raypipe.errors import CaptureError
 from tests import nets
-from tests.exactness import Shape, captured, config_of, programs, train_stages
-from tests.models import CASES, Case
+from tests.models import CASES
+from tests.trainers import trainer_of
 
 X, Y = CASES["mlp"].data(4)[:4]
 
 
 def captured_here(model: nn.Module, loss_fn: Any = functional.cross_entropy) -> Capture:
     return capture(model, (X, Y), (0, 1), loss_fn)
-
-
-def trainer(model: nn.Module, loss_fn: Any = functional.cross_entropy, data: Any = None, **config: Any) -> Any:
-    settings = PipelineConfig(**{"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, **config})
-    data = CASES["mlp"].data(16) if data is None else data
-    return PipelineTrainer(model, loss_fn=loss_fn, optimizer=sgd, train_data=data, pipeline=settings)
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 class Custom(nets.Mlp):
@@ -137,7 +125,7 @@ def test_what_would_be_lost_is_refused(model: nn.Module, message: str) -> None:
 )
 def test_hooks_that_no_stage_would_call_are_refused(model: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
-        trainer(model()).plan()
+        trainer_of(model(), train_data=CASES["mlp"].data(16)).plan()
 
 
 def test_tracing_leaves_torch_as_it_was() -> None:
@@ -161,38 +149,6 @@ def test_nothing_to_train() -> None:
     made = captured_here(nets.frozen(nets.sequential(), ""))
     with pytest.raises(CaptureError, match=r"nothing to train.*requires_grad=True"):
         made.programs((2,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
-def test_a_nan_stops_the_run_before_it_does_harm(stages: int) -> None:
-    """The bad sample comes in step 1 or later; the parameters are those before its step, on every stage."""
-    inputs, targets = CASES["mlp"].data(16).tensors
-    inputs = inputs.clone()
-    inputs[3, 0] = float("nan")
-    data = torch.utils.data.TensorDataset(inputs, targets)
-    found = Case("bad", nets.Mlp, lambda count: data, functional.cross_entropy)
-    source = trainer(nets.sequential(), data=data)._prepared().sources["train"]
-    bad = next(step for step in range(2) if source.read(0, 8 * step, 8, (0,))[0].isnan().any())
-    held: dict[str, torch.Tensor] = {}
-
-    def make(named: Any) -> torch.optim.Optimizer:
-        held.update(named)
-        return sgd(named)
-
-    made, shape = captured("mlp")[1], Shape(16, 8, 4)
-    stages_of = programs("mlp", stages)
-    with pytest.raises(StageError, match=rf"Step {bad}: the loss is nan.*parameters are those after {bad} steps"):
-        train_stages(found, stages_of, made.parameters, config_of(shape, stages), shape, make, 2)  # type: ignore[arg-type]
-    model = captured("mlp")[0]
-    if bad:
-        wanted = reference(
-            model, optimizer=sgd, train_data=data, loss_fn=found.loss_fn, pipeline=config_of(shape), num_steps=bad
-        ).parameters
-    else:
-        wanted = dict(model.named_parameters())
-    assert held.keys() == wanted.keys()
-    assert all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
 class Assigning(nets.Mlp):
@@ -221,5 +177,5 @@ class Assigning(nets.Mlp):
 def test_what_a_trace_loses_is_refused_before_the_first_step(model: type[nn.Module], said: str) -> None:
     made = model()
     with pytest.raises(CaptureError, match=said):
-        trainer(made).fit(num_steps=1, local=True, progress=False)
+        trainer_of(made, train_data=CASES["mlp"].data(16)).fit(num_steps=1, local=True, progress=False)
     assert all(not buffer.any() for buffer in made.buffers())

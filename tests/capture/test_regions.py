@@ -10,7 +10,7 @@ from torch.nn import functional
 from raypipe.capture import TracedModel, capture
 from raypipe.engine.stage.generated_source import Conditional, Region
 from raypipe.errors import CaptureError
-from tests.exactness import Shape, captured, expected, programs
+from tests.exactness import SHAPES, Shape, captured, expected, programs
 from tests.models import vectors
 from tests.operation_nets import Choosing, Nested, Way
 from tests.operations import as_in_plain_pytorch
@@ -20,20 +20,18 @@ SMALL = Shape(20, 4, 2)
 
 
 @pytest.mark.slow
-def test_vmap_is_as_in_plain_pytorch() -> None:
-    assert as_in_plain_pytorch("vmapped") == []
-
-
-@pytest.mark.slow
-def test_choices_are_as_in_plain_pytorch() -> None:
-    assert as_in_plain_pytorch("choosing", SMALL, stages=(1, 3), split=False) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["choosing-twice", "choosing-sequential"])
-def test_choices_within_others_and_in_children(name: str) -> None:
-    """Plain PyTorch traces torch.cond anew in every backward, which takes these their time."""
-    assert as_in_plain_pytorch(name, Shape(10, 2, 1), stages=(2,), split=False) == []
+@pytest.mark.parametrize(
+    ("name", "shape", "stages"),
+    [
+        ("vmapped", SHAPES["ragged-microbatch"], (1, 2, 3)),
+        ("choosing", SMALL, (1, 3)),
+        # Plain PyTorch traces torch.cond anew in every backward, which takes these their time.
+        ("choosing-twice", Shape(10, 2, 1), (2,)),
+        ("choosing-sequential", Shape(10, 2, 1), (2,)),
+    ],
+)
+def test_regions_are_as_in_plain_pytorch(name: str, shape: Shape, stages: tuple[int, ...]) -> None:
+    assert as_in_plain_pytorch(name, shape, stages=stages, split=name == "vmapped") == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.plan import Plan
-from tests.given_times import with_times
 from tests.hugging_face import hugging_face
 
 pytestmark = pytest.mark.engine
@@ -107,15 +106,6 @@ def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count
         assert memory.endswith(", of 16.0 MiB" + " each" * (used > 1))
         assert "on host" in memory
     assert any("speed 1.0 of a device is that of the machine which timed the model: cpu, " in n for n in plan.notes)
-
-
-def test_memory_that_decides_is_the_reason() -> None:
-    timed = with_times(sequential().profile())
-    free = sequential().plan(profiled=timed)
-    limit = max(stage.memory_bytes for stage in sequential(num_microbatches=16).plan(profiled=timed).partition.stages)
-    plan = sequential(memory_limit_bytes=limit, recompute="never").plan(profiled=timed)
-    assert free.num_microbatches < plan.num_microbatches
-    assert "would be faster but do not fit into memory" in lines_of(plan)[3]
 
 
 def test_explain_is_the_four_lines_and_then_the_rest() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 
 from hypothesis import strategies as st
 
@@ -171,35 +170,3 @@ def brute_force(graph: ModelGraph, cluster: Cluster, bounds: Limits, *, in_order
         ),
         default=math.inf,
     )
-
-
-def down_sets(graph: ModelGraph) -> list[frozenset[int]]:
-    """Node by node: every set so far, with and without the next node."""
-    before = {i: {a for a, b in graph.edges or () if b == i} for i in range(len(graph.nodes))}
-    found = [frozenset[int]()]
-    for i in range(len(graph.nodes)):
-        found += [s | {i} for s in found if before[i] <= s]
-    return found
-
-
-def reference_dag(graph: ModelGraph, num_devices: int, bandwidth: float) -> float:
-    """Equal devices, no memory limits: the textbook recurrence over pairs of down-sets, forwards, in fractions."""
-    sets = down_sets(graph)
-    seconds = [Fraction(n.busy_s) for n in graph.nodes]
-    spent = {s: sum((seconds[i] for i in s), Fraction(0)) for s in sets}
-
-    def traffic(s: frozenset[int]) -> Fraction:
-        live = {a for a, b in graph.edges or () if a in s and b not in s}
-        return (
-            Fraction(0)
-            if math.isinf(bandwidth)
-            else Fraction(2 * sum(graph.nodes[a].output_bytes for a in live)) / Fraction(bandwidth)
-        )
-
-    best = {s: spent[s] for s in sets}
-    answer = best[sets[0].union(range(len(graph.nodes)))]
-    for _ in range(num_devices - 1):
-        gate = {s: max(best[s], traffic(s)) for s in sets}
-        best = {t: min((max(gate[s], spent[t] - spent[s]) for s in sets if s < t), default=spent[t]) for t in sets}
-        answer = min(answer, best[frozenset(range(len(graph.nodes)))])
-    return float(answer)

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring, dependencies
 
-__all__ = ["any_order", "lowered_rows", "row_in_turns"]
-
-
-def row_in_turns(stage: int, groups: Sequence[Sequence[int]], warmup: int, trains: bool = True) -> Row:
-    """``warmup`` groups forward; then one group forward, one backward; then the rest backward."""
-    forwards = [[Action(stage, Op.F, m) for m in group] for group in groups]
-    if not trains:
-        return tuple(action for group in forwards for action in group)
-    row = [action for group in forwards[:warmup] for action in group]
-    for j, group in enumerate(groups):
-        if warmup + j < len(groups):
-            row += forwards[warmup + j]
-        row += [Action(stage, Op.B, m) for m in group]
-    return tuple(row)
+__all__ = ["any_order", "lowered_rows"]
 
 
 def lowered_rows(schedule: Schedule) -> list[Row]:

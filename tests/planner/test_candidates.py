@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from raypipe.ir.cluster import Cluster, ComputeDevice, Link
-from raypipe.ir.communication import LinkEstimate
-from raypipe.ir.graph import ModelGraph, Node
-from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
-from raypipe.planner.controller import Choice, ControllerConfig, Measured, MemoryBudget, search
 from raypipe.planner.cost.memory import MemoryModel
-from raypipe.planner.replay import routes_of
-from raypipe.planner.search import Request, decide
 
 STAGES, COUNT = 4, 16
 
@@ -70,33 +61,3 @@ def test_of_equals_the_one_that_holds_least_is_taken() -> None:
 
     assert quickest([other, one], lambda spec: 1.0 if spec == one else 0.999, held) == one
     assert quickest([other, one], lambda spec: 1.0 if spec == one else 0.9, held) == other
-
-
-def test_the_planner_finds_the_slack_that_a_controller_finds() -> None:
-    inside, between = Link(latency_s=2e-3), Link(latency_s=9e-3)
-    node = Node("op", "", (), 1 << 20, 0, 1e-3, 1e-3, 1e-3, activation_bytes=1 << 16, output_bytes=0, source="measured")
-    graph = ModelGraph(tuple(dataclasses.replace(node, name=f"op{i}") for i in range(STAGES)))
-    request = Request(STAGES, None, (), 2 * COUNT, COUNT, num_samples=1000, clips=True)
-    cluster = Cluster.hosts(2, 2, inside=inside, between=between, device=ComputeDevice("gpu"))
-    planned = decide(request, Profile(graph, 2, ()), cluster).request
-
-    links = tuple(
-        LinkEstimate(hop, forward, 1, link.latency_s, 0.0, 0.0, 0.0, 0.0, (0.0,), True, "given")
-        for hop, link in enumerate((inside, between, inside))
-        for forward in (True, False)
-    )
-    # Nobody waits for the gradients of the first stage's inputs.
-    split_backward_s = ((0.0, 2e-3), *[(1e-3, 1e-3)] * (STAGES - 1))
-    measured = Measured(
-        COUNT,
-        (1e-3,) * STAGES,
-        (2e-3,) * STAGES,
-        (0.0,) * STAGES,
-        links,
-        split_backward_s=split_backward_s,
-        routes=routes_of(ScheduleSpec("zb-h1", COUNT, slack=(1, 1, 1)), STAGES),
-    )
-    now = Choice(ScheduleSpec("zb-h1", COUNT, slack=(1, 1, 1)))
-    found = search(ControllerConfig("zb-h1", now, (MemoryBudget(),) * STAGES), measured, now).best.choice.spec
-    assert (planned.schedule, planned.slack) == ("zb-h1", found.slack)
-    assert len(set(found.slack)) > 1, "hops that differ get slack that differs"

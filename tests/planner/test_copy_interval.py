@@ -22,33 +22,22 @@ COSTS = CopyCosts(step_s=0.5, cost_s=0.05)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "found"),
-    [
-        ("", ()),
-        ("a", (None,)),
-        ("aa", (1, 0)),
-        ("aab", (2, 2, 0)),
-        ("aabb", (2, 3, 0, 1)),
-        ("abc", (1, 2, 0)),
-        ("aaab", (3, 3, 3, 0)),
-    ],
-)
-def test_who_holds(nodes: str, found: tuple[int | None, ...]) -> None:
-    assert holders(nodes) == found
-
-
-@pytest.mark.parametrize(
     ("nodes", "homes", "found"),
     [
+        ("", (), ()),
+        ("a", (), (None,)),
+        ("aa", (), (1, 0)),
+        ("aab", (), (2, 2, 0)),
+        ("aabb", (), (2, 3, 0, 1)),
+        ("abc", (), (1, 2, 0)),
+        ("aaab", (), (3, 3, 3, 0)),
         ("aaa", ((0, 1), (2,)), (None, None, 0)),  # replicas have each other's state
         ("aab", ((0, 1), (2,)), (2, None, 0)),  # those of stage 0 would go with node a
         ("aba", ((0, 1), (2,)), (None, None, 1)),
         ("aabb", ((0, 2), (1, 3)), (None, None, None, None)),
     ],
 )
-def test_replicas_hold_what_the_others_copy(
-    nodes: str, homes: tuple[tuple[int, ...], ...], found: tuple[int | None, ...]
-) -> None:
+def test_who_holds(nodes: str, homes: tuple[tuple[int, ...], ...], found: tuple[int | None, ...]) -> None:
     assert holders(nodes, homes) == found
 
 

@@ -39,22 +39,22 @@ REQUEST = Request(
 )
 
 
-def test_the_table_of_the_module_is_what_happens() -> None:
-    workers, wanted = WorkerRange(2, 5), 4
-    assert [begins_with(workers, wanted, there) for there in range(7)] == [0, 0, 2, 3, 4, 4, 4]
-    assert target_workers(workers, wanted, spare=True) == 5
-    assert target_workers(workers, wanted, spare=False) == 4
+@pytest.mark.parametrize(
+    ("workers", "wanted", "begins"),
+    [
+        (WorkerRange(2, 5), 4, {0: 0, 1: 0, 2: 2, 3: 3, 4: 4, 5: 4, 6: 4}),
+        (WorkerRange(4, 8), 2, {2: 2}),  # more than the plan uses is not waited for
+        (WorkerRange(4, 16), 16, {0: 0, 4: 4, 12: 12, 8: 8, 16: 16}),  # Ray's own example, one worker on each node
+    ],
+)
+def test_a_run_begins_with_what_is_there(workers: WorkerRange, wanted: int, begins: dict[int, int]) -> None:
+    assert {there: begins_with(workers, wanted, there) for there in begins} == begins
 
 
-def test_more_than_the_plan_uses_is_not_waited_for() -> None:
-    assert begins_with(WorkerRange(4, 8), 2, 2) == 2
+def test_workers_are_requested_up_to_the_range() -> None:
+    assert target_workers(WorkerRange(2, 5), 4, spare=True) == 5
+    assert target_workers(WorkerRange(2, 5), 4, spare=False) == 4
     assert target_workers(WorkerRange(4, 8), 2, spare=False) == 4  # which were asked for by the user
-
-
-def test_the_elastic_sequence_of_ray() -> None:
-    """Nodes 0 -> 4 -> 12 -> 8 -> all lost -> 16, one worker on each."""
-    workers, wanted = WorkerRange(4, 16), 16
-    assert [begins_with(workers, wanted, nodes) for nodes in (0, 4, 12, 8, 0, 16)] == [0, 4, 12, 8, 0, 16]
 
 
 @pytest.mark.parametrize(
@@ -112,21 +112,21 @@ def test_stages_follow_the_workers_up_to_what_was_asked_for(asked: dict[str, obj
     assert shape_of(replace(REQUEST, **asked), there) == shape  # type: ignore[arg-type]
 
 
-def test_a_move_must_earn_its_pause_twice_in_the_steps_that_are_left() -> None:
-    assert pays(Gain(1.0, 0.875, 100, 6.25), 0.03)  # 12.5 s against 6.25 s
-    assert not pays(Gain(1.0, 0.875, 100, 6.26), 0.03)
-    assert not pays(Gain(1.0, 0.875, 99, 6.25), 0.03)
-
-
-def test_a_small_gain_is_none_however_many_steps_are_left() -> None:
-    assert not pays(Gain(1.0, 0.98, 1_000_000, 0.0), 0.03)
-    assert pays(Gain(1.0, 0.97, 1_000_000, 0.0), 0.03 - 1e-9)
-
-
-def test_slower_steps_never_pay() -> None:
-    assert not pays(Gain(1.0, 1.0, 100, 0.0), 0.0)
-    assert not pays(Gain(1.0, 1.1, 100, 0.0), -1.0)
-    assert not pays(Gain(0.0, 0.0, 100, 0.0), 0.03)
+@pytest.mark.parametrize(
+    ("gain", "least", "worth"),
+    [
+        (Gain(1.0, 0.875, 100, 6.25), 0.03, True),  # 12.5 s against 6.25 s, twice
+        (Gain(1.0, 0.875, 100, 6.26), 0.03, False),
+        (Gain(1.0, 0.875, 99, 6.25), 0.03, False),
+        (Gain(1.0, 0.98, 1_000_000, 0.0), 0.03, False),  # a small gain is none however many steps are left
+        (Gain(1.0, 0.97, 1_000_000, 0.0), 0.03 - 1e-9, True),
+        (Gain(1.0, 1.0, 100, 0.0), 0.0, False),
+        (Gain(1.0, 1.1, 100, 0.0), -1.0, False),
+        (Gain(0.0, 0.0, 100, 0.0), 0.03, False),
+    ],
+)
+def test_a_move_must_earn_its_pause_twice_in_the_steps_that_are_left(gain: Gain, least: float, worth: bool) -> None:
+    assert pays(gain, least) is worth
 
 
 def test_pauses_stay_a_small_part_of_the_time() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -147,23 +147,3 @@ def test_an_action_that_never_ends() -> None:
     assert busy is not None
     assert (busy.means, busy.over) == ("slow", False)
     assert judge(blocked._replace(longest_s=20.0), GRACE_S) is None  # such actions are what it does
-
-
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.means)
-def test_every_row_has_its_case(row: object) -> None:
-    """Each is found by some silence, and tells how long it was."""
-    makers: dict[str, Callable[[float], Seen]] = {
-        "stopped": lambda s: Seen(0.0, True, stopped_s=s),
-        "deadlocked": lambda s: Seen(s, True, idle_s=s),
-        "deaf": lambda s: Seen(s, True),
-        "unreachable": lambda s: Seen(s),
-        "blocked": lambda s: Seen(0.0, True, idle_s=s, action="0B1", action_s=s),
-        "slow": lambda s: Seen(0.0, True, action="0B1", action_s=s),
-    }
-    made = makers[row.means]  # type: ignore[attr-defined]
-    limit_s = row.limit_s(made(0.0), GRACE_S)  # type: ignore[attr-defined]
-    found = judge(made(limit_s), GRACE_S)
-    assert found is not None
-    assert (found.means, found.after_s) == (row.means, limit_s)  # type: ignore[attr-defined]
-    before = judge(made(limit_s - 0.01), GRACE_S)
-    assert before is None or before.means != row.means  # type: ignore[attr-defined]

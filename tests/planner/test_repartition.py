@@ -199,23 +199,18 @@ def test_pauses_between_moves_grow_with_what_a_move_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "possible"),
+    ("stages", "fields", "possible"),
     [
-        ({}, True),
-        ({"schedule": "slack", "slack": 2}, True),
-        ({"schedule": "2bw"}, False),
-        ({"schedule": "zb-v"}, False),
+        (2, {}, True),
+        (2, {"schedule": "slack", "slack": 2}, True),
+        (2, {"schedule": "2bw"}, False),
+        (4, {"schedule": "zb-v", "num_workers": 2}, False),
+        (1, {}, False),
     ],
 )
-def test_which_plans_can_be_cut_again(fields: dict[str, object], possible: bool) -> None:
-    stages = 4 if fields.get("schedule") == "zb-v" else 2
-    request = replace(request_of(stages, **fields), num_workers=2)
-    plan = plan_of(decide(request, Profile(chain_of([4] * 8, kept=8), microbatch_size=1)))
-    assert can_be_cut_again(plan) is possible
-
-
-def test_a_plan_of_one_stage_is_left_alone() -> None:
-    assert not can_be_cut_again(plan_of(decide(request_of(1), Profile(chain_of([4] * 8), microbatch_size=1))))
+def test_which_plans_can_be_cut_again(stages: int, fields: dict[str, object], possible: bool) -> None:
+    profile = Profile(chain_of([4] * 8, kept=8), microbatch_size=1)
+    assert can_be_cut_again(plan_of(decide(request_of(stages, **fields), profile))) is possible
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.ir.schedule import Action, Op, Schedule, Wiring, dependencies, parse_action, single_homes
+from raypipe.ir.schedule import Op, Schedule, Wiring, dependencies, parse_action, single_homes
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner import simulator as simulation
 from raypipe.planner.dependency_tables import build
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.sync import gpipe, interleaved, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.schedule.sync import gpipe, interleaved, one_f_one_b
 from raypipe.planner.simulator import Costs, makespan_s, simulate
-from tests.planner.plain import any_order, lowered_rows, row_in_turns
+from tests.planner.plain import any_order, lowered_rows
 from tests.planner.specs import spec_for
 
 
@@ -50,15 +50,6 @@ def test_two_stages_by_hand():
     }
 
 
-def test_messages_queue_on_a_busy_link_and_directions_do_not_meet():
-    costs = Costs((1.0, 1.0), (1.0, 1.0), forward_occupancy_s=(3.0,), backward_occupancy_s=(0.5,))
-    found = times(simulate(lower(gpipe(2, 3)), costs))
-    assert [found[f"0SEND_F{m}"] for m in range(3)] == [(1.0, 4.0), (4.0, 7.0), (7.0, 10.0)]
-    eager = times(simulate(lower(one_f_one_b(2, 3)), costs))
-    assert eager["1SEND_B0"] == (6.0, 6.5)  # while 0SEND_F1 is still under way
-    assert eager["0SEND_F1"] == (4.0, 7.0)
-
-
 def test_stages_of_a_worker_share_its_links_and_nothing_overtakes():
     """Worker 0 sends over hop 0 (slow) and, for the backward of stage 2, over hop 1 (quick) to worker 1."""
     costs = Costs(
@@ -74,47 +65,11 @@ def test_stages_of_a_worker_share_its_links_and_nothing_overtakes():
     assert any(span.end_s - span.start_s > 2.0 for span in sent if span.action.op is Op.SEND_B)
 
 
-def test_slowest_stage_sets_the_pace():
-    costs = Costs((1.0, 3.0), (2.0, 5.0))
-    assert makespan_s(lower(one_f_one_b(2, 10)), costs) == 1.0 + 10 * 8.0 + 2.0
-
-
-def test_split_backward_lets_the_weights_wait():
-    rows = ("0F0 0I0 0W0", "1F0 1I0 1W0")
-    body = tuple(tuple(map(parse_action, line.split())) for line in rows)
-    schedule = lower(Schedule("split", Wiring(((0,), (1,)), 1, split_backward=True), body, stride=1))
-    split = simulate(schedule, Costs.uniform(2, 1.0, 2.0))
-    assert times(split)["0I0"] == (3.0, 4.0)
-    assert split.makespan_s == 5.0
-    uneven = Costs((1.0, 1.0), (2.0, 2.0), backward_input_s=(0.5, 0.5), backward_weight_s=(3.0, 1.0))
-    assert times(simulate(schedule, uneven))["0W0"] == (3.0, 6.0)
-    assert split.peak_in_flight == (1, 1)
-
-
 def test_repeats_run_back_to_back():
     lowered, costs = lower(one_f_one_b(3, 4)), Costs.uniform(3, step_s=0.5)
     once = makespan_s(lowered, costs)
     assert makespan_s(lowered, costs, repeats=4) == 4 * once
     assert simulate(lowered, costs, repeats=2).peak_in_flight == (3, 2, 1)
-
-
-def test_frozen_stages_hold_nothing():
-    timeline = simulate(lower(one_f_one_b(3, 4, first_trainable=2)), Costs.uniform(3))
-    assert timeline.peak_in_flight == (1, 1, 1)
-    assert timeline.busy_s(0) == 4.0
-
-
-def test_one_stage_has_no_links():
-    timeline = simulate(lower(one_f_one_b(1, 3)), Costs.uniform(1))
-    assert timeline.makespan_s == 9.0
-    assert timeline.bubble_fraction == 0.0
-    assert {span.action.op for span in timeline.spans} == {Op.F, Op.B}
-
-
-def test_timeline_says_what_it_is():
-    timeline = simulate(lower(one_f_one_b(2, 2)), Costs.uniform(2))
-    assert (timeline.source, timeline.name, timeline.num_workers) == ("simulated", "1f1b", 2)
-    assert makespan_s(lower(one_f_one_b(2, 2)), Costs.uniform(2)) == timeline.makespan_s
 
 
 @pytest.mark.slow
@@ -140,34 +95,6 @@ def test_times_respect_the_one_rule(kind, workers, microbatches, data):
                 assert (span.end_s if waits else span.start_s) >= found.get(wanted, (0, 0, 0.0, 0.0))[3]
             assert span.start_s >= now
             now = now if action.op in (Op.SEND_F, Op.SEND_B) else span.end_s
-
-
-@given(st.integers(0, 3), st.sampled_from(list(Op)), st.integers(0, 50), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_the_rule_looks_at_distances_only(stage, op, microbatch, split):
-    """What the integer tables rely on."""
-    wiring = Wiring(((0,), (1,), (1,), (2,)), update_interval=3, split_backward=split, first_trainable=1)
-    at_zero = dependencies(Action(stage, op, 0), wiring)
-    assert dependencies(Action(stage, op, microbatch), wiring) == tuple(a.shifted(microbatch) for a in at_zero)
-
-
-def test_blocks_cover_every_node_once():
-    program = build(lower(interleaved(2, 5, 2)), repeats=2)
-    nodes = [node for _, first, stop in program.blocks() for node in range(first, stop)]
-    assert sorted(nodes) == list(range(len(program.op)))
-
-
-def test_malformed_schedule_is_refused_rather_than_simulated():
-    lowered = lower(
-        Schedule(
-            "stuck",
-            Wiring(((0,), (1,)), 1),
-            tuple(tuple(map(parse_action, r)) for r in (["0F0", "0B0"], ["1B0", "1F0"])),
-            1,
-        )
-    )
-    with pytest.raises(ScheduleError, match="1B0"):
-        simulate(lowered, Costs.uniform(2))
 
 
 @pytest.mark.parametrize(
@@ -272,28 +199,3 @@ def test_a_deadlock_of_many_workers_is_named() -> None:
 @given(st.one_of(schedules(), named_schedules()))
 def test_lowering_gives_the_rows_of_the_plain_one(schedule: Schedule) -> None:
     assert [tuple(row) for row in lower(schedule).body] == lowered_rows(schedule)
-
-
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 4))
-def test_rows_take_turns(stages: int, microbatches: int, k: int, frozen: int) -> None:
-    frozen = min(frozen, stages - 1)
-    groups = [range(m, min(m + k, microbatches)) for m in range(0, microbatches, k)]
-    single = [range(m, m + 1) for m in range(microbatches)]
-    for made, parts, warmups in (
-        (k_f_k_b(stages, microbatches, k, frozen), groups, [stages - 1 - s for s in range(stages)]),
-        (slack(stages, microbatches, k, frozen), single, [k * (stages - 1 - s) for s in range(stages)]),
-        (gpipe(stages, microbatches, frozen), [range(microbatches)], [1] * stages),
-    ):
-        plain = tuple(row_in_turns(s, parts, warmup, s >= frozen) for s, warmup in enumerate(warmups))
-        assert made.body == plain
-
-
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 3))
-def test_interleaved_rows_warm_up_and_then_take_turns(workers: int, microbatches: int, chunks: int) -> None:
-    for worker, row in enumerate(interleaved(workers, microbatches, chunks).body):
-        count = microbatches * chunks
-        rounds = max(1, microbatches // workers)
-        warmup = min((chunks - 1) * -(-microbatches // rounds) + 2 * (workers - 1 - worker), count)
-        ops = [action.op for action in row_in_turns(0, [[i] for i in range(count)], warmup)]
-        assert [action.op for action in row] == ops
-        assert len(set(row)) == 2 * count

@@ -40,14 +40,6 @@ def holders(found: Transition | None, worker: int) -> str:
     return "".join(one.holder for one in found.sources[worker])
 
 
-def test_after_a_loss_all_take_the_newest_step_that_every_stage_has() -> None:
-    copies = [copy("a", 0, 20, 21), copy("a", 1, 20), copy("b", 1, 18, 20), copy("b", 2, 19, 20, 21)]
-    found = plan_transition(LINE, LINE, torn(0, 1, 2, None), copies)
-    assert found is not None
-    assert (found.step, found.members, sorted(found.sources)) == (20, (0, 1, 2), [0, 1, 2])
-    assert [holders(found, worker) for worker in range(3)] == ["a", "a", "b"], "the first that has it"
-
-
 @pytest.mark.parametrize(("saved", "step"), [(None, 20), (19, 20), (20, 20), (21, None)])
 def test_a_newer_checkpoint_counts(saved: int | None, step: int | None) -> None:
     copies = [copy("a", stage, 20) for stage in range(3)]
@@ -57,23 +49,10 @@ def test_a_newer_checkpoint_counts(saved: int | None, step: int | None) -> None:
     assert bool(found.sources) == (step is not None)
 
 
-def test_without_a_common_step_the_state_comes_from_storage() -> None:
-    found = plan_transition(LINE, LINE, torn(0, 1, 2), [copy("a", 0, 20), copy("a", 1, 21), copy("b", 2, 20, 21)])
-    assert found == Transition(LINE, (0, 1, 2), {}, None)
-
-
 def test_nothing_changes_if_all_are_where_they_were() -> None:
     assert plan_transition(LINE, LINE, at(7, 0, 1, 2, None), []) is None
     broken = [member._replace(linked=False) for member in at(7, 0, 1, 2)]
     assert plan_transition(LINE, LINE, broken, []) == Transition(LINE, (0, 1, 2), {}, 7), "only links are new"
-
-
-def test_another_plan_takes_the_state_of_this_step() -> None:
-    two, copies = Layout(1, single_homes(range(2))), [copy(name, stage, 7) for stage, name in enumerate("abc")]
-    found = plan_transition(LINE, two, at(7, 0, 1, 2), copies)
-    assert found is not None
-    assert (found.step, found.members) == (7, (0, 1))
-    assert [holders(found, worker) for worker in range(2)] == ["abc", "abc"], "stages are cut anew"
 
 
 def test_a_worker_that_leaves_is_read_and_the_others_keep_their_state() -> None:

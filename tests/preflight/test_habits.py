@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +11,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 
-import raypipe
+from raypipe import PipelineConfig
 from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
 from raypipe.testing import reference
+from tests.trainers import sgd, trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("captures_of_a_test")]
 
 DATA = TensorDataset(torch.linspace(-1, 1, 48).reshape(8, 6), torch.arange(8) % 3)
+SMALL = {"train_data": DATA, "minibatch_size": 4, "num_microbatches": 2}
 
 
 class Net(nn.Module):
@@ -37,18 +38,10 @@ class OwnLoss(Net):
         return self.change(cross_entropy(self.outer(torch.relu(self.inner(x))), labels))
 
 
-def answer(
-    kind: type[RaypipeError], model: nn.Module, loss_fn: Any = cross_entropy, num_microbatches: int = 2, **given: Any
-) -> str:
+def answer(kind: type[RaypipeError], model: nn.Module, loss_fn: Any = cross_entropy, **given: Any) -> str:
+    evaluates = {"eval_interval_steps": 1} if "eval_data" in given else {}
     with pytest.raises(kind) as caught:
-        raypipe.PipelineTrainer(
-            model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            pipeline=raypipe.PipelineConfig(
-                num_stages=2, minibatch_size=4, num_microbatches=num_microbatches, partitioner="parameters",
-                eval_interval_steps=1 if "eval_data" in given else None,
-            ),
-            run_config=SimpleNamespace(name="run", storage_path="nowhere"), **{"train_data": DATA} | given,
-        ).plan()  # fmt: skip
+        trainer_of(model, "nowhere", loss_fn=loss_fn, **SMALL | evaluates | given).plan()
     return str(caught.value)
 
 
@@ -152,14 +145,10 @@ def test_outputs_that_broadcast_against_targets_train_whole_or_not_at_all(
     if count > 1:
         assert "loss_reduction" in answer(ConfigError, model, loss_fn, train_data=data, num_microbatches=count)
         return
-    pipeline = raypipe.PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=count, partitioner="parameters")
-    given: Any = {
-        "model": model, "loss_fn": loss_fn, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "train_data": data,
-        "pipeline": pipeline,
-    }  # fmt: skip
-    wanted = reference(**given, num_steps=2)
-    place = SimpleNamespace(name="run", storage_path=str(tmp_path))
-    records = raypipe.PipelineTrainer(**given, run_config=place).fit(2, local=True, progress=False).records
+    sizes = {"minibatch_size": 4, "num_microbatches": count}
+    given: Any = {"model": model, "loss_fn": loss_fn, "optimizer": sgd, "train_data": data}
+    wanted = reference(**given, pipeline=PipelineConfig(**sizes), num_steps=2)
+    records = trainer_of(**given, folder=tmp_path, **sizes).fit(2, local=True, progress=False).records
     assert [record.loss for record in records] == list(wanted.losses)
 
 
@@ -219,11 +208,7 @@ def test_autocast_of_a_device_that_is_not_there(kind: type[Net], whole: Callable
 
 @pytest.mark.parametrize("whole", [lambda model: model, in_children], ids=["traced", "Sequential"])
 def test_autocast_that_is_off_anywhere(whole: Callable[[nn.Module], nn.Module]) -> None:
-    raypipe.PipelineTrainer(
-        whole(Off()), loss_fn=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=DATA,
-        pipeline=raypipe.PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters"),
-        run_config=SimpleNamespace(name="run", storage_path="nowhere"),
-    ).plan()  # fmt: skip
+    trainer_of(whole(Off()), "nowhere", **SMALL).plan()
 
 
 class Items(Dataset):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import CaptureError, ConfigError
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -19,11 +19,7 @@ X, Y = torch.linspace(-1, 1, 96).view(16, 6), torch.arange(16) % 3
 
 
 def prepared(model: nn.Module, loss_fn: Any = functional.cross_entropy, inputs: Any = X, **fields: Any) -> Any:
-    fields = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", **fields}
-    return PipelineTrainer(
-        model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=TensorDataset(inputs, Y),
-        pipeline=PipelineConfig(**fields),
-    )._prepared()  # fmt: skip
+    return trainer_of(model, loss_fn=loss_fn, train_data=TensorDataset(inputs, Y), **fields)._prepared()
 
 
 def net(*extra: nn.Module) -> nn.Sequential:

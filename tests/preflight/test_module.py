@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import load_state_dict
 from raypipe.errors import CaptureError
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
 DATA = TensorDataset(torch.linspace(-1, 1, 64).view(16, 4).sin(), torch.arange(16) % 4)
 
 
-def trainer(model: nn.Module, folder: Path, **fields: Any) -> PipelineTrainer:
-    config = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"}
-    return PipelineTrainer(
-        model, loss_fn=functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        train_data=DATA, pipeline=PipelineConfig(**config | fields),
-        run_config=SimpleNamespace(name="run", storage_path=str(folder)),
-    )  # fmt: skip
+trainer = partial(trainer_of, train_data=DATA)
 
 
 def layers(*middle: nn.Module) -> nn.Sequential:

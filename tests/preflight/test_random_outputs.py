@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.errors import CaptureError, ConfigError, DataError
 from raypipe.preflight import random_outputs
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -25,14 +25,8 @@ def model() -> nn.Module:
 
 
 def trainer(loss_fn: Any, target: torch.Tensor, **given: Any) -> raypipe.PipelineTrainer:
-    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
-    fields = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 2, "weights_on": "workers", **given}
-    return raypipe.PipelineTrainer(
-        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=loss_fn,
-        train_data=torch.utils.data.TensorDataset(inputs, target),
-        pipeline=raypipe.PipelineConfig(partitioner="parameters", **fields),
-        run_config=SimpleNamespace(name="run", storage_path=None),
-    )  # fmt: skip
+    data = TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), target)
+    return trainer_of(model, loss_fn=loss_fn, train_data=data, weights_on="workers", **{"num_microbatches": 2} | given)
 
 
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -103,14 +97,9 @@ def test_an_error_of_the_first_step_is_raised_before(target: torch.Tensor, words
 @pytest.mark.parametrize("reduction", ["auto", "mean", "per_microbatch", "valid_tokens"])
 def test_a_loss_that_draws_is_refused_without_weights_and_with_one_micro_batch(reduction: str) -> None:
     """Nothing else would try it: the client holds no weights to verify stages with."""
-    pipeline = raypipe.PipelineConfig(
-        minibatch_size=8, num_microbatches=1, weights_on="workers", loss_reduction=reduction
-    )
-    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 4))
-    trainer = raypipe.PipelineTrainer(
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
-        loss_fn=lambda output, target: (output - target).pow(2).mean() * torch.rand(()),
-        train_data=data, optimizer=torch.optim.SGD, pipeline=pipeline,
-    )  # fmt: skip
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target) * torch.rand(())
+
     with pytest.raises(CaptureError, match="loss_fn draws random numbers"):
-        trainer.plan()
+        trainer(loss, CLASSES, num_microbatches=1, loss_reduction=reduction).plan()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
+from raypipe import PipelineTrainer
 from raypipe.errors import RaypipeError
+from tests.trainers import sgd, trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -38,21 +38,11 @@ class Net(nn.Module):
         return (y, self.scale) if self.returns_scale else y * self.scale
 
 
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
-
-
 def trainer(folder: Path, model: nn.Module, given: Given) -> PipelineTrainer:
     drawn = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(8, 4, generator=drawn), torch.arange(8) % 4)
-    return PipelineTrainer(
-        model, train_data=data, **{"loss_fn": functional.cross_entropy, "optimizer": sgd, **given},
-        eval_data=data if "metrics" in given else None,
-        pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", verify="off"
-        ),
-        run_config=SimpleNamespace(name="reads", storage_path=str(folder)),
-    )  # fmt: skip
+    evaluated = data if "metrics" in given else None
+    return trainer_of(model, folder, train_data=data, eval_data=evaluated, num_microbatches=2, verify="off", **given)
 
 
 def penalty(model: nn.Module) -> Given:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.errors import CheckpointError, ConfigError
+from raypipe.errors import CheckpointError
 from raypipe.profiling.profile_cache import cached_profile
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
@@ -87,10 +87,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "first", "then"),
-    [("cnn", first, then) for first in (1, 2, 3, 4) for then in (1, 2, 3, 4)]
-    + [("noisy", first, 5 - first) for first in (1, 2, 3, 4)],
+    [("cnn", 2, 2), *((name, first, 5 - first) for name in ("cnn", "noisy") for first in (1, 2, 3, 4))],
 )
 def test_the_same_steps(name: str, first: int, then: int, tmp_path: Path, whole: dict[str, Any]) -> None:
+    """Every pair of schedules: tests/runs/test_resumed_layouts.py."""
     trainer(name, tmp_path, "run", first).fit(num_steps=SAVED, local=True, progress=False)
     saved = load_state_dict(tmp_path / "run")
     result = trainer(name, tmp_path, "run", then).fit(num_steps=STEPS, local=True, progress=False)
@@ -103,38 +103,11 @@ def test_the_same_steps(name: str, first: int, then: int, tmp_path: Path, whole:
     assert any(not same_bits(state[n], saved[n]) for n in state), "the second half changed nothing"
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [((4, "zb-v"), (3, "slack")), ((2, "slack"), (4, "interleaved")), ((4, "interleaved"), (4, "zb-v"))],
-)
-def test_other_stages_on_a_worker(
-    first: tuple[int, str], then: tuple[int, str], tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    for (stages, schedule), steps in ((first, SAVED), (then, STEPS)):
-        pipeline = config_of(SHAPES["ragged-epoch"], stages, schedule, max_grad_norm=0.5)
-        trainer("cnn", tmp_path, "run", stages, pipeline=pipeline).fit(num_steps=steps, local=True, progress=False)
-    rows, state = outcome(tmp_path / "run")
-    expected_rows, expected = whole["cnn"]
-    assert rows == expected_rows
-    assert [n for n in state if not same_bits(state[n], expected[n])] == []
-
-
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     once = trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
     again = trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
     assert again.checkpoint == once.checkpoint
     assert [r.loss for r in again.records] == [r.loss for r in once.records]
-
-
-@pytest.mark.parametrize("change", ["seed", "minibatch_size"])
-def test_other_samples_are_refused(change: str, tmp_path: Path) -> None:
-    trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
-    shape = SHAPES["ragged-epoch"]
-    pipeline = config_of(shape, 2, "slack", **({"seed": 1} if change == "seed" else {}))
-    if change == "minibatch_size":
-        pipeline = type(pipeline)(num_stages=2, minibatch_size=4, num_microbatches=2)
-    with pytest.raises(ConfigError, match=f"{change}: was .*, is"):
-        trainer("mlp", tmp_path, "run", 2, pipeline=pipeline).fit(num_steps=STEPS, local=True, progress=False)
 
 
 def test_stopping_and_going_on(tmp_path: Path) -> None:
@@ -190,17 +163,6 @@ def test_a_checkpoint_on_demand(tmp_path: Path) -> None:
     assert handle.timeline() is not None
     handle.stop()
     assert handle.wait(timeout_s=240).stopped
-
-
-def test_a_full_disk_does_not_harm_training(tmp_path: Path) -> None:
-    """A checkpoint that cannot be written is told; the last one must be, or fit() says that it is not there."""
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / f"step_{SAVED:07d}").write_text("a file where the folder should be")
-    with pytest.raises(CheckpointError):
-        trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
-    rows = pq.read_table(folder / "metrics.parquet").to_pylist()
-    assert [row["step"] for row in rows] == list(range(SAVED))
 
 
 def test_micro_batches_left_to_the_planner_stay_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

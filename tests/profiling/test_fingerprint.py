@@ -19,7 +19,6 @@ from raypipe.capture import Capture, capture
 from raypipe.profiling.fingerprint import fingerprint
 from raypipe.profiling.measure import Bench
 from raypipe.profiling.operations import Budget, OperationTimer
-from raypipe.profiling.profile_cache import profile_key
 from tests.sources import ROOT
 
 ROUNDS = 2
@@ -105,12 +104,6 @@ def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
 def captured(*children: nn.Module) -> Capture:
     model = nn.Sequential(nn.Linear(4, 4), *children)
     return capture(model, (COLUMNS[0], COLUMNS[1]), (0, 1), functional.mse_loss, evaluates=False)
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_models_of_other_numbers_share_no_profile(where: str) -> None:
-    keys = [profile_key(captured(Turning(times, where)), COLUMNS, (1, 2)) for times in (3, 3, 4)]
-    assert keys[0] == keys[1] != keys[2]
 
 
 def test_children_that_differ_in_a_private_number_are_measured_by_themselves() -> None:

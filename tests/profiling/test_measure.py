@@ -244,12 +244,6 @@ def test_a_model_without_memory_is_estimated() -> None:
     assert profile.graph.busy_s >= flops / 1e14
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied-lm"])
-def test_a_profile_survives_its_text(name: str) -> None:
-    profile = profiled(name)
-    assert Profile.from_json(profile.to_json()) == profile
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1}', "null"])
 def test_text_that_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="measure anew"):

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-import raypipe
+from raypipe import PipelineConfig
 from raypipe.capture import Capture, capture
 from raypipe.errors import ConfigError
 from raypipe.profiling import profile_graph
 from raypipe.profiling.measure import Bench
 from raypipe.profiling.operations import Budget, Moment, OperationTimer, OperationTimes, seconds_between
-from raypipe.profiling.steps import child_of
+from tests.trainers import trainer_of
 
 BLOCKS, WIDTH = 6, 32
 TINY_S = 1e-6
@@ -78,17 +78,6 @@ def test_equal_blocks_are_timed_once() -> None:
     assert timer.unique_s < sum(p.total_s for p in parts)
 
 
-def test_equal_children_of_a_sequential_are_timed_once() -> None:
-    made = captured(nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 3)))
-    assert timed(made, 60.0).num_measured == (3, 3), "the first one's input needs no gradient"
-
-
-def test_children_that_differ_in_a_number_are_timed_apart() -> None:
-    made = captured(nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2)))
-    assert timed(made, 60.0).num_measured == (3, 3)
-    assert child_of(print) is None
-
-
 def test_without_time_backwards_are_estimated() -> None:
     timer = timed(captured(Traced()), 0.0)
     assert timer.num_measured[0] == 0
@@ -132,18 +121,13 @@ def test_the_budget_is_a_field_with_an_effect() -> None:
     given = columns(16)
     notes = []
     for budget_s in (TINY_S, 60.0):
-        trainer = raypipe.PipelineTrainer(
-            nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)),
-            loss_fn=functional.cross_entropy,
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            train_data=TensorDataset(given[0], given[1]),
-            pipeline=raypipe.PipelineConfig(num_stages=2, minibatch_size=16, profile_budget_s=budget_s),
-        )
+        model, data = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)), TensorDataset(given[0], given[1])
+        trainer = trainer_of(model, train_data=data, partitioner="auto", profile_budget_s=budget_s)
         notes.append(dict(trainer.plan().reasons)["profile"])
     assert "estimated" in notes[0]
     assert notes[1].startswith("All ")
     with pytest.raises(ConfigError, match="profile_budget_s=0"):
-        raypipe.PipelineConfig(profile_budget_s=0)
+        PipelineConfig(profile_budget_s=0)
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.integers(0, 3), st.integers(0, 3))

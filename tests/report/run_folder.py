@@ -53,20 +53,9 @@ def _record(step: int) -> StepRecord:
     evaluation = (("eval_loss", 4.2 * math.exp(-step / 90)), ("eval_accuracy", step / 250)) if step % 50 == 49 else ()
     norm = 1.0 + 0.2 * math.cos(step)
     return StepRecord(
-        step,
-        32,
-        loss,
-        norm,
-        seconds,
-        0.2,
-        4e6 / seconds,
-        3,
-        schedule,
-        lr=1e-3,
-        tokens=32 * 128,
-        goodput=0.9,
+        step, 32, loss, norm, seconds, 0.2, 4e6 / seconds, 3, schedule, lr=1e-3, tokens=32 * 128, goodput=0.9,
         evaluation=evaluation,
-    )
+    )  # fmt: skip
 
 
 def _events(steps: int) -> list[tuple[int, dict[str, object]]]:

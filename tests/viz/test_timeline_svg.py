@@ -7,10 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raypipe.ir.schedule import Schedule, dependencies, parse_action
+from raypipe.ir.schedule import dependencies, parse_action
+from raypipe.ir.schedule_spec import KINDS
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.simulator import Costs, makespan_s
 from raypipe.viz.timeline_svg import in_slots, timeline_svg
 from tests.planner.specs import spec_for
 
@@ -136,16 +138,9 @@ def test_of_many_spans_those_of_workers_are_drawn_to_the_end() -> None:
     assert "link 0" not in drawn
 
 
-def _slots(schedule: Schedule) -> float:
-    return in_slots(schedule.rows(), lambda action: dependencies(action, schedule.wiring)).makespan_s
-
-
-def test_1f1b_takes_as_long_as_its_law_says() -> None:
-    """(M + S - 1) (F + B) with F = 1 and B = 2, lowered or not."""
-    made = schedule_of(spec_for("1f1b", 4, 8), 4)
-    assert _slots(made) == (8 + 4 - 1) * 3
-    assert _slots(lower(made)) == (8 + 4 - 1) * 3
-
-
-def test_a_split_backward_fills_the_gaps() -> None:
-    assert _slots(schedule_of(spec_for("zb-h1", 4, 8, slack=(1, 1, 1)), 4)) < (8 + 4 - 1) * 3
+@pytest.mark.parametrize("kind", [kind for kind, of in KINDS.items() if of.synchronous])
+def test_slots_are_the_times_of_the_simulator(kind: str) -> None:
+    """A forward takes one slot, a backward two, lowered or not."""
+    made = schedule_of(spec_for(kind, 4, 8, group_size=2, chunks=2), 4)
+    taken = [in_slots(one.rows(), lambda action: dependencies(action, made.wiring)) for one in (made, lower(made))]
+    assert [found.makespan_s for found in taken] == [makespan_s(lower(made), Costs.uniform(4, 1.0, 2.0))] * 2

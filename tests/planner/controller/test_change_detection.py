@@ -34,16 +34,6 @@ def test_when_one_stage_changes_all_begin_anew() -> None:
     assert observed.seconds()[1] == (1.0, 0.6), "a sixth less is no change by itself"
 
 
-def test_one_odd_backward_does_not_say_what_halves_take() -> None:
-    observed = StageEstimator(1)
-    for step in range(4):
-        observed.add([whole(0, step, 1.0, (0.6, 0.45))])
-    for step in range(4, 16):  # the others have left the window
-        observed.add([whole(0, step, 1.0)])
-    observed.add([whole(0, 16, 1.5, (0.85, 0.61))])
-    assert observed.split_backward_s() == ((pytest.approx(0.6), pytest.approx(0.45)),)
-
-
 def test_halves_count_as_soon_as_they_run() -> None:
     """Half of the window ran whole backwards in a slow minute, and half ran split ones in a quick one."""
     observed = StageEstimator(1, drift_threshold=10.0)

@@ -30,7 +30,7 @@ from raypipe.planner.controller.controller import MOST_NEWS_SEARCHES, PARTS, Ste
 from raypipe.planner.controller.observer import Observer
 from raypipe.planner.controller.states import Comparison
 from raypipe.planner.replay import routes_of
-from tests.planner.controller.lab import Pipeline, constant, run_controlled
+from tests.planner.controller.lab import Pipeline, run_controlled
 
 ONE, SLACK = Choice(ScheduleSpec("1f1b", 16)), Choice(ScheduleSpec("slack", 16, slack=(3, 1, 1)))
 STAGES = [(0.01, 0.02)] * 4
@@ -76,16 +76,6 @@ def test_a_slow_link_is_answered_after_two_looks_and_the_answer_judged():
     assert paid.numbers["achieved_gain"] == pytest.approx(paid.numbers["predicted_gain"], rel=0.05)
 
 
-@pytest.mark.slow
-def test_every_decision_has_a_sentence_and_plain_numbers():
-    _, _, decisions = run_controlled(pipeline_of({10: (0, 0.025), 30: (1, 0.025)}, noise=0.02), setup_of(), 60)
-    assert len(decisions) > 8
-    for decision in decisions:
-        assert decision.reason.endswith(".")
-        assert decision.reason[0].isupper() or decision.reason[0].isdigit()
-        json.dumps(decision.numbers)
-
-
 def test_frozen_tells_and_does_nothing():
     _, choices, decisions = run_controlled(pipeline_of({10: (0, 0.025)}), setup_of(frozen=True), 30)
     assert set(choices) == {ONE}
@@ -100,24 +90,6 @@ def test_one_odd_step_changes_nothing():
 
 
 @pytest.mark.slow
-def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
-    """A codec that in truth saves nothing: the link takes 25 ms whatever it carries."""
-    pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
-    setup = setup_of(**BF16)
-    _, choices, decisions = run_controlled(pipeline, setup, 200)
-    found = verdicts(decisions)
-    assert [line.split()[1] for line in found[:3]] == ["wait", "switch", "undo"]
-    undo = next(d for d in decisions if d.verdict is Verdict.UNDO)
-    assert undo.choice == ONE
-    assert undo.numbers["achieved_gain"] == pytest.approx(0.0, abs=0.01)
-    assert "did not pay: back, and no switch for 10 steps" in undo.reason
-    undone = [d.step for d in decisions if d.verdict is Verdict.UNDO]
-    gaps = [b - a for a, b in pairwise(undone)]
-    assert gaps == sorted(gaps)
-    assert len(undone) <= 5
-    assert sum(choice.lossy for choice in choices) < 45
-
-
 @pytest.mark.parametrize("delay", range(1, 12))
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_change_ends_the_quiet_after_switches_that_did_not_pay(delay: int, lag: int) -> None:
@@ -139,15 +111,20 @@ def test_a_change_ends_the_quiet_after_switches_that_did_not_pay(delay: int, lag
 
 
 @pytest.mark.slow
-def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
+def test_a_switch_that_does_not_pay_is_undone_and_tried_again_ever_more_seldom():
+    """A codec that in truth saves nothing: the link takes 25 ms whatever it carries. The quiet has a limit."""
     pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
-    setup = setup_of(**BF16)
-    _, _, decisions = run_controlled(pipeline, setup, 600)
-    undone = [d.step for d in decisions if d.verdict is Verdict.UNDO]
-    gaps = [b - a for a, b in pairwise(undone)]
+    _, choices, decisions = run_controlled(pipeline, setup_of(**BF16), 600)
+    assert [line.split()[1] for line in verdicts(decisions)[:3]] == ["wait", "switch", "undo"]
+    undone = [d for d in decisions if d.verdict is Verdict.UNDO]
+    assert undone[0].choice == ONE
+    assert undone[0].numbers["achieved_gain"] == pytest.approx(0.0, abs=0.01)
+    assert "did not pay: back, and no switch for 10 steps" in undone[0].reason
+    gaps = [b.step - a.step for a, b in pairwise(undone)]
     assert gaps == sorted(gaps)
     assert 5 * 2**4 <= gaps[-1] <= 5 * 2**4 + 20
     assert gaps.count(gaps[-1]) >= 3
+    assert sum(choice.lossy for choice in choices[:200]) < 45
 
 
 @pytest.mark.slow
@@ -158,13 +135,6 @@ def test_a_codec_goes_when_the_link_is_free_again():
     assert choices[20].codec(0, True) == "bf16"
     assert choices[20].codec(1, True) == "none"
     assert not choices[-1].lossy
-
-
-def test_a_change_during_a_trial_leaves_it_open():
-    _, _, decisions = run_controlled(pipeline_of({10: (0, 0.025), 15: (2, 0.025)}), setup_of(), 40)
-    found = verdicts(decisions)
-    assert any(line.endswith("open") for line in found)
-    assert sum(line.endswith("switch") for line in found) == 2
 
 
 def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
@@ -277,17 +247,6 @@ def test_nothing_is_decided_before_every_stage_has_been_heard_of():
     controller = Controller(setup_of())
     for step in range(10):
         assert controller.handle(StepDone(step, 1.0, ONE, (StageSample(0, step, 0.01, 0.02),))) == []
-
-
-def test_a_stage_that_slows_down_is_noticed():
-    controller = Controller(setup_of())
-    pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.0))
-    decisions = []
-    for step in range(12):
-        if step == 8:
-            pipeline.stages = [(0.01, 0.02)] * 3 + [(0.03, 0.06)]
-        decisions += controller.handle(pipeline.step(step, ONE))
-    assert "9 drift" in verdicts(decisions)
 
 
 def test_a_trial_needs_steps_on_both_sides_and_waits_while_noise_hides_the_answer():

@@ -150,16 +150,6 @@ def test_scenario_b_follows_the_slow_hop(noise):
 
 
 @pytest.mark.slow
-def test_frozen_scenario_b_is_not_good_enough():
-    """The check above can fail: without its switches it does."""
-    frozen = scenario_b()
-    frozen.setup = replace(frozen.setup, frozen=True)
-    found = frozen.summary()
-    assert found["vs_oracle"] > 1.05
-    assert found["vs_static_1f1b"] < 1.25
-
-
-@pytest.mark.slow
 def test_backwards_are_parted_where_that_pays() -> None:
     """Stages report split backwards from the first step on; the switch pays what was predicted."""
     setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
@@ -257,6 +247,43 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
     assert sum(step >= 60 for step in changes) <= 3
 
 
+def contended(share: float, delay_s: float) -> Link:
+    """In two of five episodes of four steps, other jobs delay a share of the messages."""
+
+    def link(hop: int, forward: bool, step: int, m: int) -> tuple[float, float]:
+        # Multiples of the golden ratio fall evenly into every part of the circle, however short the run.
+        busy = step // 4 * (5**0.5 - 1) / 2 % 1.0 < 0.4
+        random = Random(f"{hop} {forward} {step} {m}")
+        late = busy and random.random() < share
+        return 2e-4 + (random.uniform(0.5, 1.5) * delay_s if late else 0.0), 1e-4
+
+    return link
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "share", "delay_s", "most"),
+    [(4, 0.5, 0.015, 4), (8, 0.5, 0.015, 4), (4, 1.0, 0.021, 4), (4, 1.0, 0.021, 2), (8, 1.0, 0.021, 1)],
+)
+def test_on_contended_links_the_controller_finds_the_best_k_that_fits(
+    stages: int, share: float, delay_s: float, most: int
+) -> None:
+    """Ada-Grouper's case (arXiv:2303.01675). Near the optimum several k take as long: then the smaller one is taken."""
+    budgets = tuple(MemoryBudget(most_in_flight=most * (stages - s)) for s in range(stages))
+    setup = ControllerConfig("kfkb", Choice(ScheduleSpec("kfkb", 32)), budgets, retune_interval_steps=10)
+    seconds, link = [(0.01, 0.02)] * stages, contended(share, delay_s)
+    _, choices, decisions = run_controlled(Pipeline(seconds, link, noise=0.01, stamp_noise_s=1e-4), setup, 40)
+    fixed_s = {
+        k: sum(run_fixed(Pipeline(seconds, link), Choice(ScheduleSpec("kfkb", 32, group_size=k)), 100))
+        for k in range(1, most + 1)
+    }
+    assert fixed_s[choices[-1].spec.group_size] <= min(fixed_s.values()) * 1.01
+    assert most < 4 or min(fixed_s.values()) < 0.88 * fixed_s[1], "it is worth something"
+    assert sum(d.verdict is Verdict.SWITCH for d in decisions) <= 3
+    assert not any(d.verdict is Verdict.UNDO for d in decisions)
+    assert most > 1 or any("memory does not allow k=2" in d.reason for d in decisions)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("uncounted", [(), (PHASE,), (PHASE, PHASE + 1), (PHASE + 1,), range(PHASE - 8, PHASE + 9)])
 def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence[int]) -> None:
@@ -267,27 +294,6 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
     assert not any(d.verdict is Verdict.UNDO for d in decisions)
     assert choices[PHASE - 1].spec.slack[0] > 1
     assert choices[-1].spec.slack[1] > 1
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, 65_536])
-@pytest.mark.parametrize("mbit", [12, 25, 50])
-def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
-    """Also behind a token bucket, through which compressed messages pass as if the link were quicker."""
-    codecs = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e-10, 6e-10))
-    setup = ControllerConfig(
-        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2, codecs, codecs[:1]
-    )
-    wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes}
-    pipeline = Pipeline([(0.029, 0.058)] * 2, rate(mbit), noise=0.02, stamp_noise_s=2e-4, seed=3, **wire)
-    seconds, choices, _ = run_controlled(pipeline, setup, 60, lag=2)
-    every = [
-        replace(Choice(ScheduleSpec("slack", 8, slack=(r,))), forward_codecs=(forward,), backward_codecs=("bf16",))
-        for r in range(1, 6)
-        for forward in ("bf16", "int8")
-    ]
-    best_s = min(run_fixed(Pipeline([(0.029, 0.058)] * 2, rate(mbit), **wire), one, 4)[-1] for one in every)
-    assert all(choice.lossy for choice in choices[10:])
-    assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
 BUCKET_CODECS = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e-10, 6e-10))
@@ -303,16 +309,23 @@ def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mbit", "bucket_bytes"), [(12, 131_072), (12, 200_000), (25, 131_072)])
-def test_small_messages_do_not_speak_for_whole_ones(mbit: int, bucket_bytes: int) -> None:
-    """What is compressed fits into the bucket, and the link looks free for what it was before."""
+@pytest.mark.parametrize(
+    ("mbit", "bucket_bytes"),
+    [(12, 0), (25, 0), (25, 65_536), (12, 131_072), (12, 200_000), (25, 131_072)],
+)
+def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
+    """Also behind a token bucket: what is compressed fits into it, and the link looks free for what it was before."""
     pipeline, setup = behind_a_bucket(rate(mbit), bucket_bytes)
     seconds, choices, decisions = run_controlled(pipeline, setup, 60, lag=2)
-    both = replace(Choice(ScheduleSpec("zb-h1", 8, slack=(3,))), forward_codecs=("int8",), backward_codecs=("bf16",))
-    fixed_s = run_fixed(behind_a_bucket(rate(mbit), bucket_bytes)[0], both, 30)
+    every = [
+        replace(Choice(ScheduleSpec("zb-h1", 8, slack=(r,))), forward_codecs=(forward,), backward_codecs=("bf16",))
+        for r in range(1, 6)
+        for forward in ("bf16", "int8")
+    ]
+    fixed = [run_fixed(behind_a_bucket(rate(mbit), bucket_bytes)[0], one, 30) for one in every]
     assert all(choice.codec(0, True) != "none" != choice.codec(0, False) for choice in choices[20:])
     assert not any(d.verdict is Verdict.UNDO for d in decisions)
-    assert sum(seconds[20:]) / 40 <= 1.03 * sum(fixed_s[10:]) / 20
+    assert sum(seconds[20:]) / 40 <= 1.03 * min(sum(found[10:]) / 20 for found in fixed)
 
 
 def test_a_link_that_became_free_unseen_is_found_to_be_free() -> None:
@@ -401,18 +414,9 @@ def test_more_and_smaller_micro_batches_fill_the_pipeline() -> None:
 
 
 @pytest.mark.slow
-def test_micro_batches_that_cost_more_than_was_known_are_taken_back() -> None:
-    pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(1.0), noise=0.01)
-    _, choices, decisions = run_controlled(pipeline, with_microbatches(0.0), 60)
-    undone = [d for d in decisions if d.verdict is Verdict.UNDO]
-    assert undone
-    assert undone[0].choice.num_microbatches == 4
-    assert sum(choice.num_microbatches != 4 for choice in choices) <= 24
-
-
 @pytest.mark.parametrize("slower", [1.0, 1.3, 1.6, 3.0])
-def test_a_slow_first_step_with_other_micro_batches_hides_nothing(slower: float) -> None:
-    """New shapes make the first step with them slow; the curve was wrong, and that is still found out."""
+def test_micro_batches_that_cost_more_than_was_known_are_taken_back(slower: float) -> None:
+    """The curve was wrong; that is found out also if new shapes make the first step with them slow."""
 
     class Fresh(Pipeline):
         before = 4
@@ -427,8 +431,9 @@ def test_a_slow_first_step_with_other_micro_batches_hides_nothing(slower: float)
 
     pipeline = Fresh([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(1.0), noise=0.01)
     _, choices, decisions = run_controlled(pipeline, with_microbatches(0.0), 60)
-    assert any(d.verdict is Verdict.UNDO for d in decisions)
-    assert choices[-1].num_microbatches == 4
+    undone = [d for d in decisions if d.verdict is Verdict.UNDO]
+    assert undone[0].choice.num_microbatches == choices[-1].num_microbatches == 4
+    assert sum(choice.num_microbatches != 4 for choice in choices) <= 24
 
 
 def test_room_is_counted_in_samples() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.ir.communication import LinkEstimate
+from raypipe.ir.communication import LinkEstimate, StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.controller import (
     Choice,
@@ -23,6 +23,7 @@ from raypipe.planner.controller import (
     search,
     why_not,
 )
+from raypipe.planner.controller.memory_budget import PeakMemory
 from raypipe.planner.cost.columns import Sums
 from raypipe.planner.cost.memory import MemoryModel, StageMemory, stage_memory
 from raypipe.planner.replay import routes_of
@@ -142,16 +143,6 @@ def test_split_backwards_need_memory_on_every_stage():
     known = replace(measured_of([(0.0, 0.0)] * 3), split_backward_s=SPLIT_S)
     tight = search(config("auto", at_most(16, 16, 16, 3)), known, ONE)
     assert tight.best.choice.spec.kind != "zb-h1"
-
-
-def test_slack_goes_to_the_hop_that_needs_it():
-    """Six micro-batches on stage 0 leave five to three hops; the slow one takes three of them."""
-    for slow in range(3):
-        hops = [(0.025, 0.0) if h == slow else (0.0, 0.0) for h in range(3)]
-        found = search(config("auto", at_most(6, 16, 16, 16)), measured_of(hops), ONE)
-        assert found.best.choice == Choice(
-            ScheduleSpec("slack", 16, slack=tuple(3 if h == slow else 1 for h in range(3)))
-        )
 
 
 def test_free_links_ask_for_nothing():
@@ -275,9 +266,28 @@ def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -
         assert found.best.choice.num_microbatches == count
 
 
-def test_what_was_measured_on_top_is_kept():
-    budget = MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=100)
-    wider = budget.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=650)
-    assert wider.extra_bytes == 250
-    assert wider.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=600) == wider
-    assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=3)), (wider, wider, wider))
+SMALL, LARGE = Choice(ScheduleSpec("1f1b", 8)), Choice(ScheduleSpec("gpipe", 8))
+BUDGET = MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=10)
+
+
+def sample(peak_bytes: int | None) -> list[StageSample]:
+    return [StageSample(0, 0, 1.0, 2.0, peak_bytes=peak_bytes)]
+
+
+def test_what_a_peak_is_above_the_expected_is_gone_for_good():
+    memory = PeakMemory((BUDGET,) * 2).after(SMALL, sample(150))
+    assert [budget.extra_bytes for budget in memory.budgets] == [30, 0]
+    assert memory.after(SMALL, sample(140)).budgets == memory.budgets
+    assert memory.after(SMALL, sample(None)).budgets == memory.budgets
+
+
+def test_a_peak_belongs_to_the_fullest_choice_that_has_run():
+    """A process reports the highest peak of its life: after a larger choice it says nothing of a smaller one."""
+    memory = PeakMemory((BUDGET,) * 2).after(LARGE, sample(180))
+    assert memory.fullest_bytes == (180, 180)
+    assert memory.after(SMALL, sample(180)).budgets == (BUDGET,) * 2
+
+
+def test_what_an_earlier_process_found_is_taken_over():
+    memory = PeakMemory((BUDGET,) * 2).after(SMALL, sample(150))
+    assert PeakMemory((BUDGET,) * 2, memory.fullest_bytes).with_extra([30, 0]) == memory

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, Node, merge_nodes, most, pruned
-from raypipe.ir.plan import peak_in_flight
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.cost.columns import Sums, sums_of, workspace_bytes, workspace_lines
 from raypipe.planner.cost.memory import MemoryModel, check_memory, stage_memory
@@ -19,9 +18,7 @@ from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fitting_partition, memory_of
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.schedule import schedule_of
 from tests.planner.partition_cases import chain_of, clusters, graphs, limits
-from tests.planner.specs import spec_for
 
 SOLVERS = [prefix_sum, antichain]
 
@@ -33,26 +30,6 @@ def node_bytes(model: MemoryModel, graph: ModelGraph, depth: int):
 
 def held(node: Node) -> Sums:
     return sums_of(ModelGraph((node,)), range(1))
-
-
-@pytest.mark.slow
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.data())
-def test_formulas_are_what_the_schedules_do(stages, count, k, data):
-    r = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1).map(tuple))
-    for kind in ("gpipe", "1f1b", "kfkb", "slack", "zb-h1"):
-        spec = spec_for(kind, stages, count, group_size=k, slack=r)
-        model = MemoryModel(spec)
-        found = tuple(model.in_flight(stages - s) for s in range(stages))
-        assert found == peak_in_flight(schedule_of(spec, stages)), kind
-
-
-def test_what_waits_for_its_weights_counts_twice() -> None:
-    model = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=8, slack=(1, 2, 1)))
-    assert [model.in_flight(4 - s) for s in range(4)] == [5, 5, 5, 5]
-    assert [model.activation_sets(4 - s) for s in range(4)] == [5, 6, 8, 9]
-    few = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=3, slack=(1, 2, 1)))
-    assert [few.activation_sets(4 - s) for s in range(4)] == [3, 3, 4, 5]
-    assert MemoryModel(ScheduleSpec("slack", num_microbatches=8, slack=(1, 2, 1))).activation_sets(4) == 5
 
 
 def test_a_stage_that_computes_again_holds_one_set_of_activations() -> None:

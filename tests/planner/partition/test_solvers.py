@@ -1,9 +1,8 @@
-"""Solvers against every assignment, against each other, and against a recurrence written anew."""
+"""Solvers against every assignment, and against each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 
@@ -15,11 +14,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
-from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.costs import Limits, least_feasible
-from raypipe.planner.partition.prefix_sum import _bounds, _following, _kept_ps, _probe, _problem, prefix_sum
+from raypipe.planner.partition.prefix_sum import prefix_sum
 from tests.planner.partition_cases import (
     NEAR,
     TICK,
@@ -27,12 +24,10 @@ from tests.planner.partition_cases import (
     brute_force,
     chain_of,
     clusters,
-    devices,
     graphs,
     limits,
     node,
     period_of,
-    reference_dag,
 )
 
 
@@ -63,32 +58,20 @@ def check_valid(graph: ModelGraph, cluster: Cluster, bounds: Limits, found: Part
     assert found.bottleneck_s == pytest.approx(period_of(graph, cluster, bounds, tuple(stage_of), places), rel=NEAR)
 
 
+CHAINS, DAGS = graphs(chain=True), graphs(together=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("solver", "drawn", "in_order"), [(prefix_sum, CHAINS, True), (prefix_sum, DAGS, True), (antichain, DAGS, False)]
+)
 @settings(max_examples=80, deadline=None)
-@given(graphs(chain=True), clusters(), limits())
-def test_prefix_sum_is_the_best_of_all_cuts_of_a_chain(graph, cluster, bounds):
-    period, found = solve(prefix_sum, graph, cluster, bounds)
-    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=True), rel=NEAR)
-    if found:
-        check_valid(graph, cluster, bounds, found)
-
-
-@pytest.mark.slow
-@settings(max_examples=80, deadline=None)
-@given(graphs(together=True), clusters(), limits())
-def test_antichain_is_the_best_of_all_assignments_of_a_dag(graph, cluster, bounds):
-    period, found = solve(antichain, graph, cluster, bounds)
-    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=False), rel=NEAR)
-    if found:
-        check_valid(graph, cluster, bounds, found)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(graphs(together=True), clusters(), limits())
-def test_prefix_sum_is_the_best_of_a_dag_in_its_own_order(graph, cluster, bounds):
-    period, found = solve(prefix_sum, graph, cluster, bounds)
-    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=True), rel=NEAR)
+@given(st.data(), clusters(), limits())
+def test_no_cut_is_better(solver, drawn, in_order, data, cluster, bounds):
+    """Of all cuts of the nodes in their own order, or of all assignments of them."""
+    graph = data.draw(drawn)
+    period, found = solve(solver, graph, cluster, bounds)
+    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=in_order), rel=NEAR)
     if found:
         check_valid(graph, cluster, bounds, found)
 
@@ -100,69 +83,6 @@ def test_both_agree_on_chains(graph, cluster, bounds):
     assert solve(antichain, graph, cluster, bounds)[0] == pytest.approx(
         solve(prefix_sum, graph, cluster, bounds)[0], rel=NEAR
     )
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(graphs(most=10), st.integers(1, 5), st.sampled_from([math.inf, 2048.0]))
-def test_antichain_equals_the_recurrence_over_all_down_sets(graph, num_devices, bandwidth):
-    cluster = Cluster.uniform(num_devices, bandwidth_bytes_s=bandwidth)
-    found = antichain(graph, cluster, Limits())
-    assert found.bottleneck_s == pytest.approx(reference_dag(graph, num_devices, bandwidth), rel=NEAR)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", [prefix_sum, antichain])
-@settings(max_examples=30, deadline=None)
-@given(graphs(most=12), clusters(), devices(), st.integers(0, 3), limits())
-def test_one_more_device_never_makes_it_worse(solver, graph, cluster, extra, where, bounds):
-    rows = list(cluster.devices)
-    rows.insert(min(where, len(rows)), extra)
-    larger = dataclasses.replace(cluster, devices=tuple(rows))
-    assert solve(solver, graph, larger, bounds)[0] <= solve(solver, graph, cluster, bounds)[0] * (1 + NEAR)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(graphs(most=12), clusters(), limits())
-def test_a_dag_is_never_cut_worse_than_its_own_order(graph, cluster, bounds):
-    assert solve(antichain, graph, cluster, bounds)[0] <= solve(prefix_sum, graph, cluster, bounds)[0] * (1 + NEAR)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(graphs(most=16, chain=True), st.integers(1, 4))
-def test_never_worse_than_cuts_by_hand(graph, num_stages):
-    """Equal numbers of nodes, and equal shares of the seconds one stage after the other."""
-    bounds = Limits(num_stages)
-    cluster = Cluster.uniform(num_stages)
-    period, _ = solve(prefix_sum, graph, cluster, bounds)
-    spent = list(itertools.accumulate((node.busy_s for node in graph.nodes), initial=0.0))
-    total = spent[-1]
-    for cuts in (
-        [len(graph.nodes) * s // num_stages for s in range(1, num_stages)],
-        [next(i for i, t in enumerate(spent) if t >= total * s / num_stages) for s in range(1, num_stages)],
-    ):
-        if len({0, *cuts, len(graph.nodes)}) == num_stages + 1 and set(cuts) <= set(graph.cut_positions()):
-            ends = [0, *cuts, len(graph.nodes)]
-            assert period <= max(spent[b] - spent[a] for a, b in itertools.pairwise(ends)) + NEAR
-
-
-@pytest.mark.parametrize("solver", [prefix_sum, antichain])
-@pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", (3,)), ("pipedream", (2,)), ("gpipe", None)])
-def test_weight_versions_and_micro_batches_in_flight_decide(solver, schedule: str, cuts: tuple[int, ...] | None):
-    """Seven equal nodes with 2 bytes of weights and 1 of activations, two devices of 15 bytes.
-
-    Bytes per node on the first and the last stage: 1f1b 2 + 2 and 2 + 1, so 3 nodes and 5 at most;
-    pipedream 2 x 2 + 2 and 2 + 1, so 2 and 5; gpipe 2 + 2 and 2 + 2, so 3 and 3, one node too few.
-    """
-    memory = MemoryModel(ScheduleSpec(schedule, num_microbatches=2), gradient_factor=0.0, optimizer_factor=0.0)
-    graph, cluster = chain_of([4] * 7, params=2, kept=1), Cluster.uniform(2, memory_bytes=15)
-    if cuts is None:
-        with pytest.raises(PlanError, match="stage 1 needs 16 B at 1F1, and device1 offers 15 B"):
-            solver(graph, cluster, Limits(memory=memory))
-        return
-    assert solver(graph, cluster, Limits(memory=memory)).cuts == cuts
 
 
 def test_a_graph_that_branches_too_much_is_refused_with_the_way_out() -> None:
@@ -193,14 +113,6 @@ def test_long_chains_are_planned_in_time(size: int, most_s: float) -> None:
         prefix_sum(graph, cluster, Limits(8))
         spent.append(time.process_time() - begin_s)
     assert min(spent) < most_s
-
-
-def test_stages_may_interleave_in_execution_order() -> None:
-    """Two independent branches, written alternately: only the DAG's cut puts each on one device."""
-    graph = link_nodes([node(i, 5, output=100) for i in range(6)], [(0, 2), (2, 4), (1, 3), (3, 5)])
-    found = antichain(graph, Cluster.uniform(2, bandwidth_bytes_s=1.0), Limits(2))
-    assert found.bottleneck_s == pytest.approx(graph.busy_s / 2)
-    assert sorted(map(sorted, (found.order[:3], found.order[3:]))) == [[0, 2, 4], [1, 3, 5]]
 
 
 @st.composite
@@ -260,32 +172,3 @@ def test_the_least_is_found(lowest: int, more: int, leap: int, slack: int, told:
     assert least_feasible(probe, lowest, highest, **(hints if told else {})) == (threshold, threshold)
     assert all(lowest <= number <= highest for number in asked)
     assert least_feasible(lambda number: None, lowest, highest, **(hints if told else {})) is None
-
-
-@pytest.mark.slow
-@given(graphs(chain=True), clusters(), limits())
-def test_hints_change_no_answer(graph, cluster, bounds: Limits) -> None:
-    """A period that the hint skips has no cut, and one that it promises has one."""
-    try:
-        problem = _problem(graph, cluster, bounds)
-        found = prefix_sum(graph, cluster, bounds)
-    except PlanError:  # refusals are tested elsewhere
-        return
-    lowest, highest = _bounds(problem)
-    plain = least_feasible(lambda period_ps: _probe(problem, period_ps), lowest, highest)
-    assert plain is not None
-    period_ps, cuts = plain
-    told = least_feasible(
-        lambda ps: _probe(problem, ps),
-        lowest,
-        highest,
-        following=lambda ps: _following(problem, ps),
-        enough=lambda answer: _kept_ps(problem, answer),
-    )
-    assert told == plain
-    assert _probe(problem, _kept_ps(problem, cuts)) is not None
-    for ps in (lowest, (lowest + period_ps) // 2, period_ps - 1):
-        if ps < period_ps:
-            following = _following(problem, ps)
-            assert ps < following <= period_ps
-    assert found.num_stages == len(cuts)

@@ -212,54 +212,49 @@ def test_numbers_that_make_no_schedule(numbers: dict[str, Any], words: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "interval", "capacities"),
+    ("request_", "changes", "count", "interval", "ahead", "capacities"),
     [
-        ({"schedule": "1f1b"}, None, ()),
-        ({}, 1, (4, 3, 2, 1)),
-        ({"vertical_sync": True}, 1, (4, 4, 4, 4)),
-        ({"weight_versions": 2}, 3, (2, 2, 2, 1)),
-        ({"weight_versions": 3}, 2, (3, 2, 2, 1)),
-        ({"update_interval": 4}, 4, (2, 2, 2, 1)),
-        ({"update_interval": 1, "weight_versions": 2}, 1, (2, 2, 2, 1)),
-        ({"schedule": "2bw"}, 12, (2, 2, 2, 2)),
-        ({"schedule": "2bw", "slack": 4}, 12, (2, 2, 2, 2)),
-        ({"slack": 2}, 1, (7, 5, 3, 1)),
-        ({"slack": (1, 1, 3)}, 1, (6, 5, 4, 1)),
-        ({"slack": 2, "weight_versions": 3}, 3, (3, 3, 2, 1)),
+        (FOUR, {"schedule": "1f1b"}, 12, None, 0, ()),
+        (FOUR, {}, 12, 1, 3, (4, 3, 2, 1)),
+        (FOUR, {"vertical_sync": True}, 12, 1, 3, (4, 4, 4, 4)),
+        (FOUR, {"weight_versions": 2}, 12, 3, 3, (2, 2, 2, 1)),
+        (FOUR, {"weight_versions": 3}, 12, 2, 3, (3, 2, 2, 1)),
+        (FOUR, {"update_interval": 4}, 12, 4, 3, (2, 2, 2, 1)),
+        (FOUR, {"update_interval": 1, "weight_versions": 2}, 12, 1, 3, (2, 2, 2, 1)),
+        (FOUR, {"schedule": "2bw"}, 12, 12, 6, (2, 2, 2, 2)),
+        (FOUR, {"schedule": "2bw", "slack": 4}, 12, 12, 12, (2, 2, 2, 2)),
+        (FOUR, {"slack": 2}, 12, 1, 6, (7, 5, 3, 1)),
+        (FOUR, {"slack": (1, 1, 3)}, 12, 1, 5, (6, 5, 4, 1)),
+        (FOUR, {"slack": 2, "weight_versions": 3}, 12, 3, 6, (3, 3, 2, 1)),
+        (REQUEST, {}, 12, 2, 2, (2, 1)),
+        (REQUEST, {"replicas": (1, 2)}, 12, 2, 2, (2, 1)),
+        (REQUEST, {"replicas": (3, 1)}, 12, 3, 3, (2, 1)),
+        (REQUEST, {"replicas": (2, 2)}, 12, 2, 2, (2, 1)),
+        (REQUEST, {"replicas": (15, 1)}, 30, 15, 15, (2, 1)),
+        (REQUEST, {"replicas": (1, 2), "vertical_sync": True}, 12, 2, 2, (2, 2)),
+        (REQUEST, {"update_interval": 4}, 12, 4, 2, (2, 1)),
+        (REQUEST, {"lanes": 4}, 12, 4, 2, (2, 1)),
+        (REQUEST, {"replicas": (1, 1), "lanes": 2}, 12, 2, 1, (2, 1)),
+        (REQUEST, {"slack": 2}, 12, 2, 2, (2, 1)),
+        (REQUEST, {"slack": 3}, 12, 2, 4, (3, 1)),
+        (REQUEST, {"slack": 3, "weight_versions": 2}, 12, 4, 4, (2, 1)),
+        (REQUEST, {"schedule": "2bw"}, 12, 12, 2, (2, 2)),
     ],
 )
-def test_policies(changes: dict[str, Any], interval: int | None, capacities: tuple[int, ...]) -> None:
-    request = dataclasses.replace(FOUR, **changes)
-    policy = weight_policy(request, 4, 12)
-    assert (policy.interval, policy.capacities) == (interval, capacities)
-    if interval:
-        build_schedule(request, 4, 12, 0)
-        assert "update" in weight_reason(request, 4, 12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "count", "interval", "ahead", "capacities"),
-    [
-        ({}, 12, 2, 2, (2, 1)),
-        ({"replicas": (1, 2)}, 12, 2, 2, (2, 1)),
-        ({"replicas": (3, 1)}, 12, 3, 3, (2, 1)),
-        ({"replicas": (2, 2)}, 12, 2, 2, (2, 1)),
-        ({"replicas": (15, 1)}, 30, 15, 15, (2, 1)),
-        ({"replicas": (1, 2), "vertical_sync": True}, 12, 2, 2, (2, 2)),
-        ({"update_interval": 4}, 12, 4, 2, (2, 1)),
-        ({"lanes": 4}, 12, 4, 2, (2, 1)),
-        ({"replicas": (1, 1), "lanes": 2}, 12, 2, 1, (2, 1)),
-        ({"slack": 2}, 12, 2, 2, (2, 1)),
-        ({"slack": 3}, 12, 2, 4, (3, 1)),
-        ({"slack": 3, "weight_versions": 2}, 12, 4, 4, (2, 1)),
-        ({"schedule": "2bw"}, 12, 12, 2, (2, 2)),
-    ],
-)
-def test_policies_of_replicas(
-    changes: dict[str, Any], count: int, interval: int, ahead: int, capacities: tuple[int, ...]
+def test_policies(
+    request_: Request,
+    changes: dict[str, Any],
+    count: int,
+    interval: int | None,
+    ahead: int,
+    capacities: tuple[int, ...],
 ) -> None:
-    policy = weight_policy(dataclasses.replace(REQUEST, **changes), 2, count)
+    asked, stages = dataclasses.replace(request_, **changes), request_.num_stages or 0
+    policy = weight_policy(asked, stages, count)
     assert (policy.interval, policy.ahead, policy.capacities) == (interval, ahead, capacities)
+    if interval:
+        build_schedule(asked, stages, count, 0)
+        assert "update" in weight_reason(asked, stages, count)
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,6 @@ def test_the_picture():
     assert all(line in forward_only.__doc__ for line in drawn)
 
 
-def test_no_messages_between_stages_of_one_worker():
-    (row,) = forward_only((0, 0), 2).body
-    assert sorted(map(str, row)) == ["0F0", "0F1", "1F0", "1F1"]
-    there, back = forward_only((0, 1, 1, 0), 1).body
-    assert " ".join(map(str, there)) == "0F0 0SEND_F0 3RECV_F0 3F0"
-    assert " ".join(map(str, back)) == "1RECV_F0 1F0 2F0 2SEND_F0"
-
-
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)

@@ -114,17 +114,6 @@ def test_bandwidth_limited_link_rewards_even_traffic():
     assert by_k == {2: pytest.approx(4.0), 4: pytest.approx(3.25), 6: pytest.approx(3.0)}
 
 
-def test_one_slow_hop_needs_slack_only_there():
-    latency_s = (0.1, 0.1, 0.1, 3.0, 0.1, 0.1, 0.1)
-    costs = costs_by_hop((1.0,) * 8, latency_s)
-    grouped = simulate(lower(k_f_k_b(8, 64, 3)), costs)
-    slackened = simulate(lower(slack(8, 64, (1, 1, 1, 3, 1, 1, 1))), costs)
-    assert slackened.peak_in_flight == (10, 9, 8, 7, 4, 3, 2, 1)
-    assert grouped.peak_in_flight == (24, 21, 18, 15, 12, 9, 6, 3)
-    assert slackened.makespan_s < 1.05 * grouped.makespan_s
-    assert makespan_s(lower(one_f_one_b(8, 64)), costs) > 1.7 * slackened.makespan_s
-
-
 def test_interleaved_bubble_shrinks_with_chunks():
     """(S-1)(t_F+t_B)/v of whole-worker seconds: arXiv:2104.04473, section 2.2."""
     for chunks in (1, 2, 4):

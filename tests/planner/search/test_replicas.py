@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
 from raypipe.ir.communication import exchange_bytes
 from raypipe.planner.search import decide, plan_of
 from raypipe.planner.search.choose import ASSUMED_LINK
@@ -17,6 +18,9 @@ from tests.planner.search.test_choose import MIB, REQUEST, chain, rented
 FIXED = dataclasses.replace(
     REQUEST, num_stages=2, schedule="1f1b", minibatch_size=48, num_microbatches=12, partitioner="prefix_sum"
 )
+
+
+V = {"num_stages": 4, "schedule": "zb-v"}
 
 
 def test_a_stage_of_three_workers_gets_three_times_as_much() -> None:
@@ -85,21 +89,6 @@ def test_parameters_come_back_behind_the_step_and_whole() -> None:
         assert seen[1] >= found[False, factor].step_s - 1e-12
 
 
-def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
-    """Written out layer by layer: one is exchanged when its backward is over and the one behind it has been."""
-    for params, milliseconds in ((MIB, 1.0), (16 * MIB, 1.0), (MIB, 20.0)):
-        profile = chain(6, params=params, milliseconds=milliseconds)
-        found = decide(dataclasses.replace(FIXED, num_stages=1, replicas=2), profile).prediction
-        (stage,) = found.stages
-        each_s = (stage.exchange_s - 2 * ASSUMED_LINK.latency_s) / 6
-        now_s = done_s = 0.0
-        for _ in range(6):
-            now_s += stage.backward_s / 6
-            done_s = max(done_s, now_s) + each_s
-        assert stage.exchange_s - stage.hidden_s == pytest.approx(done_s - now_s + 2 * ASSUMED_LINK.latency_s)
-        assert found.step_s == pytest.approx(6 * stage.busy_s + stage.exchange_s - stage.hidden_s)
-
-
 def test_nothing_lies_beside_a_backward_that_is_split() -> None:
     """The executor begins with what a whole backward completes (``engine.exchange``)."""
     for schedule, hidden in (("1f1b", True), ("zb-h1", False), ("pipedream", False)):
@@ -160,14 +149,22 @@ def test_a_stage_of_one_worker_holds_one_sum_where_each_lane_has_one_micro_batch
     assert held == [first, *(sums * params for params in others)]
 
 
-def test_what_cannot_be_planned_is_refused_by_name() -> None:
-    wanted = dataclasses.replace(FIXED, replicas=(3, 1))
-    with pytest.raises(PlanError, match=r"3-1 workers for its 2 stages, 4 in all, but scaling_config offers 3"):
-        decide(dataclasses.replace(wanted, num_workers=3), chain(4))
-    with pytest.raises(PlanError, match=r"3-1 workers for its 2 stages, 4 in all, but the cluster has 3"):
-        decide(wanted, chain(4), rented(3))
-    with pytest.raises(PlanError, match="num_replicas=2 needs a number of stages: set num_stages"):
-        decide(dataclasses.replace(FIXED, num_stages=None, replicas=2), chain(4))
+@pytest.mark.parametrize(
+    ("given", "cluster", "words"),
+    [
+        ({"num_workers": 3}, None, "3-1 workers for its 2 stages, 4 in all, but scaling_config offers 3"),
+        ({}, rented(3), "3-1 workers for its 2 stages, 4 in all, but the cluster has 3"),
+        ({"num_stages": None, "replicas": 2}, None, "num_replicas=2 needs a number of stages: set num_stages"),
+        ({**V, "num_workers": 3, "replicas": 2}, None, "num_workers=3 with num_replicas=2 .* multiple of 2"),
+        ({**V, "num_workers": 6, "replicas": 2}, None, "num_workers=6 .*: make the stages 6, or num_workers=4"),
+        ({**V, "replicas": (2, 2, 1, 2)}, None, r"\(2, 2, 1, 2\) with schedule='zb-v': .* num_replicas=2"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    given: dict[str, object], cluster: Cluster | None, words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        decide(dataclasses.replace(FIXED, **{"replicas": (3, 1), **given}), chain(8), cluster)
 
 
 def test_memory_of_the_exchange_counts_where_activations_leave_no_room_for_it() -> None:
@@ -240,17 +237,3 @@ def test_devices_are_used_as_many_at_a_time_as_there_are_replicas() -> None:
     assert [stage.devices for stage in found.partition.stages] == [(0, 1), (2, 3), (2, 3), (0, 1)]
     with pytest.raises(PlanError, match=r"Worker . needs .* for its stages"):
         decide(asked, chain(8), rented(4, memory=24 * MIB))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"num_workers": 3, "replicas": 2}, "num_workers=3 with num_replicas=2 .* multiple of 2"),
-        ({"num_workers": 6, "replicas": 2}, "num_workers=6 with num_replicas=2: make the stages 6, or num_workers=4"),
-        ({"replicas": (2, 2, 1, 2)}, r"num_replicas=\(2, 2, 1, 2\) with schedule='zb-v': .* num_replicas=2"),
-    ],
-)
-def test_workers_that_do_not_share_out_are_refused(given: dict[str, object], words: str) -> None:
-    asked = dataclasses.replace(FIXED, num_stages=4, schedule="zb-v", **given)
-    with pytest.raises(PlanError, match=words):
-        decide(asked, chain(8))

@@ -165,7 +165,7 @@ def test_a_resize_that_has_not_begun_in_time_never_comes_and_the_run_goes_on(loc
     """The stages wait for their data meanwhile."""
     made, gate = surviving(tmp_path, "late", "noisy", max_failures=0), tmp_path / "gate"
     made._arguments = made._arguments._replace(train_data=Gated(made._arguments.train_data, gate))
-    handle = made.start(STEPS)
+    handle = made.start(120)
     reached(handle, 10)
     gate.touch()
 
@@ -179,7 +179,7 @@ def test_a_resize_that_has_not_begun_in_time_never_comes_and_the_run_goes_on(loc
         handle.resize(3, timeout_s=1.0)
     gate.unlink()
     result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "noisy") == []
+    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", 120) == []
     assert events(tmp_path / "late", "resize") == []
     (refused,) = events(tmp_path / "late", "resize refused")
     assert "withdrawn" in refused["reason"]
