@@ -13,10 +13,10 @@ import pytest
 
 from raypipe.config.ray import WorkerRange
 from raypipe.engine.executor import WorkerProgress
-from raypipe.errors import LeaseError, StageLostError
+from raypipe.errors import LeaseError, PlanError, StageLostError
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.timeline import Span, Timeline
-from raypipe.run.requests import Requests
+from raypipe.run.requests import Requests, Resize
 from raypipe.runtime.fleet import roster, spares
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
@@ -331,3 +331,13 @@ def test_a_plan_whose_change_failed_after_the_workers_had_it_is_reported_by_the_
         recovery._roll_back(())
     assert recovery._roll_back(()).plan is lighter
     assert recovery._roll_back(()).plan is None, "it is told once"
+
+
+def test_a_withdrawn_resize_is_refused_and_the_halted_fleet_goes_on() -> None:
+    fleet, went_on = Counted(4, frozenset()), list[int]()
+    fleet.accept_orders = lambda: went_on.append(1)  # type: ignore[attr-defined]
+    resize = Resize(3)
+    resize.withdrawn = "its caller waits no longer"
+    with pytest.raises(PlanError, match="its caller waits no longer"):
+        recovery_of(fleet).carry_out(resize, 7)
+    assert went_on == [1]

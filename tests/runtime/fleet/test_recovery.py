@@ -22,9 +22,7 @@ from raypipe.errors import PlanError, StageError
 from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.worker.places import living, release
 from tests.exactness import same_bits
-from tests.models import Gated
 from tests.run.plans.test_planning import trainer
-from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
@@ -159,27 +157,3 @@ def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(lo
     (recovery,) = events(tmp_path / "fewer", "recovery")
     assert recovery["num_stages"] == 1
     assert "memory" in recovery["reason"]
-
-
-def test_a_resize_that_has_not_begun_in_time_never_comes_and_the_run_goes_on(local_ray: None, tmp_path: Path) -> None:
-    """The stages wait for their data meanwhile."""
-    made, gate = surviving(tmp_path, "late", "noisy", max_failures=0), tmp_path / "gate"
-    made._arguments = made._arguments._replace(train_data=Gated(made._arguments.train_data, gate))
-    handle = made.start(120)
-    reached(handle, 10)
-    gate.touch()
-
-    def still() -> bool:
-        before = handle.status().step
-        time.sleep(0.5)
-        return handle.status().step == before
-
-    wait_until(still)  # what was read ahead is used up
-    with pytest.raises(PlanError, match="the request was withdrawn"):
-        handle.resize(3, timeout_s=1.0)
-    gate.unlink()
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", 120) == []
-    assert events(tmp_path / "late", "resize") == []
-    (refused,) = events(tmp_path / "late", "resize refused")
-    assert "withdrawn" in refused["reason"]
