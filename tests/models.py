@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from tests import nets
-from tests.waiting import wait_until
 
-__all__ = ["CASES", "FAST", "TIED", "Case", "Gated", "Paced", "Records", "case", "tokens", "vectors"]
+__all__ = ["CASES", "FAST", "TIED", "Case", "Paced", "Records", "case", "tokens", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,6 @@ class Paced(Dataset):
     def __getitem__(self, index: int) -> Any:
         time.sleep(self._seconds)
         return self._samples[index]
-
-
-class Gated(Paced):
-    """Samples that can't be read while a file exists, for a run that waits until a test has prepared something."""
-
-    def __init__(self, samples: Any, file: Path) -> None:
-        super().__init__(samples, 0.0)
-        self._file = file
-
-    def __getitem__(self, index: int) -> Any:
-        wait_until(lambda: not self._file.exists(), 300.0)
-        return super().__getitem__(index)
 
 
 def vectors(count: int) -> TensorDataset:

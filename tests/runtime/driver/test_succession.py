@@ -16,21 +16,18 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.api.handle import RunHandle
-from raypipe.api.result import Result
 from raypipe.errors import ConfigError, StageError
 from raypipe.run.lease import LOCK
 from raypipe.runtime.worker.places import NAMESPACE, actor_name, first_unused, is_driver, request_places
 from raypipe.runtime.worker.worker import StageActor
 from tests import processes
-from tests.models import Gated
 from tests.run.plans.test_planning import trainer
-from tests.runtime.fleet.test_recovery import SAMPLE_S, as_undisturbed, events, reached, surviving
+from tests.runtime.fleet.test_recovery import ENDLESS, SAMPLE_S, as_undisturbed, events, reached, surviving
 from tests.runtime.left_over import NOTHING, Held, ours
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
 
-STEPS = 120
 WAIT_S = 120.0
 
 
@@ -51,13 +48,16 @@ def stages_of(handle: RunHandle) -> list[int]:
     return [one["process"] for one in handle.status().stages]
 
 
-def whole(folder: Path, run: str, result: Result, name: str, **pipeline: Any) -> None:
-    """Every step once, in the handle and in the run's folder, with the bits of an undisturbed run."""
-    assert as_undisturbed(folder, result.checkpoint, name, STEPS, **pipeline) == []
+def whole(folder: Path, run: str, handle: RunHandle, **pipeline: Any) -> None:
+    """Stop a run: every step is once in the handle and in the folder, with the bits of an undisturbed run."""
+    handle.stop()
+    result = handle.wait(timeout_s=WAIT_S)
+    steps = len(result.records)
+    assert as_undisturbed(folder, result.checkpoint, "noisy", steps, **pipeline) == []
     wanted = pq.read_table(folder / "alone" / "metrics.parquet").to_pylist()
     found = pq.read_table(folder / run / "metrics.parquet").to_pylist()
     assert [(row["step"], row["loss"]) for row in found] == [(row["step"], row["loss"]) for row in wanted]
-    assert [record.step for record in result.records] == list(range(STEPS))
+    assert [record.step for record in result.records] == list(range(steps))
 
 
 def goes_on_with_them(handle: RunHandle, folder: Path, *, locked_out: bool = False) -> None:
@@ -74,13 +74,9 @@ def goes_on_with_them(handle: RunHandle, folder: Path, *, locked_out: bool = Fal
     assert [line["reason"] for line in events(folder, "take over")][1:] == ["the driver of this run was lost"]
 
 
-@pytest.mark.parametrize(("detached", "saves"), [(True, False)])
-def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
-    before: Held, tmp_path: Path, detached: bool, saves: bool
-) -> None:
+def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(before: Held, tmp_path: Path) -> None:
     """There is a checkpoint by then, for what the run began with is gone with its first driver."""
-    checkpoints = {"checkpoint_interval_steps": 5} if saves else {}
-    handle = surviving(tmp_path, "both", "noisy", **checkpoints).start(STEPS, detached=detached)
+    handle = surviving(tmp_path, "both", "noisy").start(ENDLESS, detached=True)
     reached(handle, 10)
     goes_on_with_them(handle, tmp_path / "both")
     wait_until(lambda: handle.status().checkpoint != "")
@@ -90,7 +86,7 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     wait_until(
         lambda: [one != old for one, old in zip(stages_of(handle), stages, strict=False)] == [True, False], WAIT_S
     )
-    whole(tmp_path, "both", handle.wait(timeout_s=WAIT_S), "noisy")
+    whole(tmp_path, "both", handle)
     assert {found["reason"].partition(":")[0] for found in events(tmp_path / "both", "recovery")} != set()
     assert events(tmp_path / "both", "resume") == []
 
@@ -98,11 +94,8 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
 def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Held, tmp_path: Path) -> None:
     """Nobody had told it how its links travel; the next driver, which has lost a stage, starts another one."""
     made = surviving(tmp_path, "starting", "noisy", transport="collective", checkpoint_interval_steps=5)
-    gate = tmp_path / "gate"  # a worker may take longer to start than the run would
-    made._arguments = made._arguments._replace(train_data=Gated(made._arguments.train_data, gate))
-    handle = made.start(STEPS)
+    handle = made.start(ENDLESS)
     reached(handle, 10)
-    gate.touch()
     wait_until(lambda: handle.status().checkpoint != "")
     (owner,) = filter(is_driver, ours().drivers - before.drivers)
     number, stages = first_unused(owner), stages_of(handle)
@@ -114,15 +107,14 @@ def test_a_worker_that_the_driver_was_starting_is_ended_and_not_used(before: Hel
     assert ray.get(starting.facts.remote(), timeout=WAIT_S) is None
     os.kill(stages[1], signal.SIGKILL)
     kill_driver(tmp_path / "starting")
-    gate.unlink()
     wait_until(lambda: events(tmp_path / "starting", "recovery") != [], WAIT_S)
     with pytest.raises(RayActorError):
         ray.get(starting.facts.remote(), timeout=WAIT_S)
-    whole(tmp_path, "starting", handle.wait(timeout_s=WAIT_S), "noisy")
+    whole(tmp_path, "starting", handle)
 
 
 def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "counted", "noisy", max_failures=1, checkpoint_interval_steps=5).start(10**6)
+    handle = surviving(tmp_path, "counted", "noisy", max_failures=1, checkpoint_interval_steps=5).start(ENDLESS)
     reached(handle, 10)
     os.kill(stages_of(handle)[1], signal.SIGKILL)
     wait_until(lambda: events(tmp_path / "counted", "recovery") != [], WAIT_S)
@@ -133,26 +125,30 @@ def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held,
         handle.wait(timeout_s=WAIT_S)
 
 
-def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:
-    """A detached run whose driver is killed and does not come again by itself."""
-    handle = trainer(folder, run, name, SAMPLE_S, **pipeline).start(STEPS, detached=True)
+def killed(folder: Path, run: str, **pipeline: Any) -> list[int]:
+    """Stages of a detached run whose driver is killed and does not come again by itself."""
+    handle = trainer(folder, run, "noisy", SAMPLE_S, **pipeline).start(ENDLESS, detached=True)
     reached(handle, 10)
     stages = stages_of(handle)
     kill_driver(folder / run)
     with pytest.raises(StageError, match="its stages wait a while for another one"):
         handle.wait(timeout_s=WAIT_S)
-    return handle, stages
+    return stages
 
 
 def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, tmp_path: Path) -> None:
-    """Another seed is another run, which leaves them alone; another number of stages is the same run."""
+    """Another seed is another run, which leaves them alone; another number of stages is the same run.
+
+    It goes on from a checkpoint, for a run that survives no failure keeps no copies in memory.
+    """
     priced = {"worker_price_per_hour": 3600.0, "checkpoint_interval_steps": 5}
-    _, stages = killed(tmp_path, "other", "noisy", **priced)
+    stages = killed(tmp_path, "other", **priced)
     with pytest.raises(ConfigError, match="seed"):
-        trainer(tmp_path, "other", "noisy", SAMPLE_S, seed=5).start(STEPS).wait(timeout_s=WAIT_S)
+        trainer(tmp_path, "other", "noisy", SAMPLE_S, seed=5).start(ENDLESS).wait(timeout_s=WAIT_S)
     assert all(map(processes.alive, stages))
-    handle = trainer(tmp_path, "other", "noisy", SAMPLE_S, num_stages=3, **priced).start(STEPS)
-    whole(tmp_path, "other", handle.wait(timeout_s=WAIT_S), "noisy")
+    handle = trainer(tmp_path, "other", "noisy", SAMPLE_S, num_stages=3, **priced).start(ENDLESS)
+    reached(handle, 40)
+    whole(tmp_path, "other", handle)
     assert not any(map(processes.alive, stages))
     (resumed,) = events(tmp_path / "other", "resume")
     assert resumed["step"] >= 5
@@ -160,7 +156,7 @@ def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, 
 
 def test_what_a_killed_run_left_is_removed_when_another_one_starts(before: Held, tmp_path: Path) -> None:
     """Nobody of it is left that could give its places back."""
-    reached(trainer(tmp_path, "all", "noisy", SAMPLE_S).start(STEPS, detached=True), 1)
+    reached(trainer(tmp_path, "all", "noisy", SAMPLE_S).start(ENDLESS, detached=True), 1)
     for name in ours().drivers - before.drivers:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
     assert len(ours().beyond(before).groups) == 2
@@ -169,6 +165,6 @@ def test_what_a_killed_run_left_is_removed_when_another_one_starts(before: Held,
 
 
 def test_nobody_comes(before: Held, tmp_path: Path) -> None:
-    _, stages = killed(tmp_path, "nobody", "noisy", driver_grace_s=5.0)
+    stages = killed(tmp_path, "nobody", driver_grace_s=5.0)
     wait_until(lambda: not any(map(processes.alive, stages)))
     wait_until(lambda: ours().beyond(before) == NOTHING)
