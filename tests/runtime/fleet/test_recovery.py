@@ -23,6 +23,7 @@ from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.worker.places import living, release
 from tests.exactness import same_bits
 from tests.run.plans.test_planning import trainer
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
