@@ -34,7 +34,7 @@ RUN_AGAIN = (
     "frozen in the middle | cross_entropy | vectors",
     "torch.cond | cross_entropy | vectors",
     "rows picked by a mask | cross_entropy | vectors",
-    "LSTM, 2 layers, dropout | cross_entropy per token | tokens, labels padded by -100",
+    "LSTM, 2 layers, dropout | cross_entropy | sequences",
     "BatchNorm, momentum=None, traced | cross_entropy | images",
     "checkpoint(use_reentrant=True), dropout | cross_entropy | vectors",
 )

@@ -119,6 +119,8 @@ ROWS = (
          lambda: convolved(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)), *_IMAGES),
     norm("BatchNorm in nn.Sequential", lambda: convolved(lambda: nn.BatchNorm2d(6)), *_IMAGES, stages=3),
     norm("BatchNorm, momentum=None", lambda: convolved(lambda: nn.BatchNorm2d(6, momentum=None)), *_IMAGES),
+    norm("BatchNorm, momentum=None, traced", lambda: Traced(convolved(lambda: nn.BatchNorm2d(6, momentum=None))),
+         *_IMAGES),
     norm("spectral_norm", Spectral, *_VECTORS),
     norm("weight_norm of old", weight_normed, *_VECTORS),
     norm("running average by hand", Handmade, *_VECTORS),
