@@ -164,8 +164,8 @@ IN_PLACE = Refused(
     "no stage would share it",
 )
 OF_A_GENERATOR = Refused(
-    "forward reads 'lifted_custom_0' (CUSTOM_OBJ), which is not a tensor, and stages are given tensors only. If it is a "
-    "torch.Generator, draw without generator=: every draw is keyed by seed, step and micro-batch.",
+    "forward reads 'lifted_custom_0' (CUSTOM_OBJ), which is not a tensor, and stages are given tensors only. If it is "
+    "a torch.Generator, draw without generator=: every draw is keyed by seed, step and micro-batch.",
     "its draws are not keyed",
 )
 OF_THE_OPTIMIZER = Refused(
