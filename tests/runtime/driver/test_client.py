@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raypipe.api.handle import RunHandle
 from raypipe.engine.io.storage import Place
 from raypipe.errors import StageError
 from raypipe.run.journal import News
@@ -31,23 +29,20 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytes
 DRAINED = NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
 
 
-@pytest.fixture
-def begun(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunHandle, int]]:
-    """A run that trains, and its driver's process; its client tells of silence soon."""
-    monkeypatch.setattr(client, "ANSWER_S", 0.5)
-    monkeypatch.setattr(client, "CONTROL_TIMEOUT_S", 0.5)
+def test_a_driver_that_is_stopped_is_waited_for_and_one_that_dies_meanwhile_is_gone(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=10**6)
     wait_until(lambda: handle.status().step > 0)
     held = read_lease(Place.of(tmp_path / "run"))
     assert held is not None
-    yield handle, held.holder.pid
-    handle.close()
-
-
-def test_a_driver_that_is_stopped_is_waited_for_and_one_that_dies_meanwhile_is_gone(
-    begun: tuple[RunHandle, int],
-) -> None:
-    handle, process = begun
+    process = held.holder.pid
+    connection = client.find_run(handle.name)
+    inferred = ActorDiedError(ActorDiedErrorContext(actor_id=b"0" * 16, node_death_info=DRAINED))
+    assert connection._comes_back(inferred), "Ray infers it from a drained node, and starts the driver again elsewhere"
+    assert not connection._comes_back(ActorDiedError())
+    monkeypatch.setattr(client, "ANSWER_S", 0.5)  # of a driver that is stopped, and not of one that is starting
+    monkeypatch.setattr(client, "CONTROL_TIMEOUT_S", 0.5)
 
     def stop() -> None:
         os.kill(process, signal.SIGSTOP)
@@ -66,6 +61,7 @@ def test_a_driver_that_is_stopped_is_waited_for_and_one_that_dies_meanwhile_is_g
     os.kill(process, signal.SIGKILL)
     with pytest.raises(StageError, match="driver of run 'run' is gone"):
         handle.wait(timeout_s=180)
+    wait_until(lambda: not connection._comes_back(inferred))
 
 
 def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp_path: Path) -> None:
@@ -120,14 +116,3 @@ def test_a_stop_outlives_the_driver_that_was_killed(local_ray: None, *, received
 
     wait_until(stopped)
     ray.kill(driver, no_restart=True)
-
-
-def test_a_driver_that_ray_calls_dead_with_its_drained_node_is_waited_for(begun: tuple[RunHandle, int]) -> None:
-    """Ray infers that, and starts it again elsewhere."""
-    handle, _ = begun
-    connection = client.find_run(handle.name)
-    inferred = ActorDiedError(ActorDiedErrorContext(actor_id=b"0" * 16, node_death_info=DRAINED))
-    assert connection._comes_back(inferred)
-    assert not connection._comes_back(ActorDiedError())
-    handle.close()
-    wait_until(lambda: not connection._comes_back(inferred))

@@ -122,14 +122,15 @@ def test_replicas_that_are_lost_and_numbers_that_change(local_ray: None, tmp_pat
 
 
 @contextmanager
-def place_taken(handle: RunHandle, folder: Path, cpus: int) -> Iterator[None]:
-    """Worker 1 is lost, and somebody else, who waits for so many CPUs, gets its place first."""
-    other = placement_group([{"CPU": cpus}])
+def place_taken(handle: RunHandle, folder: Path) -> Iterator[None]:
+    """Worker 1 is lost, and somebody else, who waits for a CPU, gets its place first."""
+    other = placement_group([{"CPU": 1}])
     try:
         with stopped_driver(folder):
             process = handle.status().stages[1]["process"]  # worker 1 need not be actor 1 in a run that has grown
-            actors = living(driver_name("run")).values()
-            (place,) = [at for actor, at in actors if ray.get(actor.facts.remote())["process"] == process]
+            actors, places = zip(*living(driver_name("run")).values(), strict=True)
+            facts = ray.get([actor.facts.remote() for actor in actors], timeout=WAIT_S)
+            (place,) = [at for at, found in zip(places, facts, strict=True) if found["process"] == process]
             kill(handle, 1)
             release([place])
             assert other.wait(WAIT_S)
@@ -149,7 +150,7 @@ def test_a_run_that_grows_and_shrinks_with_the_cluster(local_ray: None, tmp_path
         remove_placement_group(other)
         wait_until(lambda: len(handle.status().stages) == 4, WAIT_S)
     reached(handle, MORE + handle.status().step)
-    with place_taken(handle, folder, 1):
+    with place_taken(handle, folder):
         found = goes_on(handle, folder, "recovery", 1)
         reached(handle, MORE + handle.status().step)
     assert (found["replicas"], found["reason"]) == ([2, 1], "from copies in memory")

@@ -63,18 +63,18 @@ def counted(folder: Path, word: str) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"{word}-*"))
 
 
-def damaged(folder: Path, run: str, seed: int, max_failures: int = 0, **pipeline: Any) -> PipelineTrainer:
+def damaged(folder: Path, run: str, seed: int, **pipeline: Any) -> PipelineTrainer:
     made = trainer(folder, run, "noisy", max_grad_norm=1.0, **pipeline)
     optimizer = partial(damaging_adamw, folder=folder, seed=seed, here=os.getpid())
     made._arguments = made._arguments._replace(optimizer=optimizer)
-    made._run.failure_config = SimpleNamespace(max_failures=max_failures)
+    made._run.failure_config = SimpleNamespace(max_failures=-1)
     return made
 
 
 def test_a_run_on_a_network_that_flips_bits_keeps_its_bits(local_ray: None, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
-    handle = damaged(tmp_path, "damaged", seed, max_failures=-1, link_checksum="on").start(STEPS)
+    handle = damaged(tmp_path, "damaged", seed, link_checksum="on").start(STEPS)
     result = handle.wait(timeout_s=240)
     twin = damaged(tmp_path, "twin", seed).fit(STEPS, local=True, progress=False)
     found, wanted = load_state_dict(result.checkpoint), load_state_dict(twin.checkpoint)

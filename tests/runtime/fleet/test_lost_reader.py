@@ -16,11 +16,12 @@ from raypipe import load_state_dict
 from tests.data.test_stream import Numbers, Resumable
 from tests.exactness import same_bits
 from tests.runs.test_given_data import trainer_of_streams as trainer
-from tests.runtime.fleet.test_recovery import WAIT_S, events, kill, reached
+from tests.runtime.fleet.test_recovery import ENDLESS, WAIT_S, events, kill, reached, stopped
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
-STEPS, KILLED, MINIBATCH, LENGTH = 90, 70, 40, 1_000_000
+KILLED, MINIBATCH, LENGTH = 70, 40, 1_000_000
 
 
 class Counted(Resumable):
@@ -45,16 +46,17 @@ def test_a_stream_goes_on_in_another_process(local_ray: None, tmp_path: Path) ->
     config = {"minibatch_size": MINIBATCH, "checkpoint_interval_steps": 1000}
     made = trainer(tmp_path, "run", Counted(pulled), config)
     made._run = SimpleNamespace(name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=-1))
-    handle = made.start(STEPS)
+    handle = made.start(ENDLESS)
     reached(handle, KILLED)
     before = handle.status().stages[0]["process"]
     kill(handle, 0)
-    result = handle.wait(timeout_s=WAIT_S)
-    assert events(tmp_path / "run", "recovery") != []
+    wait_until(lambda: events(tmp_path / "run", "recovery") != [], WAIT_S)
+    reached(handle, handle.status().step + 20)
+    steps, checkpoint = stopped(handle)
     after = handle.status().stages[0]["process"]
     assert after != before
-    assert (pulled / str(after)).stat().st_size < STEPS * MINIBATCH  # what it would read from the begin
-    alone = trainer(tmp_path, "alone", Counted(pulled), config).fit(STEPS, local=True, progress=False)
-    state, wanted = load_state_dict(result.checkpoint), load_state_dict(alone.checkpoint)
+    assert (pulled / str(after)).stat().st_size < steps * MINIBATCH  # what it would read from the begin
+    alone = trainer(tmp_path, "alone", Counted(pulled), config).fit(steps, local=True, progress=False)
+    state, wanted = load_state_dict(checkpoint), load_state_dict(alone.checkpoint)
     assert [name for name in wanted if not same_bits(state[name], wanted[name])] == []
-    assert [record.loss for record in result.records] == [record.loss for record in alone.records]
+    assert [record.loss for record in handle.wait().records] == [record.loss for record in alone.records]

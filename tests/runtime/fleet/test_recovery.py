@@ -139,7 +139,7 @@ def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> No
 
 
 def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
-    made = surviving(tmp_path, "fewer", "noisy")
+    made = surviving(tmp_path, "fewer", "noisy", resource_timeout_s=10.0)  # that a place is waited for, instead of 30 s
     made._scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
     handle = made.start(ENDLESS)
     reached(handle, 40)

@@ -24,6 +24,7 @@ from raypipe.runtime.transport.object_store import ControlMessage, ObjectStoreEn
 from raypipe.runtime.worker import worker
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
 from tests.runtime.transport.ends import opening
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -194,10 +195,6 @@ Ends = tuple[list[Any], list[Any], list[int]]
 
 @pytest.fixture
 def ends(actors: list[Any]) -> Ends:
-    return ends_of(actors)
-
-
-def ends_of(actors: list[Any]) -> Ends:
     """Two actors that listen anew, with their addresses and process ids."""
     known = get(*(actor.listen.remote() for actor in actors))
     return actors, [address for address, _ in known], [pid for _, pid in known]
@@ -226,10 +223,10 @@ def contract() -> Iterator[Any]:
                 yield pytest.param(name, given, id="-".join([name.removeprefix("test_"), *map(str, given.values())]))
 
 
-def store() -> tuple[int, int, int]:
-    """Bytes used, objects, and bytes spilled so far, as the node tells."""
+def store_bytes() -> int:
+    """Bytes of the object store that are in use, as the node tells."""
     stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
-    return stats.object_store_bytes_used, stats.num_local_objects, stats.spilled_bytes_total
+    return int(stats.object_store_bytes_used)
 
 
 @pytest.mark.parametrize(("name", "values"), list(contract()))
@@ -250,52 +247,35 @@ def test_each_of_30_damaged_messages_is_noticed_and_none_is_accepted(both: Any) 
     assert any("0SEND_F1 (micro-batch 1) arrived damaged: its payload" in one for one in said)
 
 
-def test_an_abort_is_felt_in_the_other_process(ends: Ends) -> None:
-    """In time at least once of three times, as test_a_killed_peer_is_noticed_by_who_only_waits."""
-    took_s = [abort_felt_s(ends)]
-    while took_s[-1] >= WAKE_S and len(took_s) < 3:
-        took_s.append(abort_felt_s(ends_of(ends[0])))
-    assert took_s[-1] < WAKE_S, took_s
-
-
-def abort_felt_s(ends: Ends) -> float:
-    """Seconds from an abort in one of two linked actors to the error of the one that felt it last."""
-    (first, second), addresses, _ = ends
-    get(first.open.remote(opening(0, {1: addresses[1]})), second.open.remote(opening(1, {0: addresses[0]})))
+def test_an_abort_is_felt_in_the_other_process(linked: tuple[Any, Any, list[int]]) -> None:
+    first, second, _ = linked
     waits = [first.fail_at.remote(b(0)), second.fail_at.remote(f(0))]
     time.sleep(0.2)
     start_s = time.monotonic()
     get(first.call.remote("abort", "stage 7 died"))
-    felt_s = []
     for kind, text, ended_s in get(*waits):
         print(f"woke after {(ended_s - start_s) * 1e3:.1f} ms")
         assert kind == LinkAbortedError.__name__
         assert "stage 7 died" in text
-        felt_s.append(ended_s - start_s)
+        assert ended_s - start_s < WAKE_S
     assert get(first.close.remote(), second.close.remote()) == [0, 0]
-    return max(felt_s)
 
 
 def test_the_store_does_not_grow(linked: tuple[Any, Any, list[int]]) -> None:
     """Twice its size goes through; what was taken is gone when Ray's next batches of deletions are done."""
     first, second, _ = linked
-    before = store()
+    before = store_bytes()
     count, nbytes = 96, 32 << 20
     took = second.take_many.remote(count)
     get(first.send_many.remote(count, nbytes))
     assert get(took) == [[float(m) for m in range(count)]]
-    deadline_s = time.monotonic() + WAIT_S
-    while store()[0] > before[0] + (1 << 20) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    after = store()
-    print(f"{count} messages of {nbytes} bytes: store (bytes, objects, spilled) {before} -> {after}")
-    assert after[0] <= before[0] + (1 << 20)
+    wait_until(lambda: store_bytes() <= before + (1 << 20))
 
 
 @pytest.mark.parametrize(
     "pieces",
-    [(), ("text",), (b"",), (b"short",), (bytes(4096),), (torch.ones(3).numpy(),), (b"x" * 400, 7)],
-    ids=["nothing", "text", "empty", "short", "zeros", "floats", "mixed"],
+    [(), (b"short",), (bytes(4096),), (b"x" * 400, 7)],
+    ids=["nothing", "short", "zeros", "mixed"],
 )
 def test_what_is_no_message_ends_the_link(linked: tuple[Any, Any, list[int]], pieces: tuple[Any, ...]) -> None:
     first, second, _ = linked
@@ -349,25 +329,8 @@ def test_an_absent_peer_is_named(ends: Ends) -> None:
         get(first.open.remote(opening(0, {1: addresses[1]}, timeout_s=0.1)))
 
 
-def test_a_killed_peer_is_noticed_by_who_only_waits(actors: list[Any], ends: Ends) -> None:
-    """In time at least once of three times: Ray tells it, and a busy machine may leave Ray no processor for a while."""
-    took_s = [killed_peer_noticed_s(ends)]
-    while took_s[-1] >= WAKE_S and len(took_s) < 3:
-        actors[:] = [End.remote(), actors[1]]
-        ends = ends_of(actors)
-        took_s.append(killed_peer_noticed_s(ends))
-    assert took_s[-1] < WAKE_S, took_s
-    (_, second), addresses, _ = ends
-    with pytest.raises(LinkError, match="the peer died"):
-        get(second.call.remote("send", b(0), ()))
-    with pytest.raises(LinkError, match="cannot reach worker 0"):
-        get(second.open.remote(opening(1, {0: addresses[0]}, 4)))
-
-
-def killed_peer_noticed_s(ends: Ends) -> float:
-    """Seconds from the first actor's end to the error of the second, which only waits."""
-    (first, second), addresses, pids = ends
-    get(first.open.remote(opening(0, {1: addresses[1]})), second.open.remote(opening(1, {0: addresses[0]})))
+def test_a_killed_peer_is_noticed_by_who_only_waits(linked: tuple[Any, Any, list[int]], ends: Ends) -> None:
+    first, second, pids = linked
     get(first.send_many.remote(2, 1 << 20))
     assert get(second.take_many.remote(2)) == [[0.0, 1.0]]
     wait = second.fail_at.remote(f(9))
@@ -376,7 +339,11 @@ def killed_peer_noticed_s(ends: Ends) -> float:
     os.kill(pids[0], signal.SIGKILL)
     kind, text, ended_s = get(wait)[0]
     print(f"SIGKILL noticed after {(ended_s - start_s) * 1e3:.1f} ms: {text}")
+    assert ended_s - start_s < WAKE_S
     assert kind == LinkError.__name__
     assert "stage 1 <-> stage 0: the peer died" in text
     assert "0SEND_F9" in text
-    return float(ended_s - start_s)
+    with pytest.raises(LinkError, match="the peer died"):
+        get(second.call.remote("send", b(0), ()))
+    with pytest.raises(LinkError, match="cannot reach worker 0"):
+        get(second.open.remote(opening(1, {0: ends[1][0]}, 4)))

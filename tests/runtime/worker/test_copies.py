@@ -29,6 +29,7 @@ from raypipe.runtime.worker.copy_transfer import (
 )
 from raypipe.runtime.worker.worker import GROUPS, _StageActor
 from tests.engine.copy.stages import Stage, same
+from tests.waiting import wait_until
 
 KEY = StageKey(3, 0)
 WAIT_S = 60.0
@@ -95,10 +96,7 @@ def steps(actor: Any, *, held: bool) -> dict[StageKey, tuple[int, ...]]:
 
 
 def wait_for(actor: Any, step: int) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while get(actor.acknowledged.remote()) < step:
-        assert time.monotonic() < end_s, "the copy did not arrive"
-        time.sleep(0.02)
+    wait_until(lambda: get(actor.acknowledged.remote()) >= step)
 
 
 @pytest.mark.parametrize("rows", [5, PARCEL_BYTES // 12 + 100], ids=["small", "many parcels"])
