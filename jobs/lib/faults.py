@@ -109,7 +109,7 @@ class Faults:
         self.done.append(fault)
         begin_s = time.monotonic()
         with getattr(self, f"_{kind}")(fault):
-            self._trains_again()
+            self._trains_again(fault)
             fault.seconds = time.monotonic() - begin_s
         after = self._actors()
         others = {process: actor for process, actor in before.items() if process not in fault.hit}
@@ -270,8 +270,9 @@ class Faults:
         yield
         self._until(lambda: self._count(*decisions) > before, f"an event {' or '.join(decisions)}")
 
-    def _trains_again(self) -> None:
-        step = self._handle.status().step
+    def _trains_again(self, fault: Fault) -> None:
+        # A driver that takes over begins at step 0, and goes to the run's step before it has recovered the stages.
+        step = max(fault.step, self._handle.status().step)
         self._until(lambda: self._handle.status().step >= step + ON_STEPS, "the run trained again")
 
     def _count(self, *decisions: str) -> int:
