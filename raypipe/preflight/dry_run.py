@@ -270,7 +270,7 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
 def _explained(
     model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, kind: str, mode: str
 ) -> RaypipeError:
-    """Run the user's model to build the error for a captured "graph" or "loss" (``kind``) that failed with ``error``."""
+    """Run the user's model to build the error for a captured "graph" or "loss" (``kind``) that failed by ``error``."""
     if kind == "loss" and isinstance(error, RaypipeError):
         return error
     with model_in(model, captured.recipe.precision):
