@@ -205,10 +205,7 @@ def optimizer_labels(
 
 
 def name_of(thing: Any) -> Any:
-    """Return the name of a function or class, or of an object's class; numbers, texts and None are returned unchanged.
-
-    The name of a functools.partial contains its arguments. An nn.Module is named by its repr in one line.
-    """
+    """Return the name of a function or class, else of the object's class; a module's repr; plain values unchanged."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, functools.partial):

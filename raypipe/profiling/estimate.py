@@ -225,7 +225,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that counts each operation's work and kept bytes; ``passes``: if it has a backward for inputs."""
+    """Observer of Steps that counts each operation's work and kept bytes, and if its inputs have a backward."""
 
     kept: KeptBytes
     work: list[_Work] = field(default_factory=list)
@@ -275,7 +275,7 @@ def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
 
 
 def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
-    """Compute the work of each operation at ``size``, on a line through two counts; without ``there``, as in ``here``."""
+    """Compute the work of each operation at ``size``, on a line through two counts, or return that of ``here``."""
     if there is None:
         return here.work
     share = (size - here.samples) / (there.samples - here.samples)

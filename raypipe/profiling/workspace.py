@@ -169,7 +169,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with its loss and tensors (``leaves``: a parameter for each use), to run one operation after the other."""
+    """A model with its loss and tensors (``leaves``: a parameter for each use), to run one operation at a time."""
 
     steps: Steps
     leaves: Sequence[torch.Tensor]
