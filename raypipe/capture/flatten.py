@@ -230,9 +230,9 @@ def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
 
 
 def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced) -> None:
-    """Refuse in-place changes of activations under no_grad.
+    """Refuse in-place changes of activations under torch.no_grad.
 
-    Autograd ignores such a change, but would differentiate its out-of-place replacement.
+    Autograd ignores such a change, but would differentiate the out-of-place operation that would replace it.
     """
     roots = storage_roots(source)
     for changed in mutated_args(node):

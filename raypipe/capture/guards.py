@@ -83,7 +83,8 @@ def nothing_lost() -> Iterator[None]:
     """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
 
     Raises:
-        CaptureError: a custom autograd function, a gradient hook, an autocast or a switched setting; names the call.
+        CaptureError: the code inside calls a custom autograd function, registers a gradient hook, enters CUDA autocast,
+            or switches a setting of torch; names the call.
     """
     functions = torch.autograd.Function.__dict__["apply"]
 
