@@ -170,7 +170,7 @@ class _Sink:
 
 
 def _nothing(*_: Any) -> None:
-    """Replace the constructor of a value that a trial leaves out; never called, since nothing is unpickled."""
+    """Replace the constructor of a value that ``check_travel`` does not pickle; never called: nothing is unpickled."""
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:

@@ -107,7 +107,7 @@ class _DrawsError(Exception):
 
 
 def is_large(model: torch.nn.Module) -> bool:
-    """Return True if a model is so large that it is tried on few rows only, and in its own dtype."""
+    """Return True if a model has at least LARGE parameters; its loss is tried on few rows then, in its own dtype."""
     return sum(p.numel() for p in model.parameters()) >= LARGE
 
 
@@ -339,7 +339,7 @@ class LossTrial:
 def _trying(
     model: torch.nn.Module, *, training: bool = False
 ) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
-    """Set the modes of a model for a trial: ``training``, but dropout and batch norms are always in evaluation mode.
+    """Set the model to ``training`` or evaluation mode, but dropout and batch norms always to evaluation mode.
 
     Torch's fast path of transformer encoders is switched off within the context, because its values at masked positions
     depend on the masks of all rows. Modes and buffers are restored afterwards.

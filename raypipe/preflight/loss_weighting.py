@@ -192,7 +192,7 @@ def _fitting(
     candidates: Sequence[Reduction], terms: LossTerms | None, trials: Sequence[Tried], target: Any,
     pipeline: PipelineConfig,
 ) -> LossReduction:  # fmt: skip
-    """Return the first candidate whose weighted losses and gradients add up to those of all rows in every trial.
+    """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
 
     Args:
         target: name of the target column; None if the model returns its own loss.
@@ -220,7 +220,7 @@ def _fitting(
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
-    """Compute the weights of a grouping's micro-batches; None if the column ``target`` has no items to count."""
+    """Compute the weight of each micro-batch in ``grouping``; None if the column ``target`` has no items to count."""
     counted: Any = grouping.parts
     if isinstance(reduction, str) or callable(reduction):
         counted = [part[target] for part in grouping.parts] if target is not None else None
@@ -328,7 +328,7 @@ def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
     pipeline: PipelineConfig,
 ) -> ConfigError:  # fmt: skip
-    """Build the error that shows the numbers of the first grouping whose losses, weighted by ``weigh``, do not fit."""
+    """Build the error with the numbers of the first micro-batches whose losses, weighted by ``weigh``, do not fit."""
     tried, grouping, wrong = next(
         (tried, grouping, wrong) for tried, grouping in pairs if (wrong := misfit(tried, grouping, weigh(grouping)))
     )

@@ -244,7 +244,7 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
 
 
 class _FixedDraws(TorchDispatchMode):
-    """Dispatch mode that seeds every draw alike, so that draws do not depend on the order of the parameters."""
+    """Dispatch mode that seeds torch before every draw, so that draws do not depend on the order of parameters."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
