@@ -169,7 +169,7 @@ class Job:
         )
 
     def generation_setup(self) -> GenerationSetup:
-        """Build the workers' configuration for the plan."""
+        """Build the part of the workers' configuration that changes with the plan."""
         return generation_setup(self.plan, self.programs, self.codecs)
 
     def steps(self, num_steps: int | None, num_epochs: int | None) -> int:

@@ -69,7 +69,7 @@ def evaluations_of(
 def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPolicy:
     """Put the names of all results of an evaluation into the policy: eval_loss, and eval_<name> of each metric.
 
-    The trial of the metrics found them; without a trial the policy is returned as it is.
+    The names are those that the metrics returned for a few rows. If no metric was called, the policy is unchanged.
 
     Args:
         run: ray.train.RunConfig, or None.
