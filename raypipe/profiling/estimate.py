@@ -318,7 +318,7 @@ class _OnMeta(NamedTuple):
 
 
 def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
-    """Compute a loss with a gradient as large as the outputs, in place of the user's loss."""
+    """Compute a loss, in place of the user's, whose gradient by each output has as many bytes as the output."""
     total = torch.zeros((), device="meta")
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:

@@ -130,7 +130,7 @@ class _Run:
             self._progress(round(share * total), total)
 
     def smallest(self) -> OperationTimer:
-        """Time every kind of operation in one pass, at the smallest size that the model accepts; return the timer."""
+        """Time every distinct operation once, at the smallest micro-batch that the model accepts; return the timer."""
         tried = self.sizes if len(self.sizes) > 1 else [min(2, self.samples), self.samples]
         for size in tried:
             timer = self._timer(size)
@@ -322,7 +322,7 @@ class Bench:
         return seconds_between(begin, middle), seconds_between(middle, Moment.now())
 
     def passes(self) -> Passes:
-        """Return the model for execution operation by operation."""
+        """Return the model in the form that runs one operation after the other."""
         return Passes(self.steps, self.leaves, self.buffers, self.loss)
 
     def kept(self, columns: Columns) -> list[int]:

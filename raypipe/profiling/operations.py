@@ -167,7 +167,7 @@ class OperationTimer:
         return [*before, OperationTimes(*sums, last.weight_s, last.sums_s, measured)]
 
     def _by_kind(self) -> dict[Hashable, OperationTimes]:
-        """Compute the median times of every kind over all passes but the first, which only counts if it is the last."""
+        """Compute the median times of every distinct operation over all passes, if possible without the first."""
         return {kind: _median(samples[1:] or samples) for kind, samples in self.samples.items()}
 
     def _observe(self, position: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -220,7 +220,7 @@ class _Run:
 
 @functools.cache
 def _without_autocast(kind: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``target`` without autocast for device type ``kind``, always the same object."""
+    """Return a function that calls ``target`` without autocast for device type ``kind``; cached, so always the same."""
     return functools.partial(uncast, kind, target)
 
 
