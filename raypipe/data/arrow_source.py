@@ -203,7 +203,7 @@ class ArrowSource:
         files: files in their order; row groups are numbered in it.
         schema: schema of every file.
         seed: seed of the shuffled order.
-        rows_per_window: see EpochOrder; 0 keeps the file order.
+        rows_per_window: number of rows that are shuffled among each other; 0 keeps the file order.
     """
 
     def __init__(

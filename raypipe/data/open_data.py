@@ -1,4 +1,4 @@
-"""Training data by position: any samples of any epoch, equal in every process, without reading the samples before them.
+"""Training data by position: any samples of any epoch, equal in every process. Only a stream is read in its order.
 
 A source keeps no position: a run resumes at (epoch, start), two integers of a checkpoint. Every stage that needs data
 reads its own columns of the same samples.

@@ -96,7 +96,7 @@ class StreamReader:
         return self._marks.get(position)
 
     def mark_before(self, position: int) -> Mark:
-        """Return the last mark at or before a position."""
+        """Return the last known mark, from which reading can resume, at or before a position."""
         return self._marks[max(at for at in self._marks if at <= position)]
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class StreamReader:
             close()
 
     def learn(self, mark: Mark) -> None:
-        """Add a mark of another reader or of an earlier process."""
+        """Add a mark, from which reading can resume, of another reader or of an earlier process."""
         self._marks[mark.position] = mark
 
     def _item(self, position: int, *, marks: bool) -> Any:

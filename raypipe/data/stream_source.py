@@ -142,8 +142,8 @@ class StreamSource:
     def read_again(self, epoch: int, start: int, count: int, columns: Sequence[Any]) -> dict[Any, torch.Tensor] | None:
         """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
-        Reading begins at the nearest mark of any reader in this process if marks have the stream's state, else at the
-        beginning of the stream. For a ray.data.Dataset the result is None.
+        Reading begins at the nearest position of which a reader in this process has saved the stream's state, else at
+        the beginning of the stream. For a ray.data.Dataset the result is None.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
@@ -259,7 +259,7 @@ class StreamReading:
             return self._reader.mark(position)
 
     def mark_before(self, position: int) -> Mark | None:
-        """Return the last mark at or before a position; None while another thread reads."""
+        """Return the last known mark, from which reading can resume, at or before a position; None during a read."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -286,7 +286,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the dataset's execution, which might restart Ray at exit else."""
+        """Yield the rows. Closing the iterator ends the dataset's execution, which would else start Ray at exit."""
         rows = iter(self._dataset.iter_rows())
         try:
             yield from rows
