@@ -1,10 +1,10 @@
-"""Capture of a user's nn.Module as a recipe, from which the functions of pipeline stages are built for any cuts.
+"""Capture of a user's nn.Module as a recipe: plain data from which the stages of any partition are built.
 
     nn.Module --trace--> flat graph --analyse--> operations, parameter uses --lines--+
     nn.Sequential -----> children as they are ---------------------------------------+--> ModelRecipe --> StagePrograms
 
-The model itself is only read. One capture covers training and evaluation: training is cut by position, and evaluation
-is divided so that each parameter is read in the stage that holds it in training.
+The model itself is only read. One capture covers training and evaluation. Training is cut at positions in the order of
+operations. Evaluation is divided so that each parameter is read in a stage that holds it in training.
 
 Not supported in a traced forward: data-dependent control flow other than torch.cond (the error quotes the line), state
 that forward keeps between calls outside of buffers, and regions that switch autocast on.
@@ -57,7 +57,7 @@ class _Returned(NamedTuple):
 
     Attributes:
         spec: pytree spec of the output; None for a single tensor.
-        fixed: (position, value) of every leaf that is not a tensor.
+        fixed: (index among the output's leaves, value) of every leaf that is not a tensor.
     """
 
     spec: pytree.TreeSpec | None
@@ -71,11 +71,12 @@ class _Returned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _UserLoss:
-    """Loss of a pipeline that calls the user's loss_fn on the model's output in its own structure.
+    """Loss of the last stage, which rebuilds the structure of the model's output and calls the user's loss_fn.
 
     Attributes:
         returned: structure of the model's output in training mode.
-        evaluated: structure in evaluation mode; None if it equals ``returned``.
+        precision: number format in which the loss is computed.
+        evaluated: structure in evaluation mode; None uses ``returned``.
     """
 
     loss_fn: LossFn
@@ -88,7 +89,7 @@ class _UserLoss:
             return self.loss_fn(self.as_returned(outputs), *targets)
 
     def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Rebuild the structure that the model returns from the last stage's output tensors."""
+        """Build the model's output, in its own structure, from the flat output tensors of the last stage."""
         leaves: list[Any] = list(outputs)
         for position, value in self.returned.fixed:
             leaves.insert(position, value)
@@ -100,13 +101,13 @@ class _UserLoss:
 
 
 def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
-    """Return the loss that the model computed; a tuple of its terms if each has a weight of its own."""
+    """Return the loss that the model computed itself, or all terms of this loss if each is weighted separately."""
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """A model as torch.export traced it, in training mode and, if evaluated, in evaluation mode; see analyse.py."""
+    """Graphs of a traced model in training mode and in evaluation mode; ``eval`` is None if nothing is evaluated."""
 
     train: Analysis
     eval: Analysis | None
@@ -120,7 +121,8 @@ class Capture:
         recipe: builds the programs of the stages.
         parameters, buffers: the user's own tensors by canonical name, in the order of the model.
         persistent: names of the buffers that belong to the state_dict.
-        model: graphs or children that the recipe was made from; profiling runs them operation by operation.
+        model: graphs, or children of an nn.Sequential, that the recipe was made from. Profiling runs them one operation
+            or child at a time.
         columns: shape and dtype of every data column of the example, by name.
         terms: averages in the loss that a traced model returns; None with a loss_fn, or for an untraced nn.Sequential.
     """
@@ -180,7 +182,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             to return their sum.
 
     Raises:
-        CaptureError: the model cannot be traced or trained; names the place and the fix.
+        CaptureError: the model cannot be traced or trained; names the line or module, and the fix.
     """
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
@@ -229,7 +231,7 @@ def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, prec
 
 
 def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, precision: Precision) -> None:
-    """Refuse a 16-bit precision if forward updates a float buffer: small changes would be rounded away."""
+    """Refuse a precision with 16-bit buffers if forward updates a float buffer: small changes would be rounded away."""
     if not precision.leaves:
         return
     changing = _changed_by(source)
@@ -281,7 +283,7 @@ class _Example(NamedTuple):
 
 
 def _children_captured(model: nn.Sequential, inputs: Inputs, *, evaluates: bool) -> SequentialModel:
-    """Capture the children of an nn.Sequential, which run as they are."""
+    """Capture the children of an nn.Sequential, which stages call without a trace."""
     try:
         train, evaluation = sequential_children(model, inputs.args[0])
     except CaptureError:
@@ -297,7 +299,10 @@ def _traced(
     """Trace the model with torch.export in training mode, and in evaluation mode if anything is evaluated.
 
     Args:
-        kept: keys of the outputs that metrics read, see ``trace``.
+        kept: keys of the outputs that metrics read, which a model with its own loss returns after the loss.
+
+    Returns:
+        (graphs of both modes, terms of the loss); the terms are None unless the model returns its own loss.
     """
     if taken.samples < 2:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
@@ -324,7 +329,7 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
-    """Turn the graphs of both modes into lines of source; ``held`` are bytes of parameters and buffers, by name."""
+    """Turn the graphs of both modes into lines of source; ``held`` maps parameters and buffers to their bytes."""
     train = lines_of(traced.train)
     if traced.eval is None:
         return TracedRecipe(train, None, (), (), title)
@@ -333,15 +338,16 @@ def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title
 
 
 def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StageProgram:
-    """Copy the last stage's program with ``take``, a function of the model's output alone, in place of its loss_fn."""
+    """Copy the last stage's program, with ``take(output)`` in place of ``loss_fn(output, target)``."""
     assert isinstance(program.loss, _UserLoss), "a model that returns its own loss has no output"
     return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
 
 
 def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms:
-    """Find what the terms of the model's own loss average over.
+    """Find what each term of the model's own loss averages over, such as samples or labels.
 
-    If the terms need separate weights and ``parts`` is True, changes both graphs in place to return them one by one.
+    If the terms need separate weights and ``parts`` is True, both graphs are changed in place to return the terms one
+    by one. If both graphs do not have the same terms, they still return the sum.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     terms = loss_terms(training, set(training.columns), tensors)

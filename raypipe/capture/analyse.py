@@ -31,15 +31,15 @@ class Traced:
     """A whole model in one mode, as a flat fx graph.
 
     Attributes:
-        graph: its output is the flat list of the model's outputs.
+        graph: the fx graph; its output node returns the leaves of the model's output.
         parameters, buffers: placeholder -> name in the user's model (the first one, if a tensor has several names).
         constants: placeholder -> tensor that forward reads and that is neither a parameter nor a buffer.
         columns: placeholder -> name of the data column.
-        key: placeholder of the random key.
+        key: placeholder of the key from which all random draws are derived.
         num_draws: number of random draws in the graph.
-        out_spec: structure of the model's output.
-        pinned: for each memory that an operation still changes in place, the node that made it and the last node that
-            uses it. All nodes that use this memory must share a stage.
+        out_spec: pytree spec of the model's output.
+        pinned: (node that allocates it, last node that uses it) for each memory, except buffers, that operations change
+            in place. All nodes that use this memory must share a stage.
     """
 
     graph: fx.Graph
@@ -60,7 +60,7 @@ class Traced:
 
 
 def is_tokens(value: torch.Tensor) -> bool:
-    """Return True for integer columns of shape (b, length), whose length may change from step to step."""
+    """Return True for a column of token ids: shape (b, length), length above 1, not floating-point or complex."""
     return value.dim() == 2 and not value.is_floating_point() and not value.is_complex() and value.shape[1] > 1
 
 
@@ -70,7 +70,7 @@ _FILE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def functional_twin(op: Any) -> Any | None:
-    """Return the out-of-place twin of an in-place aten operation (``add_`` -> ``add``); None if ``op`` is not one."""
+    """Return the out-of-place variant of an in-place aten operation (``add_`` -> ``add``); None if ``op`` has none."""
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__"):
         return None
@@ -164,7 +164,7 @@ def work_out_of_place(traced: Traced) -> None:
 
 
 def _refuse_lasting(root: fx.Node, node: fx.Node, traced: Traced) -> None:
-    """Refuse an in-place change by ``node`` if ``root`` is a constant or a parameter, which persist between calls."""
+    """Refuse that ``node`` changes the memory of ``root`` in place if ``root`` is a constant or a parameter."""
     if root in traced.constants:
         raise CaptureError(
             f"forward changes a tensor in place that is an attribute of the model, a global or in a closure "
@@ -186,7 +186,7 @@ def line_of(node: fx.Node) -> str:
 
 
 def _replace_after(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Replace ``old`` by ``new`` in all nodes after ``new``, which read the changed value when both were one memory."""
+    """Make all nodes after ``new`` read ``new``, which changed ``old`` in place and now works out of place."""
     for user in list(old.users):
         if order[user] > order[new]:
             user.replace_input_with(old, new)
@@ -246,7 +246,9 @@ SYM_SIZE = torch.ops.aten.sym_size.int
 
 @dataclass(slots=True)
 class Analysis:
-    """A traced model with all facts that slicing needs.
+    """A traced model with all facts that cutting it into stages needs.
+
+    An operation is live if an output of the model, or a change of a buffer or of pinned memory, depends on it.
 
     Attributes:
         traced: the flat graph.
@@ -291,7 +293,10 @@ def analyse(traced: Traced) -> Analysis:
 
 
 def _pinned_effect(node: fx.Node, traced: Traced, roots: dict[fx.Node, fx.Node]) -> bool:
-    """Return True if an operation changes pinned memory in place, which others read through an alias."""
+    """Return True if an operation changes memory in ``traced.pinned`` in place.
+
+    Other operations read the change through an alias, so the operation is live even if its output has no users.
+    """
     pinned = {root for root, _ in traced.pinned}
     return any(roots[a] in pinned for a in mutated_args(node))
 

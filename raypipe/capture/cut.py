@@ -5,7 +5,7 @@
 
 A value that skips a stage is both an input and an output of that stage. Its gradient from later stages then enters the
 backward as a root, before the stage's own uses add their gradients. Plain autograd adds them in this order too, so the
-sums are equal to the bit.
+sums are equal to the bit. A *site* is one use of a parameter by one operation; it gets an argument of its own.
 
     lines of a stage + inputs, outputs  -->  def forward(self, *sites, *buffers, *constants, *inputs, *columns, key)
 """
@@ -30,11 +30,12 @@ _TAKEN = {*keyword.kwlist, *vars(builtins), *TORCH_NAMES, "self"}
 def stage_function(
     lines: Lines, operations: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], title: str
 ) -> GraphFunction:
-    """Build the function of one stage.
+    """Build the function of one stage. Values are given by their indices in ``lines.values``.
 
     Args:
-        operations, inputs, outputs: numbers in ``lines.values`` of the stage's operations in execution order, of the
-            values that the previous stage sends, and of those that the stage returns.
+        operations: the stage's operations, in execution order.
+        inputs: values that the previous stage sends.
+        outputs: values that the stage returns.
         title: name of the function in tracebacks.
     """
     values = lines.values
@@ -65,7 +66,11 @@ def stage_function(
 
 
 def _leaves(lines: Lines, operations: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
-    """Collect the numbers of the placeholders that the stage reads, directly or through rebuilt values."""
+    """Collect the placeholders that a stage reads: parameters, buffers, constants and data columns.
+
+    The stage reads them in its operations, in values that it computes again, or for a symbolic size. All values are
+    given by their indices in ``lines.values``.
+    """
     values = lines.values
     leaves: set[int] = set()
     sizes: dict[str, None] = {}
@@ -92,7 +97,7 @@ def _leaves(lines: Lines, operations: Sequence[int], inputs: Sequence[int], outp
 
 
 class _Source:
-    """Source of one stage's function, written line by line; values go by their numbers in ``lines.values``."""
+    """Source of one stage's function, built line by line. A number is the index of a value in ``lines.values``."""
 
     def __init__(self, lines: Lines, inputs: Sequence[int]) -> None:
         self._lines, self._inputs = lines, inputs
@@ -103,7 +108,13 @@ class _Source:
         self._body: list[tuple[str, str, list[str]]] = []  # name, source, names of what it reads
 
     def take_all(self, sites: Iterable[tuple[int, int, int]], held: Iterable[int], columns: Iterable[int]) -> None:
-        """Add all arguments of the function, in the order of its signature; ``held`` are buffers and constants."""
+        """Add all arguments of the function, in the order of its signature.
+
+        Args:
+            sites: (operation, parameter, index of this use of the parameter) for every use in the stage.
+            held: buffers and constants.
+            columns: data columns.
+        """
         values = self._lines.values
         for number, used, index in sites:
             self.take(f"{values[used].name}__{index}", used, by=number)
@@ -117,7 +128,11 @@ class _Source:
         self.take("key", key)
 
     def take(self, wanted: str, number: int, by: int | None = None) -> None:
-        """Add an argument for a value; with ``by``, for the use of a parameter by that operation."""
+        """Add an argument named ``wanted``, or similar if that name is taken, for the value ``number``.
+
+        Args:
+            by: operation that uses the value, if it is a parameter; None for other values.
+        """
         name = self._unique(wanted)
         self._arguments.append(name)
         if by is None:
@@ -126,7 +141,7 @@ class _Source:
             self._sites[by, number] = name
 
     def add(self, number: int) -> str:
-        """Append the line that computes an operation and return the name of its result."""
+        """Append the line that computes the operation ``number``, and return the name of its result."""
         value = self._lines.values[number]
         read = [self._sites.get((number, used)) or self._name(used) for used in value.reads]
         source = value.text[0] + "".join(name + text for name, text in zip(read, value.text[1:], strict=True))
@@ -149,7 +164,7 @@ class _Source:
         return f"{head}{''.join(lines)}    return {tail}\n    "
 
     def _name(self, number: int) -> str:
-        """Return the name of a value in this stage; append the lines that rebuild it if it has none yet."""
+        """Return the name of a value in this stage; if it has no name yet, append the lines that compute it first."""
         if number in self._names:
             return self._names[number]
         value = self._lines.values[number]
@@ -183,22 +198,22 @@ class _Source:
 
 
 def assign_by_position(lines: Lines, cuts: Sequence[int], order: Sequence[int] = ()) -> dict[int, int]:
-    """Map every operation to its stage.
+    """Map every operation, by its index in ``lines.values``, to its stage.
 
     Args:
-        cuts: places in the sequence of operations; a new stage begins at each.
-        order: the sequence, as positions in execution order; empty for the execution order itself.
+        cuts: ascending positions in ``order``; a new stage begins at each.
+        order: operations as positions in execution order; empty for the execution order itself.
     """
     places = order or range(len(lines.operations))
     return {lines.operations[at]: bisect.bisect_right(cuts, place) for place, at in enumerate(places)}
 
 
 def check_order(graph: ModelGraph, cuts: Sequence[int], order: Sequence[int]) -> None:
-    """Refuse an order of operations whose stages would not compute the same bits as the model.
+    """Refuse an order of operations, cut at ``cuts``, whose stages would not compute the same bits as the model.
 
     Raises:
-        CaptureError: the order is no permutation of the graph's nodes, or breaks one of ``edges``, ``together`` and
-            ``before``; names the two operations.
+        CaptureError: the order is no permutation of the graph's nodes, or two nodes are in stages that ``edges``,
+            ``together`` or ``before`` of the graph forbid; names both.
     """
     if sorted(order) != list(range(len(graph.nodes))):
         raise CaptureError(
@@ -226,8 +241,8 @@ def assign_by_anchors(
 ) -> dict[int, int] | None:
     """Map the operations of evaluation mode to contiguous stages, given the stages that hold each tensor in training.
 
-    An operation that reads a parameter or a changing buffer must be in a stage that holds it. Between two such
-    operations in different stages, the cut is made where the fewest bytes cross.
+    An operation that reads a parameter or a changing buffer is an anchor: it must be in a stage that holds the tensor.
+    Between two anchors in different stages, the cut is made where the fewest bytes cross.
 
     Args:
         lines: the model in evaluation mode.
@@ -235,7 +250,7 @@ def assign_by_anchors(
         cut_bytes: bytes that cross a cut after each operation; None if no cut is possible there.
 
     Returns:
-        Stage by operation; None if evaluation uses the tensors in another order than training.
+        Stage by operation; None if no such stages exist, as when evaluation uses the tensors in another order.
     """
     names = lines.held_names()
     cuts: list[int] = []
@@ -267,8 +282,9 @@ def assign_by_owner(
     An operation goes to the earliest stage that has its inputs and holds its parameters and changing buffers.
 
     Args:
-        lines, holders: as in ``assign_by_anchors``.
-        together: pairs of positions of operations that must share a stage.
+        lines: the model in evaluation mode.
+        holders: stages that hold each parameter or changing buffer in training, by name.
+        together: pairs of operations that must share a stage, as positions in execution order.
 
     Raises:
         CaptureError: evaluation reads a tensor later than in the last stage that holds it.
@@ -302,7 +318,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first stage from ``earliest`` on that holds the tensor ``name``."""
+    """Return the first of the stages ``holders`` from ``earliest`` on; raise a CaptureError if all are before it."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

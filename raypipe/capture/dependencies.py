@@ -10,7 +10,7 @@ Three cases need ``before``. First, the gradients of a tensor with three or more
 first. Sums of three floats depend on their order, so the users of the tensor keep their order. Second, an operation
 without users (a counter of batches) stays before the next operation of its module. Third, an operation without inputs
 from others could run at any time. It stays after its predecessor, because each such freedom doubles the number of
-partitions that a planner has to search.
+partitions that a planner has to search. An operation on a data column and a parameter (an embedding) is exempt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ Pair = tuple[int, int]
 
 
 class Joins(NamedTuple):
-    """Constraints between operations, as pairs of positions in execution order; see the fields of ModelGraph."""
+    """Constraints between operations, as pairs (a, b) of positions in execution order.
+
+    Attributes:
+        edges: b reads the output of a.
+        together: a and b must share a stage.
+        before: b must not be in an earlier stage than a, although no value is sent.
+    """
 
     edges: tuple[Pair, ...]
     together: tuple[Pair, ...]
@@ -99,7 +105,10 @@ def _shared_memory(analysis: Analysis, order: dict[fx.Node, int], roots: dict[fx
 
 
 def _kept_sums(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield pairs of consecutive users of a tensor with three or more gradients, whose sum depends on their order."""
+    """Yield pairs of consecutive users of every tensor whose gradient is a sum of three or more terms.
+
+    The users must keep their order, because the bits of such a sum depend on the order of its terms.
+    """
     trained: set[fx.Node] = set()
     for node in analysis.nodes:
         if any(used in trained or used in analysis.traced.parameters for used in node.all_input_nodes):
@@ -129,7 +138,7 @@ def _num_gradients(used: fx.Node, user: fx.Node) -> int:
 
 
 def _floating(node: fx.Node) -> bool:
-    """Return True if a gradient can pass through the output of a node; tuples of outputs count as such."""
+    """Return True if a gradient can pass through a node's output: a floating-point or complex tensor, or a tuple."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor | torch.SymInt | int) or (
         isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
@@ -137,8 +146,10 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _kept_places(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield pairs that keep operations without users before the next operation of their module, and operations without
-    inputs from other operations after their predecessor.
+    """Yield pairs of positions that keep operations beside the neighbours that they have in the model.
+
+    An operation without users stays before the next operation of its module. An operation without inputs from others
+    stays after its predecessor, unless it reads both a data column and a parameter.
     """
     columns, parameters = analysis.traced.columns, analysis.traced.parameters
     end = len(analysis.nodes) - 1
@@ -206,7 +217,7 @@ def _output_bytes(node: fx.Node, known: dict[fx.Node, int]) -> int:
 
 
 def _read(node: fx.Node, rebuildable: set[fx.Node]) -> list[fx.Node]:
-    """List the placeholders that an operation reads, directly or through values that its stage rebuilds."""
+    """List the placeholders that an operation reads, directly or through values that its stage computes again."""
     placeholders: dict[fx.Node, None] = {}
     stack = list(node.all_input_nodes)
     seen = set(stack)

@@ -74,7 +74,7 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
 
 
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
-    """Build the error for a captured graph or loss (``kind``) that does not run although the model itself does."""
+    """Build the error for a captured "graph" or "loss" (``kind``) that does not run although the model itself does."""
     return CaptureError(
         f"The {kind} of {title}, as it was captured, does not run although the model itself does{quoted(error)}: "
         f"{short(error)} Build the model as an nn.Sequential of blocks, which are not traced, or leave out of forward "
@@ -196,7 +196,7 @@ def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value: shape, type and range of a tensor; the type of anything else."""
+    """Describe a value: shape and dtype of a tensor, and its range if it has integers; the type of anything else."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         values = ""

@@ -85,7 +85,10 @@ def _unsliced(model: torch.nn.Module, path: str) -> str:
 
 
 def _used(graph: fx.Graph, node: Any, traced: Traced) -> Any:
-    """Return the node of an output; for a parameter, a new alias of it: each use of a parameter needs an operation."""
+    """Return the node to put into the graph's outputs: ``node`` itself, or a new alias of it if it is a parameter.
+
+    Every use of a parameter needs an operation of its own.
+    """
     if node not in traced.parameters:
         return node
     copy = graph.call_function(aten.alias.default, (node,))
@@ -227,9 +230,9 @@ def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
 
 
 def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced) -> None:
-    """Refuse in-place changes of activations under no_grad.
+    """Refuse in-place changes of activations under torch.no_grad.
 
-    Autograd ignores such a change, but would differentiate its out-of-place replacement.
+    Autograd ignores such a change, but would differentiate the out-of-place operation that would replace it.
     """
     roots = storage_roots(source)
     for changed in mutated_args(node):
@@ -248,7 +251,7 @@ def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool, 
     """Copy the operations of a no-grad or autocast region into the flat graph; return the copies of its outputs.
 
     Raises:
-        CaptureError: the region switches autocast on in another dtype than the run's precision, or is of another kind.
+        CaptureError: the region switches autocast on in another way than the run's precision, or is of another kind.
     """
     if "set_grad_enabled" in str(node.target):
         enabled, body, *inputs = args
@@ -322,7 +325,10 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
 
 
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add one operation to ``graph`` that computes all nodes of a vmap of another graph.
+    """Add one operation to ``graph`` that computes ``nodes``, all nodes of a torch.func.vmap in another graph.
+
+    Args:
+        env: node of the other graph -> its counterpart in ``graph``.
 
     Returns:
         Node that has users outside of the vmap -> its counterpart in ``graph``.

@@ -4,7 +4,7 @@
                              switches, torch.autocast("cuda") on a machine without CUDA
     not shared by stages     numpy's and Python's random generators, Python state that changes with every call
 
-Other losses of a trace change loss, gradients or buffers, which preflight/verify.py compares.
+Whatever else a trace drops changes the loss, the gradients or the buffers, which preflight/verify.py compares.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def nothing_lost() -> Iterator[None]:
     """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
 
     Raises:
-        CaptureError: a custom autograd function, a gradient hook, an autocast or a switched setting; names the call.
+        CaptureError: the code inside calls a custom autograd function, registers a gradient hook, enters CUDA autocast,
+            or switches a setting of torch; names the call.
     """
     functions = torch.autograd.Function.__dict__["apply"]
 
@@ -193,12 +194,15 @@ def _switches_refused() -> Iterator[None]:
 
 @contextmanager
 def generators_kept(whose: str) -> Iterator[None]:
-    """Refuse code inside that moves a global random generator or changes torch's default dtype; both are restored.
+    """Refuse code inside that uses a global random generator or changes torch's default dtype; both are restored.
 
-    Torch's draws are keyed in forward and do not move its generator, but seeding it does.
+    Draws of torch are allowed if a RandomKey determines them, because these leave torch's generator unchanged.
 
     Args:
         whose: name of the code inside, for the message.
+
+    Raises:
+        CaptureError: after the code has run; names the generator or the dtype.
     """
     dtype = torch.get_default_dtype()
     with own_generators():
@@ -231,7 +235,7 @@ def generators_kept(whose: str) -> Iterator[None]:
 
 @contextmanager
 def watched_forward(model: torch.nn.Module, *, twice: bool = False) -> Iterator[list[str]]:
-    """Restore Python state that forward changes, after each of its calls: a trace would leave fake tensors in it.
+    """Restore the Python state that forward changes, after each call: a trace would leave fake tensors in this state.
 
     Args:
         twice: True to run forward twice in every call and refuse state that the second run changes again.

@@ -51,7 +51,7 @@ class LossTerms:
         parts: (summand of the loss, index of its divisor in ``counts``) if the summands average over different things;
             empty if one weight is right for the whole loss, or the loss has no such summands.
         bent: name of a piecewise linear operation on an average, such as abs in flooding, or "". Losses of
-            micro-batches add up until training reaches the bend, so that no trial shows it.
+            micro-batches add up until training reaches the bend, so that a trial on a few rows does not show it.
         main: divisor of the main term: the labels of the first cross entropy, else the first divisor in the graph.
     """
 
@@ -130,9 +130,9 @@ def return_parts(traced: Traced, terms: LossTerms) -> None:
 
 
 def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.Node, int]]:
-    """List (summand of the loss, index of its divisor); ``len(counts)`` is the index of the number of samples.
+    """List (summand of the loss, index of its divisor in ``counts``); empty if a summand has several divisors.
 
-    The list is empty if one summand averages over several things.
+    The index ``len(counts)`` means the number of samples.
     """
     parts: list[tuple[fx.Node, int]] = []
     stack = [loss]
@@ -153,7 +153,12 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
 
 
 class _Reach:
-    """Nodes that follow from data columns, constants and buffers; and nodes that are equal for all micro-batches."""
+    """Nodes of a loss's graph, by what they are computed from, without random draws.
+
+    Attributes:
+        of_data: data columns, and nodes computed from data columns, constants and buffers only.
+        fixed: nodes computed from constants, buffers and parameters only, so equal for all micro-batches.
+    """
 
     def __init__(self, traced: Traced, data: Set[fx.Node]) -> None:
         self.of_data = set(data)
@@ -205,7 +210,7 @@ def _scales(node: fx.Node, reach: _Reach) -> bool:
 
 
 def _bends(term: fx.Node, reach: _Reach) -> bool:
-    """Return True if a term is a piecewise linear function, such as abs or clamp, of a scalar."""
+    """Return True if a term is a piecewise linear function, such as abs or clamp, of a scalar of the model's output."""
     inputs = [node for node in term.all_input_nodes if node not in reach.fixed and node not in reach.of_data]
     return _name(term).rstrip("_") in _BENT and any(_is_number(node) for node in inputs)
 

@@ -41,7 +41,7 @@ class TracedRecipe:
 
     Attributes:
         train, eval: lines of source in both modes; ``eval`` is None if nothing is evaluated.
-        together: pairs of operations in ``eval`` that must share a stage, as ``ModelGraph.together``.
+        together: pairs of operations in ``eval`` that must share a stage, as positions in execution order.
         cut_bytes: bytes that cross a cut after each operation in ``eval``; None if no cut is possible there.
         title: name of the model's class.
     """
@@ -55,10 +55,13 @@ class TracedRecipe:
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
     ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
-        """Build the stage functions of both modes.
+        """Build the stage functions of both modes: (training, evaluation); None if nothing is evaluated.
 
-        Training is cut at ``cuts``. Evaluation is divided so that each parameter and changing buffer is read in a stage
-        that holds it in training.
+        Evaluation is divided so that each parameter and changing buffer is read in a stage that holds it in training.
+
+        Args:
+            cuts: ascending positions in ``order``; a new stage of training begins at each.
+            order: operations of training as positions in execution order; empty for the execution order itself.
 
         Raises:
             CaptureError: a buffer that changes would be in two stages, or evaluation needs a tensor in another stage
@@ -171,7 +174,11 @@ class ModelRecipe:
         return tuple(programs)
 
     def _first_trainable(self, holders: Mapping[str, Sequence[int]], used: Container[str]) -> int:
-        """Return the lowest stage with a trainable parameter among the ``used`` ones."""
+        """Return the index of the first stage that holds a trainable parameter in ``used``.
+
+        Raises:
+            CaptureError: no such parameter exists.
+        """
         first = min((holders[name][0] for name in self.trainable if name in used), default=None)
         if first is None:
             raise CaptureError(

@@ -52,7 +52,7 @@ class Child:
     Attributes:
         name: dotted name in the model.
         module: copy without storage, on the meta device.
-        sites: parameter's name in the child -> use of the canonical parameter.
+        sites: parameter's name in the child -> (canonical name in the model, index among all uses of the parameter).
         buffers: buffer's name in the child -> canonical name in the model.
         changes: canonical names of the buffers that the child's forward changed.
         first_draw: number of random draws in the children before this one.
@@ -135,7 +135,8 @@ class SequentialFunction:
     def bind(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Put these tensors into the modules of the children, as their parameters and buffers.
 
-        They stay there: torch.func.functional_call, which also takes them out again, costs 65 us per child.
+        The tensors stay in the modules after a call: torch.func.functional_call, which takes them out, costs 65 us per
+        child.
         """
         if self._modules is None:
             self._prepare()
@@ -153,10 +154,10 @@ class SequentialFunction:
         return module(x)
 
     def _refuse_rounded(self, unconverted: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
-        """Refuse changes of buffers that were converted to 16 bits for a forward: the converted copies are dropped.
+        """Refuse a forward that changed a buffer that had been converted to 16 bits: the converted copy is dropped.
 
-        A change is found by comparing values on the CPU. On a GPU that would make the host wait, so version counters
-        and norms in training mode decide.
+        On the CPU, values are compared. On a GPU a comparison would make the host wait, so only version counters are
+        read there, and norms in training mode always count as changing their statistics.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -193,7 +194,7 @@ class SequentialFunction:
 _SHIPPED = ("children", "sites", "buffers", "columns", "num_inputs", "num_outputs", "precision")
 
 Slot = tuple[dict[str, Any], str]
-"""Place of a tensor in a module: the module's dict ``_parameters`` or ``_buffers``, and the key."""
+"""Location of a tensor in a module: the module's dict ``_parameters`` or ``_buffers``, and the key in it."""
 
 
 def _slot(module: nn.Module, name: str, kind: str) -> Slot:
@@ -305,7 +306,9 @@ def sequential_graph(
 ) -> ModelGraph:
     """Build the planner's graph, a chain with one Node per child. A shared parameter counts at its first user.
 
-    Args: as in ``model_graph``.
+    Args:
+        tensor_bytes: bytes of every parameter and buffer, by name, in the dtype in which a stage stores it.
+        frozen: names of the parameters that are not trained.
     """
     together = []  # pairs of children that use one changing buffer
     for name in sorted({name for child in children for name in child.changes}):
@@ -334,7 +337,11 @@ def sequential_graph(
 
 @dataclass(frozen=True, slots=True)
 class SequentialModel:
-    """The children of an nn.Sequential in both modes, and the data column that the first one reads."""
+    """Children of an nn.Sequential in training mode and in evaluation mode (None if nothing is evaluated).
+
+    Attributes:
+        column: name of the data column that the first child reads.
+    """
 
     train: tuple[Child, ...]
     eval: tuple[Child, ...] | None
@@ -343,7 +350,10 @@ class SequentialModel:
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
     ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
-        """Build the stage functions of both modes; ``order`` is ignored, because a chain has only one order."""
+        """Build the stage functions of both modes: (training, evaluation); None if nothing is evaluated.
+
+        A new stage begins at the index of each child in ``cuts``. ``order`` is ignored: a chain has only one order.
+        """
         evals = None if self.eval is None else _sequential_stages(self.eval, cuts, self.column)
         return _sequential_stages(self.train, cuts, self.column), evals
 
@@ -398,5 +408,5 @@ class BuffersBefore:
 
 
 def without_weights(model: nn.Module) -> bool:
-    """Return True if a model has parameters on the meta device; its children then run there, to find shapes."""
+    """Return True if a model has parameters on the meta device, on which only shapes can be computed."""
     return any(parameter.is_meta for parameter in model.parameters())

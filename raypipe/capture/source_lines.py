@@ -1,4 +1,4 @@
-"""Plain data of a traced model in one mode: a line of source for each operation. It pickles, and is cut without fx.
+"""Plain data of a traced model in one mode: a line of source for each operation, which can be cut without fx.
 
     fx graph --lines_of--> Value, Value, Value, ...      add = torch.ops.aten.add.Tensor( # , # )
                                                          name  text                       ^   ^ reads: numbers of values
@@ -51,10 +51,11 @@ class Value:
         kind: decides how cutting treats the value.
         of: the user's name of a parameter, a buffer or a data column.
         text: source of the operation, split at each reference to another value.
-        reads: numbers of these other values, which belong between the parts of ``text``.
+        reads: indices in ``Lines.values`` of these other values, which belong between the parts of ``text``.
         shape: shape of a tensor; () for other values.
         size: expression of the symbolic size if ``kind`` is SIZE.
-        sites: (number of a parameter that the operation reads, index of this use among all uses of the parameter).
+        sites: (index in ``Lines.values`` of a parameter that the operation reads, index of this use among all uses of
+            the parameter).
     """
 
     name: str
@@ -68,7 +69,7 @@ class Value:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Numbers of the values that the operation reads, each once, in the order of their first use."""
+        """Indices in ``Lines.values`` of the values that the operation reads, each once, in order of first use."""
         return tuple(dict.fromkeys(self.reads))
 
     def dim_of(self, size: str) -> int | None:
@@ -102,20 +103,20 @@ class Lines:
     names: Mapping[str, Any]
 
     def of_kind(self, kind: ValueKind) -> list[int]:
-        """List the numbers of the values of this kind, ascending."""
+        """List the indices in ``values`` of the values of this kind, ascending."""
         return [number for number, value in enumerate(self.values) if value.kind is kind]
 
     def held_names(self) -> dict[int, str]:
-        """Map the numbers of parameters and buffers to the user's names of them."""
+        """Map the indices in ``values`` of parameters and buffers to the user's names of them."""
         held = (ValueKind.PARAMETER, ValueKind.BUFFER)
         return {number: value.of for number, value in enumerate(self.values) if value.kind in held}
 
     def column_with(self, size: str) -> int:
-        """Return the number of the first data column with this symbolic size."""
+        """Return the index in ``values`` of the first data column with this symbolic size."""
         return next(number for number in self.of_kind(ValueKind.COLUMN) if size in self.values[number].shape)
 
     def users(self) -> dict[int, list[int]]:
-        """Map the number of each value to the numbers of the operations that read it."""
+        """Map each value that an operation reads to the operations that read it, as indices in ``values``."""
         users: dict[int, list[int]] = {}
         for number in self.operations:
             for used in self.values[number].inputs:
@@ -183,7 +184,7 @@ _MARK = re.compile(r"value(\d+)of")
 def _texts(
     nodes: list[fx.Node], number: Mapping[fx.Node, int]
 ) -> tuple[dict[fx.Node, tuple[tuple[str, ...], tuple[int, ...]]], dict[str, Any]]:
-    """Return ({node: (parts of its source, numbers of the values between them)}, objects that the source names).
+    """Return ({node: (parts of its source, numbers of the values between them)}, {name in the source: object}).
 
     fx generates the source, from a copy of the graph in which the name of every node contains its number.
     """

@@ -103,7 +103,8 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """Prepare a model for torch.export; restored afterwards.
 
     Calls that a trace would drop raise a CaptureError. Activation checkpoints, cumulative batch norms and the output
-    types of LSTMs are kept. A model that returns its loss returns only the loss and the outputs in ``kept``.
+    dtypes of LSTMs are preserved in the trace. If ``returns_loss`` is True, the model returns only its loss and the
+    outputs with the keys ``kept``.
     """
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     generators = generators_kept(f"{type(model).__name__}.forward")

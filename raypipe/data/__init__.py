@@ -5,7 +5,8 @@
     folders of images -----> Images     a dataset of (image, label)
     iterables -------------> Stream     epochs of a number of samples
 
-A checkpoint stores the next sample as two integers, (epoch, offset). For a stream it stores a mark too.
+A checkpoint stores the next sample as two integers, (epoch, offset). For a stream it also stores a mark: plain data
+from which reading resumes without reading the items before it.
 
     open_data.py    which source reads the user's data: arrow_source.py, map_source.py or stream_source.py
     epoch_order.py  the order of the rows of an epoch

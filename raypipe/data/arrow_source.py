@@ -42,7 +42,7 @@ def check_type(name: str, kind: pa.DataType, where: str) -> None:
     """Check, before a column is read, that its type can become a tensor.
 
     Raises:
-        DataError: it cannot; names the column, its type, ``where`` and the remedy.
+        DataError: the type cannot; names the column, the type, the file ``where`` and the remedy.
     """
     leaf = kind
     while True:
@@ -62,7 +62,7 @@ def check_type(name: str, kind: pa.DataType, where: str) -> None:
 
 
 def dense(name: str, column: pa.ChunkedArray, where: str, first_row: int = 0) -> NDArray[Any]:
-    """Convert a column to its values, shape (rows, ...), with Arrow's dtype.
+    """Convert a column to an array of shape (rows, ...) with Arrow's dtype.
 
     Args:
         where: name of the file, for messages.
@@ -122,7 +122,7 @@ def _common_length(name: str, array: Any, where: str, first_row: int, per_row: i
 
 
 def ragged(name: object, shapes: str, where: str) -> str:
-    """Return the error message for a column whose rows have different shapes."""
+    """Return the error message for a column whose rows have different ``shapes``, a text such as "3 to 5 values"."""
     return (
         f"Column {name!r} of {where} is ragged: rows hold {shapes}, and a batch needs equal shapes. "
         "Pad or cut them to one length and store it as fixed_size_list."
@@ -134,8 +134,8 @@ class Table:
 
     Args:
         table: Arrow table.
-        collated: True returns items as plain Python values, also texts, for a collate function; False returns numbers
-            of the table's types.
+        collated: True returns items with plain Python values, including texts, for a collate function. False returns
+            numpy values of the table's types.
 
     Raises:
         DataError: ``collated`` is False, and a column cannot become a tensor.
@@ -203,7 +203,7 @@ class ArrowSource:
         files: files in their order; row groups are numbered in it.
         schema: schema of every file.
         seed: seed of the shuffled order.
-        rows_per_window: see EpochOrder; 0 keeps the file order.
+        rows_per_window: number of rows that are shuffled among each other; 0 keeps the file order.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class ArrowSource:
         return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"
 
     def _gather(self, epoch: int, start: int, count: int, names: list[str]) -> dict[str, torch.Tensor]:
-        """Copy samples out of their windows; return tensors by column, which the caller may change."""
+        """Copy samples out of decoded windows (rows shuffled together); return new tensors by column."""
         order = self._order(epoch)
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
         position = start
@@ -288,10 +288,9 @@ class ArrowSource:
         return self._orders[epoch]
 
     def _window(self, epoch: int, first: int, stop: int, names: list[str]) -> dict[str, NDArray[Any]]:
-        """Return columns of the window of positions ``first`` to ``stop``, in the epoch's order; a batch is a slice of
-        it.
+        """Return columns of the window (rows shuffled together) of positions ``first`` to ``stop`` - 1, in their order.
 
-        The whole window is decoded, once, because even a small batch has rows of most of its row groups.
+        The whole window is decoded once and cached, because even a small batch has rows of most of its row groups.
         """
         window = self._decoded.setdefault((epoch, first), {})
         self._decoded.move_to_end((epoch, first))
@@ -315,7 +314,7 @@ class ArrowSource:
         return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
-        """Read columns of a row group; a DataError names the damaged file and the rows."""
+        """Read columns of a row group; if the file is damaged, raise a DataError that names the file and the rows."""
         try:
             return self._decode(group, names)
         except (pa.ArrowException, OSError) as error:
@@ -336,7 +335,7 @@ class ArrowSource:
             return pa.Table.from_batches([pa.ipc.open_file(opened, options=options).get_batch(index)])
 
     def _reader(self, file: int) -> Any:
-        """Return an open Parquet file, so that its footer is parsed once and not for every row group."""
+        """Return a cached open Parquet file, so that its footer is not parsed again for every row group."""
         if file not in self._readers:
             while len(self._readers) >= _OPEN_FILES:
                 self._readers.popitem(last=False)[1].close(force=True)
@@ -373,7 +372,7 @@ def survey(
         paths: (path, "parquet" or "arrow") of each file.
 
     Returns:
-        (the files that have rows, their schema, default of rows_per_window).
+        (files that have rows, their schema, default number of rows that are shuffled together).
 
     Raises:
         DataError: a file is damaged, has other columns than the first, or all are empty.

@@ -1,5 +1,4 @@
-"""Datasets: token documents packed into blocks of one length (Packed), items padded to one length (Pad), and folders of
-images (Images).
+"""Datasets of packed token documents (Packed) and of folders of images (Images), and a collate function (Pad).
 
 Packed documents are concatenated and cut into blocks, so that no padding is computed:
 
@@ -55,7 +54,8 @@ class Packed(Dataset[Any]):
             also have "position_ids" of shape (length,), which begin at 0 in every document and block, and
             "attention_mask" of shape (1, length, length), float32, to be added to attention scores: 0 if a token
             attends to another, else the smallest float32. Models of transformers accept such a mask with any attention
-            but flash. With labels="next" both are between tokens and targets. The mask has length * length * 4 bytes.
+            but flash. With labels="next" an item is (tokens, position_ids, attention_mask, targets). The mask has
+            length * length * 4 bytes.
 
     Raises:
         DataError: there are too few tokens for one block, or a document is not a list of token ids.
@@ -140,7 +140,7 @@ class Packed(Dataset[Any]):
 
 
 def _borders(documents: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Return "position_ids" and "attention_mask" of a block by the documents of its tokens; see Packed."""
+    """Return a block's "position_ids" and "attention_mask", see Packed, by the document index of each token."""
     places = np.arange(len(documents))
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
     positions = places - begins[np.searchsorted(begins, places, side="right") - 1]
@@ -163,8 +163,7 @@ class Pad:
 
     Args:
         lengths: one length; or several, of which each mini-batch gets the smallest that its longest item fits in.
-            Several lengths need a model that accepts any length: an nn.Sequential, or a trace that does not depend on
-                it.
+            Several lengths need a model that accepts any length: an nn.Sequential, or a forward without branches on it.
         tokenizer: tokenizer whose pad_token_id fills input_ids, on its padding_side; None fills with 0 on the right.
         labels: column that is copied to the column "labels", which is filled with -100; "input_ids" for a causal
             language model. None adds no labels.

@@ -1,6 +1,6 @@
 """Order of the rows in an epoch: a pure function of seed, epoch, rows per row group and window.
 
-Big files are read by row group, so that nearby positions should have rows of few row groups:
+Big files are read by row group, so nearby positions should have rows of few row groups:
 
     row groups            0  1  2  3  4  5
     shuffled              4  0  5  2  1  3
@@ -33,7 +33,7 @@ def permutation(size: int, seed: int, *key: int) -> Indices:
 
 
 class EpochOrder:
-    """Row group and row at each position of one epoch.
+    """Order of one epoch: maps each position to a row group and a row in it.
 
     Args:
         rows_per_group: rows of each row group, in file order.
@@ -62,7 +62,7 @@ class EpochOrder:
             self.num_rows += rows_per_group[group]
 
     def window_at(self, position: int) -> tuple[int, int]:
-        """Return (first position, position after the last) of the window that contains ``position``."""
+        """Return (first position, position after the last) of the window, the rows shuffled together, at a position."""
         window = max(bisect_right(self._starts, position) - 1, 0)
         return self._starts[window], self._starts[window + 1] if window + 1 < len(self._starts) else self.num_rows
 

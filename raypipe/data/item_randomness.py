@@ -50,7 +50,7 @@ def generator_states() -> GeneratorStates:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Lock the global generators against other readers of data inside, and restore their states afterwards."""
+    """Lock torch's CPU, numpy's and Python's global generators for this thread; restore their states afterwards."""
     with _IN_USE:
         before = generator_states()
         try:

@@ -4,7 +4,7 @@ An epoch is shuffled as a whole, because every item is equally quick to read. Th
 should contain paths, and open files in ``__getitem__``.
 
 An item may be random (crops, masks, noise): torch's, numpy's and Python's global generators are seeded by
-(seed, epoch, row) around it, so that every stage gets the same item, also after a resume.
+(seed, epoch, row) before the item is read, so that every stage gets the same item, also after a resume.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 NUM_READ_TWICE = 4
 """Number of first items that are read twice when the data is opened, to compare them."""
 MORE_READ_TWICE, MORE_S = 60, 0.2
-"""Maximum number of further items, spread over the dataset, that are read twice, and maximum time for them in seconds:
-some datasets draw random numbers for few items only."""
+"""Maximum number of further random items that are read twice, and maximum seconds for them: some datasets draw random
+numbers for few items only."""
 
 
 class MapSource:
     """Source of the items of a map-style dataset; see ``open_data.Source``.
 
     Args:
-        dataset: map-style dataset. Items are tuples or dicts of tensors, numbers or numpy arrays, or a single one.
+        dataset: map-style dataset. An item is a tensor, number or numpy array, or a tuple or dict of them.
         seed: seed of the shuffled order, and of the random draws of items and of ``collate``.
         shuffle: False keeps the dataset's order.
         collate: function that creates columns from items; None stacks the items.
@@ -135,10 +135,10 @@ class MapSource:
         return batch_of(items, rows, self.name, self.collate, self.columns, keys, seed=self._seed, epoch=epoch)
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
-        """Read items of the dataset, each after seeding the generators by its key.
+        """Read items of the dataset, each with generators seeded by (seed, epoch, row) if items draw random numbers.
 
-        Seeding takes longer than reading a small item. So the generators are seeded once per call until an item draws
-        random numbers; then the items of that call are read again, and from then on seeded one by one.
+        Seeding takes longer than reading a small item, so the generators are seeded once per call at first. When an
+        item draws random numbers, the items of that call are read again. From then on each item has its own seed.
         """
         # The batched form that torch's own DataLoader prefers if a dataset has it.
         batched = getattr(self.dataset, "__getitems__", None) or (lambda some: [self.dataset[row] for row in some])
@@ -157,7 +157,7 @@ class MapSource:
             return items
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
-        """Return the dataset's items of these indices; after a failure, read one by one to find the item that fails."""
+        """Read the dataset's items at these indices; if that fails, raise a DataError that names the bad item."""
         try:
             items = list(batched(rows))
             if len(items) == len(rows):

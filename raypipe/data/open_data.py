@@ -1,4 +1,4 @@
-"""Training data by position: any samples of any epoch, equal in every process, without reading the samples before them.
+"""Training data by position: any samples of any epoch, equal in every process. Only a stream is read in its order.
 
 A source keeps no position: a run resumes at (epoch, start), two integers of a checkpoint. Every stage that needs data
 reads its own columns of the same samples.
@@ -85,7 +85,7 @@ def batch_size_of(data: Any, minibatch_size: Any) -> Any:
     """Return the minibatch_size of a run on this data: "auto" becomes the batch size of a DataLoader.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: the given minibatch_size differs from the DataLoader's batch size.
     """
     if not isinstance(data, DataLoader) or data.batch_size is None:
         return minibatch_size
@@ -166,15 +166,15 @@ def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
 
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
 _LOADERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
-"""Name that datasets.load_dataset has for the format of a file, by its suffix."""
+"""Suffix of a file -> name of its format for datasets.load_dataset."""
 
 
 class Source(Protocol):
-    """Samples by position."""
+    """Training or evaluation data, whose samples are read by epoch and position, equally in every process."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
+        """Number of samples in one epoch."""
 
     @property
     def columns(self) -> tuple[Any, ...]:
@@ -200,9 +200,7 @@ class Source(Protocol):
         """
 
     def named(self, epoch: int, position: int) -> str:
-        """Return the name of the sample at a position for messages, as "item 33 of TensorDataset" or "row 12 of
-        train.parquet".
-        """
+        """Return the name of a sample for messages, such as "item 33 of TensorDataset" or "row 12 of train.parquet"."""
 
 
 def open_data(
@@ -327,7 +325,7 @@ def _loading(path: str) -> str:
 
 
 def _is_dataset(source: object) -> TypeGuard[pyarrow.dataset.Dataset]:
-    """Check the type without importing pyarrow.dataset, which brings pandas: 0.6 s of every process that starts."""
+    """Return True for a pyarrow.dataset.Dataset, without importing pyarrow.dataset: its import takes 0.6 s."""
     module = sys.modules.get("pyarrow._dataset")
     return module is not None and isinstance(source, module.Dataset)
 

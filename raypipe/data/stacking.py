@@ -1,8 +1,8 @@
 """Batches of items: stack the items of a dataset by column, or let the user's collate function make the columns.
 
-A collate function gets all samples of a mini-batch, not of a micro-batch, so that what it decides (the length to pad
-to) does not depend on the number of micro-batches. Every stage calls it and takes its own columns. It may draw random
-numbers, as masks of a masked language model: the global generators are seeded by (seed, epoch, first row) around it.
+A collate function gets all samples of a mini-batch, not of a micro-batch, so that its result, such as the length to pad
+to, does not depend on the number of micro-batches. Every stage calls it and takes its own columns. A collate function
+may draw random numbers: the global generators are seeded by (seed, epoch, first row) before each call.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _kind(value: Any) -> str:
 
 
 def _numbers(value: list[Any]) -> bool:
-    """Return True for a list of numbers, or of lists of them of equal lengths, as datasets of Hugging Face return."""
+    """Return True for a list of numbers, or of nested lists of equal lengths, as datasets of Hugging Face return."""
     try:
         return np.asarray(value).dtype.kind in "biuf"
     except ValueError:  # ragged within
@@ -102,10 +102,10 @@ def _numbers(value: list[Any]) -> bool:
 
 
 def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
-    """Return the key of a column of the data ``name`` that is given by its key or by its index in ``columns``.
+    """Return the key of ``column``, which is a key in ``columns`` or an index into them.
 
     Raises:
-        DataError: there is no such column.
+        DataError: the data ``name`` has no such column.
     """
     if column in columns:
         return column
@@ -116,9 +116,7 @@ def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
 
 Collate = Callable[[list[Any]], Any]
 COLLATING = 1 << 40
-"""Offset added to the index of the first row in a collate function's key, so that it draws other
-numbers than the row.
-"""
+"""Offset added to the row index in the key of a collate function's draws, so that they differ from the row's own."""
 
 
 def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int, epoch: int) -> dict[Any, torch.Tensor]:
@@ -210,7 +208,7 @@ def check_range(name: str, num_samples: int, start: int, count: int) -> None:
 def by_request(
     columns: Sequence[Any], keys: Sequence[Any], batch: Mapping[Any, torch.Tensor]
 ) -> tuple[torch.Tensor, ...] | dict[Any, torch.Tensor]:
-    """Convert a batch to the result of ``Source.read``: a tuple if ``columns`` are given by index, else a dict."""
+    """Select ``keys`` of a batch as ``Source.read`` returns them: a tuple if ``columns`` are indices, else a dict."""
     if all(isinstance(column, int) for column in columns):
         return tuple(batch[key] for key in keys)
     return {key: batch[key] for key in keys}

@@ -22,19 +22,19 @@ from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 MOST_MARKS = 64
-"""Maximum number of marks: a run can roll back by so many mini-batches without beginning the pass anew."""
+"""Maximum number of marks that a reader keeps: a run can roll back by so many reads without reading from the start."""
 MOST_HELD = 4096
 """Maximum number of skipped items that are kept in memory for later reads."""
 TRIED = 3
 
 
 class Mark(NamedTuple):
-    """Position in a stream, as plain data.
+    """Position in a stream, as plain data. A pass is one iteration over the whole stream.
 
     Attributes:
-        position: number of items before it, over all passes.
+        position: number of items before the mark, over all passes.
         number: number of the pass, from 0.
-        within: number of items before it in this pass.
+        within: number of items before the mark in this pass.
         state: ``state_dict()`` of the stream at this position, JSON values; None if the stream's state is not used.
     """
 
@@ -60,8 +60,8 @@ class StreamReader:
         stream: iterable whose ``__iter__`` begins anew each time.
         name: name of the stream, for messages.
         seed: seed of the random draws of items: the global generators are seeded by (seed, position) before each item.
-        saves: True if marks contain the state of the stream, see ``resumes``.
-        once: number of items that the only pass must have at least; None begins another pass after each.
+        saves: True if marks contain the ``state_dict()`` of the stream.
+        once: minimum number of items, if the stream is iterated over once only; None iterates over it again and again.
     """
 
     def __init__(self, stream: Any, name: str, seed: int, *, saves: bool, once: int | None = None) -> None:
@@ -82,21 +82,21 @@ class StreamReader:
 
     @property
     def marks(self) -> list[Mark]:
-        """All known marks; may be read in any thread."""
+        """All known marks, positions from which reading can resume; may be read in any thread."""
         return list(self._marks.values())
 
     def known(self, position: int) -> Mark | None:
-        """Return the mark of a position if it exists already, else None; may be called in any thread."""
+        """Return the mark at a position if the reader has it already, else None; may be called in any thread."""
         return self._marks.get(position)
 
     def mark(self, position: int) -> Mark | None:
-        """Return the mark of a position; None unless one of the latest reads began or ended there."""
+        """Return the mark to resume reading from at a position; None unless a recent read began or ended there."""
         if self._items is not None and position == self._at.position:
             self._keep_mark()
         return self._marks.get(position)
 
     def mark_before(self, position: int) -> Mark:
-        """Return the last mark at or before a position."""
+        """Return the last known mark, from which reading can resume, at or before a position."""
         return self._marks[max(at for at in self._marks if at <= position)]
 
     def close(self) -> None:
@@ -106,11 +106,11 @@ class StreamReader:
             close()
 
     def learn(self, mark: Mark) -> None:
-        """Add a mark of another reader or of an earlier process."""
+        """Add a mark, from which reading can resume, of another reader or of an earlier process."""
         self._marks[mark.position] = mark
 
     def _item(self, position: int, *, marks: bool) -> Any:
-        """Read the item at a position, and keep a mark of it if a read begins there (``marks``)."""
+        """Read the item at a position; if ``marks`` is True, keep a mark from which reading can resume there."""
         nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
@@ -142,7 +142,7 @@ class StreamReader:
         self._items = _begun(self._live, number, state)
 
     def _next(self) -> Any:
-        """Read the item at the position ``_at``, in the next pass if this one has ended, and advance ``_at``."""
+        """Read the item at the current position, in a new iteration if the last one has ended, and advance."""
         position, number, within, _ = self._at
         item = self._pull(position)
         if item is _END:
@@ -187,8 +187,8 @@ class StreamReader:
 def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
     """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of a few.
 
-    A stream with a shuffle buffer fails: its state lacks the items in the buffer, which are lost by
-    ``load_state_dict``. ``same`` returns True if two items are equal.
+    A stream with a shuffle buffer is not tried: its state lacks the items in the buffer, which ``load_state_dict``
+    loses. ``same`` returns True if two items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False

@@ -4,7 +4,7 @@
     train_data=raypipe.data.Stream(stream, num_samples=10_000)             epochs of 10,000 successive samples each
 
 Every stage that reads data iterates over the stream. A run resumes at (epoch, offset), as with any data. A checkpoint
-also contains a mark (stream.py), so that the stream is not read from its beginning.
+also contains a mark (stream.py), the state of the stream there, so that the stream is not read from its beginning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raypipe.data.stream import MOST_MARKS, Mark, StreamReader, copied, resumes
 from raypipe.errors import ConfigError, DataError
 
 ENDLESS = 1 << 50
-"""Samples of an epoch without an end."""
+"""Number of samples that stands for an epoch without an end."""
 NUM_READ_TWICE = 4
 READ_AGAIN_S = 5.0
 
@@ -67,7 +67,7 @@ def has_numbered_items(data: Any) -> bool:
 
 
 def own_reader(source: Any, owner: Any) -> Any:
-    """Return the source that ``owner`` reads: its own reader if the source is a stream, else the source itself."""
+    """Return what ``owner`` (a stage) reads: a reader of its own if ``source`` is a stream, else ``source`` itself."""
     return source.reader(owner) if isinstance(source, StreamSource) else source
 
 
@@ -75,7 +75,7 @@ class StreamSource:
     """Source whose samples come from a stream; see ``open_data.Source``.
 
     Args:
-        stream: a Stream, or the dataset of one with an endless epoch.
+        stream: a Stream, or an iterable, which becomes a Stream with an endless epoch.
         seed: seed of the random draws of items and of ``collate``.
         collate: function that creates columns from items; None stacks the items.
         again: True begins another pass at the end of the stream; False raises there, so that no item is read twice.
@@ -108,9 +108,10 @@ class StreamSource:
         vars(self).update(state, _readers={}, _lock=threading.Lock())
 
     def reader(self, owner: Any) -> StreamReading:
-        """Return the reader of ``owner``, which has its own position; create it at the first call.
+        """Return the reader of ``owner`` (a stage), which has its own position; create the reader at the first call.
 
-        A new reader gets the marks of all other readers in this process, because a stage may move to another worker.
+        A new reader gets the marks (positions at which reading can resume) of all other readers in this process,
+        because a stage may move to another worker.
         """
         with self._lock:
             if owner not in self._readers:
@@ -123,7 +124,7 @@ class StreamSource:
             return self._readers[owner]
 
     def learn(self, mark: Mark) -> None:
-        """Add the mark at which the run resumes to all readers of this process, present and future ones."""
+        """Add the mark from which the run resumes to all readers of this process, present and future ones."""
         with self._lock:
             self._learnt, readers = mark, list(self._readers.values())
         for reader in readers:
@@ -139,10 +140,10 @@ class StreamSource:
             self._pause()
 
     def read_again(self, epoch: int, start: int, count: int, columns: Sequence[Any]) -> dict[Any, torch.Tensor] | None:
-        """Read samples again that readers have read before; None if that fails or takes longer than ``READ_AGAIN_S``.
+        """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
-        Reading begins at the nearest mark of any reader in this process if marks have the stream's state, else at the
-        beginning of the stream. A ray.data.Dataset is not read again.
+        Reading begins at the nearest position of which a reader in this process has saved the stream's state, else at
+        the beginning of the stream. For a ray.data.Dataset the result is None.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
@@ -175,7 +176,7 @@ class StreamSource:
         return f"item {epoch * self.num_samples + position} of {self._name}"
 
     def _pause(self) -> None:
-        """End the tasks of Ray between two reads of the planner."""
+        """End the tasks of Ray that read a ray.data.Dataset; the next read begins others."""
         if self.read_by_tasks:
             self.reader(None).close()
 
@@ -216,7 +217,7 @@ class StreamSource:
 
 
 class StreamReading:
-    """Reader of a StreamSource for one stage, itself a Source. Several threads may call it; one at a time reads."""
+    """Reader of a StreamSource for one stage, itself a Source. Threads may share a reader: one at a time reads."""
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
@@ -247,8 +248,9 @@ class StreamReading:
             self._reader.close()
 
     def mark(self, epoch: int, offset: int) -> Mark | None:
-        """Return the mark before sample ``offset`` of an epoch, see ``StreamReader.mark``. Waits for a read in another
-        thread, unless the mark exists already.
+        """Return the mark from which reading can resume at sample ``offset`` of an epoch; None if it is not known.
+
+        Waits for a read in another thread, unless the mark exists already.
         """
         position = epoch * self._source.num_samples + offset
         if (known := self._reader.known(position)) is not None:
@@ -257,7 +259,7 @@ class StreamReading:
             return self._reader.mark(position)
 
     def mark_before(self, position: int) -> Mark | None:
-        """Return the last mark at or before a position; None while another thread reads."""
+        """Return the last known mark, from which reading can resume, at or before a position; None during a read."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -284,9 +286,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the execution of the dataset, which would otherwise start Ray again
-        at the end of the process.
-        """
+        """Yield the rows. Closing the iterator ends the dataset's execution, which would else start Ray at exit."""
         rows = iter(self._dataset.iter_rows())
         try:
             yield from rows

@@ -38,7 +38,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class Unfilled(NamedTuple):
-    """Model whose parameters are on the meta device, and the sources from which stages load them."""
+    """Model whose parameters are on the meta device, and the sources from which stages load their values."""
 
     model: torch.nn.Module
     sources: tuple[StateSource, ...]
@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
 def check_arguments(
     model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
 ) -> None:
-    """Refuse arguments of wrong types, or a loss_fn with a wrong signature."""
+    """Raise a ConfigError if an argument has a wrong type, or loss_fn a wrong signature; nothing is called."""
     if not callable(model):
         raise ConfigError(
             f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
@@ -131,11 +131,11 @@ _OUTPUTS = {"output", "outputs", "y_pred", "y_hat", "pred", "preds", "prediction
 
 
 def check_travel(arguments: Mapping[str, Any]) -> None:
-    """Refuse values, by name of the argument, that cannot be sent to Ray's actors, before any actor is started."""
+    """Raise a ConfigError for the first of these arguments, given by name, that cannot be sent to Ray's actors."""
     from ray.cloudpickle import CloudPickler
 
     class Trial(CloudPickler):
-        """Ray's own pickler, but for tensors and arrays, which can always be sent and may be large."""
+        """Ray's pickler, which leaves out tensors, arrays and tables: these can always be sent, and may be large."""
 
         def reducer_override(self, value: Any) -> Any:
             library = type(value).__module__.partition(".")[0] in ("numpy", "pyarrow", "pandas")
@@ -154,7 +154,7 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
 
 
 class _EnoughError(Exception):
-    """The trial has written so many bytes that it ends, without a result."""
+    """A pickler has written so many bytes that its trial ends early; the value is accepted."""
 
 
 class _Sink:
@@ -170,7 +170,7 @@ class _Sink:
 
 
 def _nothing(*_: Any) -> None:
-    """Replace the constructor of a value in a trial."""
+    """Replace the constructor of a value that ``check_travel`` does not pickle; never called: nothing is unpickled."""
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:
@@ -188,7 +188,7 @@ def check_operations(programs: Iterable[StageProgram]) -> None:
 
 @contextmanager
 def in_one_paragraph() -> Iterator[None]:
-    """Turn unexpected errors into a PlanError; with RAYPIPE_DEBUG=1 it keeps the original error as its cause.
+    """Turn unexpected errors into a PlanError, which keeps the original error as its cause if RAYPIPE_DEBUG=1.
 
     Raises:
         PlanError: the code inside raised an error that is no RaypipeError; quotes the user's line that led to it.

@@ -29,7 +29,7 @@ from raypipe.user_lines import quoted, short
 
 
 class _Watched(TorchDispatchMode):
-    """Dispatch mode that raises before an operation reads a forbidden storage (``named``); see ``no_reads_of``."""
+    """Dispatch mode that raises a CaptureError before an operation reads a forbidden tensor; see ``no_reads_of``."""
 
     def __init__(self, named: Mapping[int, str], whose: str, cure: str, allowed: Collection[int] | None) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ _OF_A_LOSS = (
 
 
 def scalar(loss: Any, samples: int) -> torch.Tensor:
-    """Return ``loss``, of so many samples, if it is a scalar tensor; else raise a CaptureError."""
+    """Return ``loss`` if it is a scalar tensor, else raise a CaptureError that names the number of samples."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise CaptureError(
             f"loss_fn returns {returned(loss)} for {samples} samples instead of a scalar tensor. {_cure(loss)}"
@@ -270,7 +270,7 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
 def _explained(
     model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, kind: str, mode: str
 ) -> RaypipeError:
-    """Build the error to raise if the captured graph or the loss (``kind``) fails, by running the user's model."""
+    """Run the user's model to build the error for a captured "graph" or "loss" (``kind``) that failed by ``error``."""
     if kind == "loss" and isinstance(error, RaypipeError):
         return error
     with model_in(model, captured.recipe.precision):

@@ -29,7 +29,8 @@ class Loss:
 
     Attributes:
         value: value of the loss.
-        gradients: sketch of the gradient by name of the parameter, float64; a missing gradient is zero.
+        gradients: parameter name -> sketch of its gradient, float64: the product of a fixed random vector and the
+            gradient, see ``_sketch``. A missing gradient is zero.
     """
 
     value: float
@@ -67,11 +68,11 @@ NARROWED = Tolerance(3e-6, 1e-5, 1e-8)
 
 
 class GradientsTooLargeError(Exception):
-    """The tensors that a forward keeps for its backward exceed the memory limit of the trial."""
+    """The tensors that a forward keeps for its backward exceed ``most_bytes`` of ``LossGradients``."""
 
 
 class LossGradients:
-    """Computes losses and sketches of their gradients by some tensors, which are not changed.
+    """Computes losses, and sketches of their gradients by given tensors, which are not changed.
 
     Args:
         tensors: tensors to differentiate by, by name; tensors without requires_grad are constants. If empty, only
@@ -117,7 +118,7 @@ class LossGradients:
 
     @contextmanager
     def _sketching(self, sketches: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Add the sketch of each gradient to ``sketches`` as soon as it is complete, and free the gradient.
+        """Add the sketch of each gradient to ``sketches`` as soon as the gradient is complete, and free the gradient.
 
         The gradients that the tensors had before are restored afterwards.
         """

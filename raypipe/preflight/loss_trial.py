@@ -49,7 +49,7 @@ from raypipe.preflight.dry_run import scalar
 from raypipe.preflight.loss_gradients import GradientsTooLargeError, Loss, LossGradients, Tolerance
 
 NUM_ROWS, FEW_ROWS, LARGE = 4, 2, 1 << 24
-"""NUM_ROWS go through a model; FEW_ROWS if it has LARGE parameters, so that a row takes a CPU seconds."""
+"""A model is tried on NUM_ROWS rows, or on FEW_ROWS if it has at least LARGE parameters: a row then takes seconds."""
 MANY_ROWS = 16
 """Rows on which a loss_fn is tried without the model: a loss may depend on values that few rows have."""
 _UNLIKE_IN_TRAINING = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)
@@ -64,8 +64,8 @@ class Grouping(NamedTuple):
 
     Attributes:
         sizes: number of rows of each micro-batch.
-        parts: its columns by name.
-        losses: its unweighted loss.
+        parts: columns of each micro-batch, by name.
+        losses: loss of each micro-batch, unweighted.
     """
 
     sizes: tuple[int, ...]
@@ -74,12 +74,12 @@ class Grouping(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Losses of some rows.
+    """Losses of some rows, and of micro-batches of these rows.
 
     Attributes:
         whole: loss of all rows.
         groupings: losses of micro-batches, for several ways to divide the rows.
-        tolerance: allowed difference between a sum over micro-batches and the whole.
+        tolerance: allowed difference between a weighted sum over micro-batches and ``whole``.
         without_gradients: reason why gradients are missing; empty if they were computed.
     """
 
@@ -107,7 +107,7 @@ class _DrawsError(Exception):
 
 
 def is_large(model: torch.nn.Module) -> bool:
-    """Return True if a model is so large that it is tried on few rows only, and in its own dtype."""
+    """Return True if a model has at least LARGE parameters; its loss is tried on few rows then, in its own dtype."""
     return sum(p.numel() for p in model.parameters()) >= LARGE
 
 
@@ -158,8 +158,8 @@ def _gradients_apart(
 def _group_losses(rows: Columns, loss_of: Callable[[Columns], Loss], gradients: LossGradients) -> Tried:
     """Compute the loss of all rows, of both halves, of one row and the others, and of each row.
 
-    Groupings on which the loss fails are left out: some losses cannot take a single row (a variance, the two largest).
-    If it fails on all of them, the last error is raised.
+    A division into micro-batches is left out if the loss fails on it: some losses, such as a variance, need several
+    rows. If the loss fails on every division, the last error is raised.
     """
     count = len(next(iter(rows.values())))
     whole = loss_of(rows)
@@ -184,7 +184,7 @@ def _group_losses(rows: Columns, loss_of: Callable[[Columns], Loss], gradients: 
 
 
 class LossTrial:
-    """Model and loss as one function of rows; neither is changed.
+    """Computes the losses of a model and its loss_fn on rows of data; neither is changed.
 
     Args:
         loss_fn: (output, target) -> scalar; None if the model returns its own loss.
@@ -204,7 +204,7 @@ class LossTrial:
             return None
 
     def losses(self, rows: Columns) -> Tried | None:
-        """Compute the losses of all rows and of micro-batches; None if the model fails, or draws in every mode.
+        """Compute the losses of all rows and of micro-batches; None if the model fails or draws random numbers.
 
         The model is in training mode except for dropout and batch norms, since some terms of a loss exist only in
         training. If it still draws random numbers or changes buffers, it is tried in evaluation mode. It computes in
@@ -277,10 +277,10 @@ class LossTrial:
         return scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
 
     def refuse_unrepeatable(self, outputs: Any, target: torch.Tensor) -> None:
-        """Refuse a loss_fn that is not the same function of its arguments in every call.
+        """Call the loss_fn once, and refuse it if it is not the same function of its arguments in every call.
 
         Raises:
-            CaptureError: it draws random numbers, or changes a buffer of its own.
+            CaptureError: the loss_fn draws random numbers, or changes a buffer of its own.
         """
         loss_fn = self._loss_fn
         assert loss_fn is not None
@@ -324,7 +324,7 @@ class LossTrial:
 
     @contextmanager
     def forgetting(self) -> Iterator[Memory]:
-        """Restore the Python state of model and loss afterwards, so that every call finds the initial state."""
+        """Restore the Python state of model and loss_fn after the code inside; yield the state as it was before."""
         memory = read_memory(self._model, self._loss_fn)
         try:
             yield memory
@@ -339,7 +339,7 @@ class LossTrial:
 def _trying(
     model: torch.nn.Module, *, training: bool = False
 ) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
-    """Set the modes of a model for a trial: dropout and batch norms evaluate, whatever ``training`` is.
+    """Set the model to ``training`` or evaluation mode, but dropout and batch norms always to evaluation mode.
 
     Torch's fast path of transformer encoders is switched off within the context, because its values at masked positions
     depend on the masks of all rows. Modes and buffers are restored afterwards.

@@ -44,7 +44,7 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]
 
 FEW_BYTES = 1 << 24
-"""Bytes of outputs of which a loss takes milliseconds."""
+"""Most bytes of random outputs on which a loss_fn is tried with many rows; it takes milliseconds for so few."""
 _UNTRIED = (
     "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
     "cannot be tried, because this process holds no weights (weights_on='workers'). Set what micro-batches "
@@ -74,7 +74,7 @@ class LossReduction(NamedTuple):
 
 
 def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
-    """Refuse update_interval="per_replica" if samples have different weights, which only the last stage can compute."""
+    """Refuse update_interval="per_replica" unless all samples weigh the same: only the last stage can count weights."""
     if pipeline.update_interval == "per_replica" and reduction not in ("mean", "sum"):
         counted = reduction.words if isinstance(reduction, LossCounts) else getattr(reduction, "__name__", reduction)
         raise ConfigError(
@@ -164,7 +164,7 @@ def _trials(model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, r
 
 
 def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:
-    """Try a loss_fn on random outputs for as many rows as take milliseconds; None if it cannot be tried."""
+    """Try a loss_fn on random outputs for up to MANY_ROWS rows, within FEW_BYTES; None if it cannot be tried."""
     count = min(MANY_ROWS, len(next(iter(rows.values()))))
     while count > 1:
         try:
@@ -180,7 +180,7 @@ def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
-    """List reductions that may fit the loss, the likeliest first; ``terms`` is None if it could not be traced."""
+    """List reductions that may fit the loss, the likeliest first; ``terms`` is None if the loss could not be traced."""
     candidates: list[Reduction] = [terms.counts] if terms is not None and terms.counts else []
     candidates += ["sum", "mean"] if terms is not None and terms.sums else ["mean", "sum"]
     if terms is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
@@ -192,7 +192,10 @@ def _fitting(
     candidates: Sequence[Reduction], terms: LossTerms | None, trials: Sequence[Tried], target: Any,
     pipeline: PipelineConfig,
 ) -> LossReduction:  # fmt: skip
-    """Return the first candidate whose weighted losses and gradients add up to those of all rows in every trial.
+    """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
+
+    Args:
+        target: name of the target column; None if the model returns its own loss.
 
     Raises:
         ConfigError: no candidate fits; shows the numbers.
@@ -217,7 +220,7 @@ def _fitting(
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
-    """Compute the weights of a grouping's micro-batches; None if the data has no items to count."""
+    """Compute the weight of each micro-batch in ``grouping``; None if the column ``target`` has no items to count."""
     counted: Any = grouping.parts
     if isinstance(reduction, str) or callable(reduction):
         counted = [part[target] for part in grouping.parts] if target is not None else None
@@ -228,7 +231,7 @@ def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[f
 
 
 def _refuse_sum(field: Any, tried: Tried) -> None:
-    """Refuse to weight a loss by samples if it is a sum over samples: it would shrink with more micro-batches."""
+    """Refuse loss_reduction=``field``, a mean over samples, for a sum: more micro-batches would shrink its gradient."""
 
     def fits(reduction: str) -> bool:
         return all(misfit(tried, g, _weights_of(reduction, g, None)) is None for g in tried.groupings)
@@ -267,7 +270,12 @@ def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig
 
 
 class _LossModule(torch.nn.Module):
-    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced."""
+    """Module that calls a loss_fn on the model's output tensors and the target, so that the loss_fn can be traced.
+
+    Args:
+        spec: pytree spec of the model's output.
+        fixed: index among the output's leaves -> value, of every leaf that is not a tensor.
+    """
 
     def __init__(self, loss_fn: LossFn, spec: pytree.TreeSpec, fixed: Mapping[int, Any]) -> None:
         super().__init__()
@@ -320,7 +328,7 @@ def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
     pipeline: PipelineConfig,
 ) -> ConfigError:  # fmt: skip
-    """Build the error that shows the numbers of the first grouping whose weighted losses do not add up."""
+    """Build the error with the numbers of the first micro-batches whose losses, weighted by ``weigh``, do not fit."""
     tried, grouping, wrong = next(
         (tried, grouping, wrong) for tried, grouping in pairs if (wrong := misfit(tried, grouping, weigh(grouping)))
     )

@@ -38,7 +38,8 @@ def metric_reads(
 ) -> MetricReads:
     """Record which outputs of a model that returns its own loss, and which data columns, metrics read.
 
-    Each metric is called once, on the model's output in the run's precision: in another dtype a metric may read others.
+    Each metric is called once, on the model's output in the run's precision, since it may read other outputs in
+    another dtype.
 
     Raises:
         ConfigError: the model returns nothing but the loss, a metric fails, or reads something other than a tensor.

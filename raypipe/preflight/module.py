@@ -25,7 +25,7 @@ _CURE = (
 
 
 def turned_on(model: nn.Module) -> list[str]:
-    """List the paths of modules in evaluation mode that train() would switch, inside a model in training mode."""
+    """List the paths of modules in evaluation mode that train() would switch, if the model is in training mode."""
     if not model.training:
         return []
     evaluating = [path for path, module in model.named_modules() if not module.training]
@@ -72,9 +72,9 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_frequencies(model: nn.Module, whole: str) -> None:
-    """Refuse embeddings with scale_grad_by_freq, to be called if a mini-batch has several micro-batches.
+    """Refuse embeddings with scale_grad_by_freq, in a model whose mini-batches have several micro-batches.
 
-    They divide gradients by the frequency of a word in the batch, which differs in a micro-batch.
+    Such embeddings divide gradients by the frequency of a word in the batch, which differs in a micro-batch.
 
     Args:
         whole: setting that makes one micro-batch of a mini-batch, for the message.

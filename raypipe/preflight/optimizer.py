@@ -49,7 +49,8 @@ _SIDE = 3
 _FEW = 1_000_000
 """Largest number of elements of parameters that are tried at full size."""
 _SAVED, _STEPS = 7, 12
-"""Steps before the state is saved, and all steps: they show a step count outside of the state that acts within 12."""
+"""Steps before the state is saved, and steps in all. An optimizer may count steps outside of its state: loading then
+loses the count, which shows if the count has an effect within so many steps."""
 _SCALES = (1.0, 100.0, 0.01)
 """Scales of the gradients of successive steps: below and above the limits of an optimizer that clips."""
 _TOLERANCE = 1e-5
@@ -146,6 +147,9 @@ def _step_once(
 ) -> bool:  # fmt: skip
     """Make a stage's optimizer and scheduler, step both with zero gradients, and check that their state can be saved.
 
+    Args:
+        users: the user's own parameters by name, which a step must not read.
+
     Returns:
         True if the step draws random numbers.
     """
@@ -240,7 +244,7 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
 
 
 class _FixedDraws(TorchDispatchMode):
-    """Dispatch mode that seeds every draw alike, so that draws do not depend on the order of the parameters."""
+    """Dispatch mode that seeds torch before every draw, so that draws do not depend on the order of parameters."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -257,7 +261,7 @@ class _Stepped:
 
     Args:
         values: initial values by name.
-        fixed: True to draw the same random numbers for every parameter of one shape.
+        fixed: True to draw the same random numbers in every draw of one shape within a step.
 
     Attributes:
         slices: slices of parameters that one replica steps; None if whole parameters are stepped.
@@ -276,7 +280,7 @@ class _Stepped:
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
 
     def step(self, gradients: Sequence[Tensors]) -> _Stepped:
-        """Take one step with each of these gradients, which are by name, and return itself."""
+        """Take one step with each of these gradients by name, and return this object."""
         for by_name in gradients:
             for name, parameter in self.parameters.items():
                 parameter.grad = by_name[name].clone()
@@ -426,7 +430,7 @@ def _differing_option(own: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple
 
 
 def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, make_optimizer: MakeOptimizer) -> None:
-    """Refuse an optimizer that moves two halves of a parameter, each stepped apart, otherwise than the whole."""
+    """Refuse an optimizer that moves parameters differently if each half of a parameter is stepped separately."""
     values, gradients = _random(stand_ins)
     for stage, names in stages.items():
         whole = _Stepped({name: values[name] for name in names}, make_optimizer)
@@ -447,7 +451,7 @@ def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, mak
 def _slice_differs(
     whole: _Stepped, half: _Stepped, parts: Sequence[list[ParameterSlice]], replica: int, gradients: Sequence[Tensors]
 ) -> str:
-    """Step the slices of one replica with ``half``, and describe the difference from ``whole``; "" without one."""
+    """Step one replica's slices in ``parts`` with ``half``, and describe the difference from ``whole``; "" if equal."""
     try:
         half.slices = Slices(parts, replica, half.parameters)
         half.slices.take_over(half.optimizer)

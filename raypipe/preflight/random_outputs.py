@@ -40,9 +40,10 @@ def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class _RandomOutputs(torch.nn.Module):
-    """Replacement of a model without weights, which returns the same random outputs for the same rows.
+    """Replacement of a model without weights, which takes row numbers and returns the same outputs for the same rows.
 
     Args:
+        captured: capture of the model, which has the structure of its output.
         outputs: output tensors for all rows.
         each: rows of each output tensor for one row of data; 0 for outputs that do not depend on the number of rows.
     """
@@ -64,10 +65,11 @@ class _RandomOutputs(torch.nn.Module):
 
 
 def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) -> Iterator[torch.nn.Module]:
-    """Yield three replacements of a model with a loss_fn, since some losses take only some numbers.
+    """Yield three replacements of a model that has a loss_fn, since some losses accept only some numbers.
 
-    Their outputs are drawn from a normal distribution, from 0 to 1, and as probabilities. Nothing is yielded if the
-    outputs would exceed ``most_bytes`` or MOST_BYTES, or cannot be divided among the rows.
+    The outputs of the first are normally distributed, those of the second uniformly between 0 and 1. Those of the third
+    are probabilities, which add up to 1 in the last dimension. Nothing is yielded if the outputs would exceed
+    ``most_bytes`` (None: MOST_BYTES), or cannot be divided among the rows.
     """
     count = len(next(iter(rows.values())))
     bare = bare_outputs(captured, rows)
@@ -93,9 +95,11 @@ def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) 
 
 
 def try_on_random_outputs(captured: Capture, rows: Columns, seed: int, most_bytes: int | None = None) -> Tried | None:
-    """Compute losses of a loss_fn on random outputs of the model; None if it gives no finite loss on any.
+    """Compute losses of a loss_fn on random outputs of the model; None if no random outputs give a finite loss.
 
-    The last column of ``rows`` is the target. The outputs take at most ``most_bytes``, or MOST_BYTES.
+    Args:
+        rows: samples by column; the last column is the target.
+        most_bytes: largest size of the outputs; None for MOST_BYTES.
 
     Raises:
         CaptureError: the loss_fn draws random numbers or changes a buffer of its own.
@@ -116,13 +120,13 @@ def try_on_random_outputs(captured: Capture, rows: Columns, seed: int, most_byte
 
 
 def _numbered(rows: Columns) -> dict[Any, torch.Tensor]:
-    """Return the input of ``_RandomOutputs``, which is the numbers of the rows, and the target, by column."""
+    """Return two columns: the row numbers, which ``_RandomOutputs`` takes as input, and the target."""
     target = list(rows)[-1]
     return {(__name__, "rows"): torch.arange(len(rows[target])), target: rows[target]}
 
 
 def bare_outputs(captured: Capture, rows: Columns) -> Sequence[torch.Tensor]:
-    """Return the model's output tensors for these rows, without values (on the meta device), as a flat list."""
+    """Return the model's output tensors for these rows as a flat list, without values (on the meta device)."""
     if isinstance(captured.model, TracedModel):
         traced, outputs = captured.model.train.traced, captured.model.train.outputs
 

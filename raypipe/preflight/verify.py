@@ -104,7 +104,12 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Comparison of a model with its capture: Python state and contents of the buffers at the beginning."""
+    """Comparison of a model with its capture.
+
+    Attributes:
+        before: Python state of model and loss_fn at the beginning, which every run starts from.
+        start: contents of the buffers at the beginning, by name.
+    """
 
     model: nn.Module
     captured: Capture
@@ -238,7 +243,11 @@ def _expected(check: _Check, batches: Sequence[Columns], begin: int = 0) -> list
 def _called(
     model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: RandomKey, precision: Precision, *, last: bool
 ) -> _Outcome:
-    """Run one micro-batch through the user's module, forward and backward; gradients of the last one are not copied."""
+    """Run one micro-batch through the user's module, forward and backward.
+
+    Args:
+        last: True for the last micro-batch, whose gradients need no copy because no backward adds to them later.
+    """
     *values, last_value = (column.clone() for column in columns.values())
     with computing(precision):
         with KeyedRandomness(key):
@@ -264,10 +273,10 @@ def _called(
 def _chained(
     programs: Sequence[StageProgram], tensors: Tensors, columns: Columns, key: RandomKey, forget: Callable[[], None]
 ) -> tuple[_Outcome, list[tuple[torch.Tensor, ...]]]:
-    """Run one micro-batch through the stages as if each were a process of its own.
+    """Run forward and backward of one micro-batch through the stages as if each were a process of its own.
 
-    Tensors sent between stages become leaves, and each stage runs in a new thread, after ``forget`` has restored the
-    Python state that earlier calls changed.
+    Tensors sent between stages become leaves. Each stage runs in a new thread, after ``forget`` has restored the Python
+    state that earlier calls changed.
 
     Returns:
         (results, output tensors of each stage).
@@ -426,7 +435,7 @@ def _in_numbers(here: torch.Tensor, there: torch.Tensor) -> str:
 
 
 def _attempt(what: str, run: Callable[[], Any]) -> Any:
-    """Call a function in a copy of the context variables; raise a CaptureError if it fails, for ``what``."""
+    """Call ``run`` in a copy of the context variables; if it fails, raise a CaptureError that begins with ``what``."""
     try:
         return contextvars.copy_context().run(run)
     except RaypipeError:

@@ -1,14 +1,14 @@
 """Identity of a run for settings.json: labels and values that decide the bits of its steps.
 
-    config      fields that decide bits; partition, schedule and links do not, as long as steps do not overlap
-    data        a few rows, the first ones, some of the middle, the last ones
-    optimizer   groups and options of one that is built for the whole model
-    scheduler   class, options, and the learning rates of a fresh one after 1, 2, 4, ... steps
-    model       names, shapes, element types, and its operations, numbered in their order
-    code        of the model, see model_code.py: compared if the operations differ
+    config      fields that decide bits; partition, schedule and links decide none unless the schedule is asynchronous
+    data        a few rows: the first ones, some of the middle, the last ones
+    optimizer   groups and options of an optimizer that is built for the whole model, and takes no step
+    scheduler   class, options, and the learning rates of a new scheduler after 1, 2, 4, ... steps
+    model       names, shapes and dtypes of its tensors, and its operations in their order
+    code        code of the model, see model_code.py: compared if the operations differ
 
-The optimizer takes no step for this. The code of functions counts only if it changes these values. A loss_fn is
-identified by its name, and if it is a module, also by its options and tensors.
+The code of other functions counts only if it changes these values. A loss_fn is identified by its name, and if it is a
+module, also by its options and tensors.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def settings_of(
 
 
 def _lateness_labels(plan: Plan) -> dict[str, Any]:
-    """Return the labels that decide the age of weights of "pipedream": stages, replicas and slack."""
+    """Return the labels of an asynchronous plan that decide which weight version each micro-batch is computed with.
+
+    These are the numbers of stages and replicas, and the slack between stages: forwards that a stage runs ahead of the
+    next. Cuts are added if forwards use the newest weights, or if each stage clips by its own gradient norm.
+    """
     wiring, stages = plan.schedule.wiring, plan.partition.stages
     labels: dict[str, Any] = {"num_stages": len(stages)}
     if plan.spec is not None:
@@ -111,7 +115,7 @@ def _lateness_labels(plan: Plan) -> dict[str, Any]:
 
 
 def model_labels(model: torch.nn.Module, captured: Capture) -> dict[str, Any]:
-    """Describe the model's class, parameters and buffers; if traced, its operations and their constant tensors."""
+    """Describe the model's class, parameters and persistent buffers; if traced, its operations and constant tensors."""
     tensors = {**captured.parameters, **{n: b for n, b in captured.buffers.items() if n in captured.persistent}}
     labels: dict[str, Any] = {"model": type(model).__qualname__}
     for name, tensor in tensors.items():
@@ -147,7 +151,7 @@ def _operations(traced: Traced) -> str:
 
 
 def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
-    """Describe options and tensors of a loss module."""
+    """Describe options and tensors of a loss module by label; all labels begin with ``title``."""
     tensors = {name: _content(tensor) for name, tensor in module.state_dict().items()}
     chosen = {
         f"{path}.{name}".lstrip("."): _value(value)
@@ -158,7 +162,7 @@ def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
 
 
 def source_labels(title: str, source: Source) -> dict[str, Any]:
-    """Describe the number of samples, the columns, and the content of a few samples of the first epoch."""
+    """Describe the number of samples, columns, and a few samples of the first epoch. Labels begin with ``title``."""
     count, columns = source.num_samples, source.columns
     labels: dict[str, Any] = {
         f"{title}, number of samples": count,
@@ -181,8 +185,8 @@ def optimizer_labels(
     """Describe optimizer and scheduler, built for all trained parameters of the model.
 
     Returns:
-        (fixed labels, free labels), both empty if the optimizer cannot be built for all parameters at once. That is not
-        an error: each stage builds an optimizer for its own parameters, and reports errors.
+        (fixed labels, free labels): only free ones may change when a run resumes. Both are empty if the optimizer
+        cannot be built for all parameters at once; errors are reported when a stage builds its own optimizer.
     """
     try:
         optimizer = new_optimizer(make_optimizer, trained) if trained else None
@@ -201,7 +205,7 @@ def optimizer_labels(
 
 
 def name_of(thing: Any) -> Any:
-    """Return the name of a function, a class or an object; numbers, texts and None are returned unchanged."""
+    """Return the name of a function or class, else of the object's class; a module's repr; plain values unchanged."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, functools.partial):
@@ -230,7 +234,7 @@ def _scheduler_labels(optimizer: torch.optim.Optimizer, make: MakeScheduler | No
 
 
 def _rates(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Iterable[tuple[str, Any]]:
-    """Yield the learning rates after 1, 2, 4, ... steps, rounded to digits on which processors agree."""
+    """Yield (label, learning rate) of each group after 1, 2, 4, ... steps, in 9 digits, on which processors agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scheduler steps without the optimizer, and past its end
         for done in range(1, LATEST_UPDATE + 1):
@@ -267,9 +271,9 @@ def _value(value: Any) -> Any:
 
 
 def _content(value: torch.Tensor) -> Any:
-    """Describe the content of a tensor: integers by a digest, floating-point numbers by two sums and their size.
+    """Describe the content of a tensor: integers by a digest, floating-point numbers by two weighted sums.
 
-    The sums are compared with a tolerance, because computed values are rounded differently on other processors.
+    "size" is the sum of absolute values, relative to which the sums are compared: processors round differently.
     """
     if not value.is_floating_point():
         data = value.contiguous()

@@ -38,11 +38,11 @@ KEPT_COPIES = 4
 another worker's. The log of sent messages may take as much as one more.
 """
 STATE_ROWS = 4
-"""Items that are read twice, to find data whose Python state changes."""
+"""Number of first items that are read twice, to find datasets whose Python state changes with every read."""
 CURVE_SAMPLES = 8
-"""Largest micro-batch, in samples, at which the growth of seconds with size is measured."""
+"""Samples of the example, at least, if the planner needs seconds by micro-batch size; a mini-batch may have fewer."""
 MOST_SAMPLES, MOST_BYTES = 256, 16 << 20
-"""Maximum samples and bytes of larger micro-batches, measured too if they take almost no time."""
+"""Maximum samples and bytes of micro-batches above the example's size, measured if they take almost no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class Opened:
 
 
 def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
-    """Open the data, build the model and capture it.
+    """Open the data, build and capture the model, and try one forward and backward.
 
     Raises:
-        RaypipeError: one paragraph, with what to change.
+        RaypipeError: an argument is not possible; names the fix.
     """
     built, unfilled = arguments.unfilled() if arguments.unfilled else Unfilled(build_model(arguments.model), ())
     loss_fn, evaluates = arguments.loss_fn, arguments.eval_data is not None
@@ -142,7 +142,7 @@ def _bytes_per_sample(rows: Mapping[Any, torch.Tensor]) -> int:
 
 
 def _eval_source(data: Any, seed: int, collate: Collate | None) -> Source:
-    """Open eval_data like train_data, in its own order."""
+    """Open eval_data like train_data, but without shuffling."""
     try:
         source = open_data(data, seed=seed, shuffle=False, collate=collate)
         refuse_stateful_data(source)
@@ -155,7 +155,7 @@ def refuse_stateful_data(source: Source) -> None:
     """Read a few items of a map-style dataset twice and compare the Python state of dataset and collate_fn.
 
     Raises:
-        DataError: the second read changed it, so that it is not a cache; names what changed.
+        DataError: the second read changed state too, so this state is no cache; names what changed.
     """
     if not isinstance(source, MapSource) or source.is_tensors:
         return
@@ -174,7 +174,7 @@ def refuse_stateful_data(source: Source) -> None:
 
 
 def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
-    """Resolve the mini-batch size of a DataLoader, and a schedule that compiled stages support.
+    """Replace minibatch_size="auto" by a DataLoader's batch size, and schedule="auto" by "slack" for compiled stages.
 
     Raises:
         ConfigError: the loader has another size than the pipeline.
@@ -245,7 +245,7 @@ def wants_curve(pipeline: PipelineConfig) -> bool:
 
 
 def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
-    """Return True if seconds or bytes decide an open choice; equal parameters never need seconds."""
+    """Return True if the planner needs seconds or bytes of operations: for a ``cluster``, or for open settings."""
     if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
         return True
     if pipeline.num_replicas == "auto":
@@ -256,7 +256,7 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
 
 
 def by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
-    """Map columns to the tensors that a source has read."""
+    """Map columns to the tensors that a source has read: ``example`` is a mapping, or a tuple in order of columns."""
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
 
 
@@ -304,12 +304,12 @@ def _schedule(pipeline: PipelineConfig) -> str:
 
 
 def _codec(name: str) -> CodecCost:
-    """Return the cost of a codec on this machine; a run with "auto" begins without a codec."""
+    """Return the cost of a compression codec on this machine; NO_CODEC for "auto", which begins without a codec."""
     return NO_CODEC if name in ("auto", "none") else CodecCost(name, *codec_cost(name))
 
 
 def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:
-    """Return the field ``recompute`` in the planner's terms: True (always), False (never), None (left to the planner).
+    """Return the setting ``recompute`` as the planner takes it: True (always), False (never), None (planner decides).
 
     Returns:
         One value for all stages, or one value for each stage if the field was given by stage.
@@ -326,7 +326,7 @@ _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Read the first micro-batch, of at least two samples: columns in order, and their tensors as a tuple or a dict."""
+    """Read the first samples, at least two: return (columns in order, their tensors as a tuple or a dict by column)."""
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))

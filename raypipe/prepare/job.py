@@ -38,9 +38,11 @@ from raypipe.run.plans.planning import PlanBasis
 from raypipe.run.spec import Planned
 
 COPY_EVERY = 3
-"""Steps between copies: orders are issued three ahead, so that one of two copies is of a completed step."""
+"""Steps between in-memory copies. Workers get orders up to three steps ahead and keep two copies, so the older copy is
+always of a step that all stages have completed."""
 DRAIN_EVERY = 20
-"""Steps between copies of an asynchronous schedule; each costs (stages - 1) / (20 x micro-batches) of the time."""
+"""Steps between in-memory copies of an asynchronous schedule, which drains the pipeline before each. Draining costs
+(stages - 1) / (20 x micro-batches) of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Job:
         example: one micro-batch, {column: tensor}.
         sources: source of "train", and of "eval" if there is eval_data.
         codecs: configured codecs; for "auto" the codecs with which a run begins.
-        model_labels, model_code: the model, and its code and options, for settings.json.
+        model_labels, model_code: labels of the model, and of its code and options, for settings.json.
         unfilled: sources from which workers load the tensors that this process does not hold.
     """
 
@@ -112,36 +114,37 @@ class Job:
 
     @property
     def flow(self) -> Flow | None:
-        """Flow of mini-batches, see planner.segments.flow_of."""
+        """Flow of mini-batches in an asynchronous schedule; None for a synchronous one, which flushes every step."""
         return flow_of(self.plan)
 
     @property
     def copy_interval_steps(self) -> int:
         """Steps between two in-memory copies of the state, of a run that survives failures.
 
-        An asynchronous schedule drains before each copy, which changes later weight versions and so the bits: its
-        interval is the same on every machine and in every submission, in threads too.
+        An asynchronous schedule drains the pipeline before each copy, which changes later weight versions and so the
+        bits. Therefore the interval does not depend on machines or submissions.
         """
         return COPY_EVERY if self.flow is None else DRAIN_EVERY
 
     def noting(self, note: str) -> Job:
-        """Return the job with a further note for its plans."""
+        """Copy the job with a further note in its plan and in later plans."""
         basis = dataclasses.replace(self.basis, notes=(*self.basis.notes, note))
         plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
         return dataclasses.replace(self, basis=basis, planned=dataclasses.replace(self.planned, plan=plan))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """Return the lowered and checked rows of a step with so many micro-batches."""
+        """Return the checked schedule of a step with so many micro-batches: a row of actions for each worker."""
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Return the rows of a key, see planner.segments.rows_for."""
+        """Return the checked schedule for a key: a row of actions for each worker; see planner.segments.rows_for."""
         return rows_for(self.plan, key)
 
     def run_setup(self, place: Place | None, links: PipelineConfig | None = None) -> RunSetup:
         """Build the workers' configuration for the run, independent of the plan.
 
         Args:
+            place: folder of the run; None for a run without a folder.
             links: configuration of links between processes; None for threads.
         """
         arguments, sources = self.arguments, self.sources
@@ -166,11 +169,11 @@ class Job:
         )
 
     def generation_setup(self) -> GenerationSetup:
-        """Build the workers' configuration for the plan."""
+        """Build the part of the workers' configuration that changes with the plan."""
         return generation_setup(self.plan, self.programs, self.codecs)
 
     def steps(self, num_steps: int | None, num_epochs: int | None) -> int:
-        """Return the steps of the whole run, from the arguments of ``fit``.
+        """Return the number of steps of the whole run, from the arguments of ``fit``.
 
         Raises:
             ConfigError: both or neither were given, or the value is not a number of steps.
@@ -194,7 +197,7 @@ class Job:
         """Compare the user's own module with the stages on two micro-batches, unless verify="off".
 
         Raises:
-            RaypipeError: they differ, or the model has no numbers.
+            RaypipeError: they differ, or the model has tensors on the meta device and no sources of their values.
         """
         opened, captured, source, size = (
             self.opened,

@@ -1,4 +1,4 @@
-"""Code and options of a model as labels: what its author wrote, independent of the versions of raypipe and torch.
+"""Code and options of a model as (label, value) pairs, which do not depend on the versions of raypipe and torch.
 
     for each module:   module 'blocks.0'         name of its class
                        dropout of Block          its options, over all modules of that class
@@ -66,12 +66,12 @@ def is_plain(value: Any) -> bool:
 
 
 class _Walk:
-    """Walk over the functions that forward of these classes reaches, collecting labels.
+    """Collector of the labels of all functions that the forward methods of some classes call, directly or indirectly.
 
     A name that a function reads is resolved in its globals, its closure, and the methods of all classes.
 
     Attributes:
-        found: label -> {"file", "sha256": a digest for each function of this name} or a plain value.
+        found: label -> {"file": name, "sha256": a digest for each function of this label}, or a plain value.
         options: label -> values, one for each module or object of a class.
     """
 
@@ -170,7 +170,7 @@ def _functions_in(thing: Any) -> Iterator[FunctionType]:
 
 @functools.lru_cache(maxsize=4096)
 def _file_of(cls: Any) -> str:
-    """Return the file of a class; "" if it is built in. A class of a notebook has no file, but its methods do."""
+    """Return the file of a class, or of its methods for a class in a notebook; "" for a built-in class."""
     try:
         return inspect.getfile(cls)
     except (OSError, TypeError):
@@ -207,7 +207,10 @@ def _digests(file: str) -> Mapping[int, str]:
 
 
 def _canonical(node: Any) -> Any:
-    """Convert a syntax tree to JSON, equal for equal computations: Python versions add fields, which are empty."""
+    """Convert a syntax tree to JSON, without docstrings, annotations and positions.
+
+    Empty fields are left out, because newer versions of Python add such fields.
+    """
     if isinstance(node, list):
         kept = (part for part in node if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)))
         return [_canonical(part) for part in kept]
@@ -220,7 +223,7 @@ def _canonical(node: Any) -> Any:
 
 
 def _short(values: list[Any]) -> Any:
-    """Return one value if all are equal, else all of them; a digest if that is long."""
+    """Return the repr of the first value if all are equal, else of all values; a digest if the repr is long."""
     text = repr(values[0] if all(value == values[0] for value in values) else values)
     return text if len(text) <= _LONGEST else {"sha256": _digest(text)}
 

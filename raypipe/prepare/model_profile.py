@@ -1,4 +1,4 @@
-"""Facts of a model for the planner: seconds by operation, and the size of the optimizer's state."""
+"""Facts of a model for the planner: seconds and bytes by operation, and the size of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -34,13 +34,19 @@ def profile_of(
     budget_s: float = PROFILE_BUDGET_S,
     rates: Rates | None = None,
 ) -> Profile:
-    """Measure the graph's seconds, read them from the cache, or estimate them if the model cannot run alone.
+    """Return the seconds and bytes of every operation: from the cache, else measured on this machine's CPU.
+
+    Both are estimated if parameters are on the meta device, or the model cannot be run on the example.
 
     Args:
-        example, larger: a micro-batch by column, and more samples, see ``profile_graph``.
-        by_size: measure other sizes of micro-batch too.
-        budget_s: of processor time.
-        rates: of the device that stages compute on; None for this machine's CPU.
+        example: one micro-batch by column.
+        larger: more samples by column, for micro-batches above the example's size; used only with ``by_size``.
+        by_size: True to measure the seconds of other micro-batch sizes too.
+        budget_s: seconds of processor time for measuring.
+        rates: rates of the device that stages compute on, for which seconds are estimated; None for this CPU.
+
+    Raises:
+        StageError: the model can neither be run nor estimated.
     """
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
     estimate = partial(estimate_graph, captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
@@ -60,13 +66,13 @@ def profile_of(
 
 
 def shared_processors() -> int | None:
-    """Count this machine's processors if all workers will be on it; None if not, or if that is unknown yet."""
+    """Count this process's processors if all workers will be on this machine; None if they may be elsewhere."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return processors if _alone() else None
 
 
 def _alone() -> bool:
-    """Return True if the workers will be on this machine, as far as is known before Ray places them."""
+    """Return True if all workers will be on this machine, according to the nodes of Ray or the environment."""
     ray = sys.modules.get("ray")  # a connected process has loaded it
     if ray is None or not ray.is_initialized():
         return not os.environ.get("RAY_ADDRESS")
@@ -85,9 +91,10 @@ def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
 
 
 def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
-    """Return (bytes of the optimizer's state per byte of parameters, class name), by a step on the smallest matrix.
+    """Step the optimizer once on the model's smallest matrix, to measure the size of its state.
 
-    If the optimizer cannot be built for one parameter, the size is that of Adam and the name "".
+    Returns:
+        (bytes of state per byte of parameters, class name); (ADAM_FACTOR, "") if no single parameter can be stepped.
     """
     optimizer = _tried(make_optimizer, captured)
     if optimizer is None:
@@ -101,7 +108,7 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
 
 
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
-    """Build the user's optimizer and take one step on one parameter; None if it cannot be built for one."""
+    """Build the user's optimizer for a copy of one parameter and take one step; None if either fails."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
     name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
     if like is None:

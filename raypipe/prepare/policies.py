@@ -1,4 +1,4 @@
-"""Policies of a run: when it saves and evaluates, what its workers allow, what an earlier run of its name decides."""
+"""Policies of a run: when it saves and evaluates, which workers it supports, what it takes from an earlier run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypipe.run.spec import CheckpointPolicy, EvaluationPolicy
 
 
 def checkpoint_policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
-    """Build the policy of checkpoints from PipelineConfig's interval and ray.train.CheckpointConfig."""
+    """Build the policy of checkpoints from PipelineConfig's interval and a ray.train.CheckpointConfig or None."""
     interval = pipeline.checkpoint_interval_steps
     return CheckpointPolicy(
         None if interval == "auto" else interval,
@@ -42,7 +42,7 @@ def evaluations_of(
         evaluates: True if eval_data was given.
 
     Raises:
-        ConfigError: something would have no effect, or is not a metric.
+        ConfigError: an argument would have no effect, or a metric or early_stopping is not one.
     """
     check_metrics(metrics or {})
     names = ("eval_loss", *(f"eval_{name}" for name in metrics or ())) if evaluates else ()
@@ -69,13 +69,13 @@ def evaluations_of(
 def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPolicy:
     """Put the names of all results of an evaluation into the policy: eval_loss, and eval_<name> of each metric.
 
-    The trial of the metrics found them; without a trial the policy is returned as it is.
+    The names are those that the metrics returned for a few rows. If no metric was called, the policy is unchanged.
 
     Args:
         run: ray.train.RunConfig, or None.
 
     Raises:
-        ConfigError: the metric of early stopping or of checkpoints is not among them.
+        ConfigError: the metric of early stopping or of checkpoints is not among these names.
     """
     if not job.opened.evaluated:
         return policy
@@ -93,7 +93,7 @@ def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPoli
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
-    """Refuse fields that runs with replicas do not support."""
+    """Refuse a range of workers for an asynchronous plan with replicas: their number decides the weight versions."""
     wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
     if not wiring.replicated or plan.weights.synchronous:
         return
@@ -135,14 +135,15 @@ def _kept_plan(place: Place) -> Mapping[str, Any]:
 
 
 def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
-    """Return the configuration with the micro-batches and lanes of the run to resume, where it leaves them open.
+    """Replace "auto" for the numbers of micro-batches and lanes by those of the plan of the run to resume.
 
-    Without this a new profile might lead to other numbers, and so to other bits.
+    A new profile might lead to other numbers, and so to other bits. A lane is one of the partial sums into which
+    micro-batches add their gradients in turn.
 
     Args:
         name: name of the run; None for a new run.
         storage: folder of the runs.
-        resume: as in the trainer.
+        resume: argument of the trainer; False begins a new run.
     """
     sizes, lanes = pipeline.num_microbatches == "auto", pipeline.num_replicas == "auto" == pipeline.num_lanes
     if name is None or resume is False or not (sizes or lanes):

@@ -69,13 +69,13 @@ def prepare(
     """Open the data, capture the model, profile it if the plan needs that, and make the plan.
 
     Args:
-        rates: of the GPUs on which stages compute; None if they compute on CPUs like this one.
+        rates: rates of the GPUs on which stages compute; None if they compute on CPUs like this one.
         cluster: cluster to plan for; None for ``num_workers`` equal workers.
-        profiled: profile of this model; None measures here.
-        predict: measure for a prediction, even if the plan itself needs no seconds.
+        profiled: profile of this model; None measures a profile here if one is needed.
+        predict: True to measure a profile even if the plan itself needs none, so that step time can be predicted.
 
     Raises:
-        RaypipeError: one paragraph, with what to change.
+        RaypipeError: no run is possible with these arguments; names the fix.
     """
     with shown_while("tracing the model"):
         opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
@@ -155,10 +155,10 @@ def _on_extra_state(model: torch.nn.Module) -> str:
 def profile(
     arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None, rates: Rates | None = None
 ) -> Profile:
-    """Measure seconds and bytes of every operation of the model, on this machine or, given rates, for such a GPU.
+    """Measure seconds and bytes of every operation on this machine; with ``rates``, estimate seconds for such a GPU.
 
     Raises:
-        RaypipeError: one paragraph, with what to change.
+        RaypipeError: the model cannot be captured or run; names the fix.
     """
     opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
     return _measured(opened, pipeline, rates, by_size=True)
@@ -204,7 +204,7 @@ def _basis(
 
 
 def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
-    """Return the rows on which the loss is tried: of one micro-batch, or MANY_ROWS if weights have to be inferred."""
+    """Return the samples on which the loss is tried: a micro-batch, or MANY_ROWS if micro-batches must be weighted."""
     weighed = pipeline.several_microbatches or opened.captured.model.eval is not None
     if weighed and len(next(iter(opened.example.values()))) < MANY_ROWS:
         with contextlib.suppress(DataError):  # the step that reads a bad row reports its number
@@ -215,7 +215,7 @@ def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor
 def _job(
     arguments: Arguments, opened: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, reduction: Any
 ) -> Job:
-    """Build the stages of the plan, and the job."""
+    """Build the stages of the plan, try their optimizers, and return the job."""
     captured, plan = opened.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)

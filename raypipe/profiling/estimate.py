@@ -99,8 +99,13 @@ def in_seconds_of(rates: Rates, captured: Capture, profiled: Profile) -> Profile
 
 
 class _Seconds(NamedTuple):
-    """Seconds on another device: by node (forward, backward for inputs, backward for parameters), of the whole model at
-    each size of the profile, by node at its small size, and the end of the note's sentence that begins with "they".
+    """Seconds on another device.
+
+    Attributes:
+        nodes: (forward, backward for inputs, backward for parameters) of each node.
+        by_size: seconds of the whole model at each micro-batch size of the profile.
+        small: seconds of each node at the profile's smallest size; empty if it has one size only.
+        how: end of the profile's note on how the seconds were estimated.
     """
 
     nodes: Sequence[tuple[float, float, float]]
@@ -141,10 +146,10 @@ def _divided(profiled: Profile, factor: float) -> _Seconds:
 def _costs_by_size(
     captured: Capture, meta: _OnMeta, here: _Counts, there: _Counts | None, sizes: Sequence[int], rates: Rates
 ) -> dict[int, list[tuple[float, float, float]]]:
-    """Estimate the seconds of every node for each micro-batch size, see ``_costs``; the size of ``here`` is included.
+    """Estimate (forward, backward for inputs, backward for parameters) seconds of every node, by micro-batch size.
 
     Args:
-        here: counts at one size.
+        here: counts at one size, which is estimated too.
         there: counts at twice that size; None if the model does not run on so many samples.
     """
     wanted = sorted({here.samples, *sizes})
@@ -220,7 +225,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that counts work and kept bytes of every operation, and if it has a backward for inputs."""
+    """Observer of Steps that counts each operation's work and kept bytes, and if its inputs have a backward."""
 
     kept: KeptBytes
     work: list[_Work] = field(default_factory=list)
@@ -237,9 +242,12 @@ class _Counter:
 
 
 class _Counts(NamedTuple):
-    """Counts of one forward over ``samples`` samples; each list is by operation, as in ``_Counter``.
+    """Counts of one forward over ``samples`` samples, with one item for each operation in every list.
 
-    ``kept_besides_data`` leaves out the data columns; the loss's bytes are in the last operation.
+    Attributes:
+        passes: True if the operation has a backward for its inputs.
+        kept: bytes that the operation keeps for its backward.
+        kept_besides_data: the same without data columns, and with the loss's bytes in the last operation.
     """
 
     samples: int
@@ -267,7 +275,7 @@ def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
 
 
 def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
-    """Compute the work of each operation at another size, on a line through the counts at two sizes, if known."""
+    """Compute the work of each operation at ``size``, on a line through two counts, or return that of ``here``."""
     if there is None:
         return here.work
     share = (size - here.samples) / (there.samples - here.samples)
@@ -310,7 +318,7 @@ class _OnMeta(NamedTuple):
 
 
 def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
-    """Compute a loss with a gradient as large as the outputs, in place of the user's loss."""
+    """Compute a loss, in place of the user's, whose gradient by each output has as many bytes as the output."""
     total = torch.zeros((), device="meta")
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:

@@ -1,8 +1,8 @@
 """Fingerprint of a module or a function: equal fingerprints mean equal work on equal shapes.
 
-It covers the Python state and code that capture/python_state.py reads, classes and modes of modules, and shapes, dtypes
-and requires_grad of parameters and buffers, but not their contents. Fingerprints are equal from process to process, so
-that profiles can be cached by them.
+A fingerprint covers the Python state and code that capture/python_state.py reads, classes and modes of modules, and
+shapes, dtypes and requires_grad of parameters and buffers, but not their contents. Fingerprints do not depend on the
+process, so profiles can be cached by them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Measurement of a model's profile on this machine's CPU, within a budget of processor time.
 
-    smallest size    every kind of operation alone (operations.py)
-    largest size     every kind of operation alone, at the largest number of samples that the budget allows
+    smallest size    every distinct operation alone (operations.py)
+    largest size     every distinct operation alone, at the largest number of samples that the budget allows
     whole model      in one piece, as stages run it, at as many sizes as the budget allows; the operations' seconds are
                      scaled so that they add up to it, and the factor is reported
     bytes            counted on the meta device, which computes nothing; by a run on the CPU if that is impossible
 
-Results are medians over passes (over the operations) and rounds (of the whole model). A pass that has begun is not cut
-short, and every kind runs forward at least once, so a model of few and very large operations exceeds the budget. Not
+A pass times every distinct operation once; a round times the whole model once. Results are medians over passes and
+rounds. A pass that has begun is not cut short, so a model of few and very large operations exceeds the budget. Not
 measured are the effects of caches and memory that stages share, and the optimizer's step.
 """
 
@@ -41,14 +41,14 @@ from raypipe.profiling.workspace import Passes, kept_bytes, workspaces
 
 PROFILE_BUDGET_S = 10.0
 REPEATS = 5
-"""Number of passes over the operations, and of rounds of the whole model, after one that warms up."""
+"""Number of passes over the operations, and of timed runs of the whole model, after a first one that warms up."""
 OPERATIONS_SHARE = 0.5
 """Share of the remaining budget for passes over the operations; the rest is for the whole model."""
 FEWEST_ROUNDS = 2
 LONG_SHARE, ENOUGH = 0.1, 3
-"""ENOUGH passes or rounds suffice once they have taken LONG_SHARE of the budget: long times vary less."""
+"""ENOUGH passes over the operations, or runs of the model, suffice once they took LONG_SHARE of the budget."""
 CHEAP_S = 0.25
-"""Seconds that count as cheap: limit of rounds above the example's size, of warm-ups, and of additional rounds."""
+"""Limit in seconds of optional measurements: runs above the example's size, warm-up runs, and additional runs."""
 MOST_ROUNDS = 25
 BYTES_PASSES = 5
 """Number of forwards and backwards that take as long as counting bytes by a run."""
@@ -104,7 +104,7 @@ def profile_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that each operation keeps for its backward at so many samples, and its workspace."""
+    """Bytes that each operation keeps for its backward at ``samples`` samples, and workspaces at any number."""
 
     samples: int
     kept: Sequence[int]
@@ -130,7 +130,7 @@ class _Run:
             self._progress(round(share * total), total)
 
     def smallest(self) -> OperationTimer:
-        """Time every kind of operation in one pass, at the smallest size that the model accepts; return the timer."""
+        """Time every distinct operation once, at the smallest micro-batch that the model accepts; return the timer."""
         tried = self.sizes if len(self.sizes) > 1 else [min(2, self.samples), self.samples]
         for size in tried:
             timer = self._timer(size)
@@ -152,7 +152,7 @@ class _Run:
         return self._timer(fitting[-1]) if fitting else small
 
     def operations(self, small: OperationTimer, large: OperationTimer) -> None:
-        """Run passes of both timers in turns, so that a machine that slows down slows both."""
+        """Time all distinct operations repeatedly, by both timers in turns: a machine that slows down slows both."""
         until_s = (1 - OPERATIONS_SHARE) * self.budget.left_s
         timers = [small] if small is large else [small, large]
         long_s = LONG_SHARE * self.budget.total_s + self.budget.spent_s
@@ -182,7 +182,7 @@ class _Run:
         return wholes
 
     def _rounds(self, parts: dict[int, Columns], rounds: int) -> Wholes:
-        """Time the whole model at all sizes in turns, for several rounds; sizes on which it fails leave ``parts``."""
+        """Time the whole model ``rounds`` times at all sizes in turns; a size that fails is deleted from ``parts``."""
         wholes: Wholes = {}
         begin_s = time.perf_counter()
         for size, part in list(parts.items()):
@@ -207,7 +207,7 @@ class _Run:
         return wholes
 
     def _beyond(self, seconds: float, rounds: int) -> Wholes:
-        """Time the whole model at sizes above the example's (``seconds``), while that takes less than CHEAP_S."""
+        """Time the whole model above the example's size, at which a run takes ``seconds``, while that is cheap."""
         wholes: Wholes = {}
         for size in larger_sizes(self.samples, self.larger):
             if (rounds + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long
@@ -283,11 +283,11 @@ def device_name() -> str:
 
 @dataclass(slots=True)
 class Bench:
-    """A model as a single stage, with parameters over the memory of the user's and copies of the buffers.
+    """A model as a single stage, whose parameters share the memory of the user's, and whose buffers are copies.
 
     Attributes:
         sink: sums of the gradients.
-        leaves: parameters by site.
+        leaves: the parameter of each use of a parameter by an operation.
     """
 
     program: StageProgram
@@ -322,7 +322,7 @@ class Bench:
         return seconds_between(begin, middle), seconds_between(middle, Moment.now())
 
     def passes(self) -> Passes:
-        """Return the model for execution operation by operation."""
+        """Return the model in the form that runs one operation after the other."""
         return Passes(self.steps, self.leaves, self.buffers, self.loss)
 
     def kept(self, columns: Columns) -> list[int]:

@@ -104,12 +104,14 @@ class OperationTimes:
 
 
 class OperationTimer:
-    """Times the operations of a model at one number of samples, in one or more passes.
+    """Times the operations of a model at one number of samples, in one or more passes over the model.
+
+    A kind is a class of operations that do equal work, of which only one is run and timed in each pass.
 
     Args:
         passes: model to run; its loss counts as part of the last operation.
         columns: one micro-batch by column.
-        budget: when it is spent, only forwards are timed.
+        budget: budget of processor time; once it is spent, only forwards are timed.
 
     Attributes:
         size: number of samples.
@@ -129,7 +131,7 @@ class OperationTimer:
         self._weights: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Run one pass, which times every kind of operation once."""
+        """Run the model once, and time one of each set of operations that do equal work."""
         passes = self._passes
         self.kinds.clear()
         self._weights.update({id(leaf): leaf for leaves in self._leaves for leaf in leaves})
@@ -141,19 +143,19 @@ class OperationTimer:
 
     @property
     def unique_s(self) -> float:
-        """Seconds of all kinds together: the timed part of one pass."""
+        """Seconds of all distinct operations together: the timed part of one run of the model."""
         return sum(parts.total_s for parts in self._by_kind().values())
 
     @property
     def num_measured(self) -> tuple[int, int]:
-        """(Number of kinds whose backward was measured, number of all kinds)."""
+        """(Number of distinct operations with a measured backward, number of all distinct operations)."""
         known = [parts for kind, parts in self._by_kind().items() if kind != _LOSS]
         return sum(parts.measured for parts in known), len(known)
 
     def parts(self) -> list[OperationTimes]:
         """Return the seconds of every operation by position; those of the loss are added to the last operation.
 
-        A backward that was not measured is estimated from its forward, by the ratio of other calls of its function.
+        A backward that was not measured is estimated from the forward, by their ratio in other calls of the function.
         """
         known = self._by_kind()
         ratios = _ratios(known)
@@ -165,7 +167,7 @@ class OperationTimer:
         return [*before, OperationTimes(*sums, last.weight_s, last.sums_s, measured)]
 
     def _by_kind(self) -> dict[Hashable, OperationTimes]:
-        """Compute the median times of every kind over all passes; the first pass, a warm-up, counts only if alone."""
+        """Compute the median times of every distinct operation over all passes, if possible without the first."""
         return {kind: _median(samples[1:] or samples) for kind, samples in self.samples.items()}
 
     def _observe(self, position: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +204,7 @@ class OperationTimer:
 
         Args:
             parameters: trainable parameters that the operation reads.
-            weight_like: True if the operation depends on parameters only; all its gradients count as a weight's.
+            weight_like: True if the operation depends on parameters only; its backward then counts as one for these.
 
         Returns:
             (seconds, outputs without history).
@@ -235,11 +237,11 @@ class OperationTimer:
         return OperationTimes(forward_s, input_s, weight_s, self._sums[kind]), result
 
     def _as_leaf(self, value: Any, copies: Mapping[bool, list[torch.Tensor]], cloned: bool) -> Any:
-        """Return an input as a leaf of autograd.
+        """Return an input of an operation as a leaf of autograd; other values are returned unchanged.
 
         Args:
-            copies: receives the leaf if it is a copy; key True if it depends on parameters only, else False.
-            cloned: True for an operation that writes to its input, which must not be a leaf: a clone is returned.
+            copies: receives a new leaf under the key True if the input depends on parameters only, else False.
+            cloned: True for an operation that writes to its inputs: a clone is returned, since a leaf is refused.
         """
         if not isinstance(value, torch.Tensor):
             return value
@@ -287,12 +289,12 @@ def _median(samples: Sequence[OperationTimes]) -> OperationTimes:
 
 
 def _name(kind: Any) -> str:
-    """Return the name of a kind's function, without its arguments."""
+    """Return the name of the function that all operations of a kind call, without their arguments."""
     return str(kind[0])
 
 
 def _ratios(known: Mapping[Hashable, OperationTimes]) -> dict[str, tuple[float, float, float]]:
-    """Compute the ratios (input_s, weight_s, sums_s) / forward_s by name of the function; "" is for all functions."""
+    """Compute (input_s, weight_s, sums_s) / forward_s by name of the function; "" has the ratios of all functions."""
     by_name: dict[str, list[OperationTimes]] = {"": []}
     for kind, parts in known.items():
         if parts.measured:

@@ -34,7 +34,7 @@ from raypipe.profiling.measure import (
 )
 
 MEASURING = 7
-"""Version of the way in which seconds are measured, part of the key: profiles of other versions are not read."""
+"""Version of the measuring method, a part of the cache key: profiles of other versions are not read."""
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
@@ -87,7 +87,7 @@ def profile_key(
 ) -> str:
     """Compute the key of a profile in the cache, as hexadecimal digits.
 
-    The values of parameters and data do not count, because plans should not depend on them.
+    The key does not depend on the values of parameters and data, because plans should not.
     """
     (program,) = captured.programs(())
     tensors = {**captured.parameters, **captured.buffers}

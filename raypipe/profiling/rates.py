@@ -21,9 +21,9 @@ from raypipe.errors import ConfigError
 from raypipe.ir.precision import Precision
 
 SQUARE, REPEATS = 512, 5
-"""Side of the matrices whose product gives the rate, and repeats of each measurement."""
+"""Side of the matrices whose product gives the CPU's FLOPs per second, and repeats of each measurement."""
 GPU_SQUARE = 8192
-"""Side on a GPU, which smaller products do not keep busy."""
+"""Side of the matrices on a GPU, which smaller products do not keep busy."""
 CPU = torch.device("cpu")
 
 
@@ -89,7 +89,7 @@ def _least(call: Callable[[], Any], finished: Callable[[], object]) -> float:
 PRODUCTS, MEMORY = 0.6, 0.8
 """Fractions of the data sheet's FLOPs and bytes per second that a step reaches."""
 LAUNCH_S = 8e-6
-"""Overhead of any operation: Python, torch's dispatch and a launch."""
+"""Overhead of any GPU operation, in seconds: Python, torch's dispatch and a kernel launch."""
 ASSUMED = "A10G"
 """Kind of GPU that is assumed if the kind is not known."""
 
@@ -127,7 +127,7 @@ GPUS: Mapping[str, Gpu] = {
     "H200": Gpu(67, 989, 4800),
     "B200": Gpu(75, 2250, 7700),
 }
-"""Rates by kind of GPU, from NVIDIA's data sheets; if several cards have one name, of the smallest SXM card."""
+"""Rates by kind of GPU, from NVIDIA's data sheets; if several cards share a name, those of the smallest SXM card."""
 
 
 def kind_of(name: str) -> str:

@@ -42,7 +42,7 @@ class Steps:
     Attributes:
         sites: for each operation, indices in ``program.train.sites`` of the parameters that it reads.
         weight_like: positions of operations that depend on parameters only, such as the transpose of a weight.
-        run: function (leaves by site, buffers, columns by name, observe) -> the model's outputs.
+        run: function (a leaf for each of ``sites``, buffers, columns by name, observe) -> the model's outputs.
     """
 
     sites: tuple[tuple[int, ...], ...]
@@ -95,7 +95,7 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """Call of one child of an nn.Sequential, whose tensors are bound; ``prints`` gives fingerprints by position."""
+    """Callable that runs one child of an nn.Sequential; ``prints`` maps a child's position to its fingerprint."""
 
     function: SequentialFunction
     position: int
@@ -159,7 +159,7 @@ class _Run:
         by_use: (operation, parameter placeholder) -> index in ``leaves``.
         dying: by position, the nodes whose values no later operation reads.
         env: node -> its value.
-        meta: True on the meta device.
+        meta: True if the tensors are on the meta device.
     """
 
     analysis: Analysis
@@ -220,7 +220,7 @@ class _Run:
 
 @functools.cache
 def _without_autocast(kind: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the call of an operation without autocast: one object for equal arguments, so that calls can be compared."""
+    """Return a function that calls ``target`` without autocast for device type ``kind``; cached, so always the same."""
     return functools.partial(uncast, kind, target)
 
 

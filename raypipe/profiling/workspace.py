@@ -44,7 +44,7 @@ class BackwardSplit:
     """Attributes the parts of one backward to the operations that made its grad_fns.
 
     Args:
-        read: function that returns a reading, called at the start of every grad_fn.
+        read: function that returns an increasing counter, such as of memory events; called before every grad_fn.
     """
 
     def __init__(self, read: Callable[[], int]) -> None:
@@ -67,10 +67,10 @@ class BackwardSplit:
             stack += [following for following, _ in fn.next_functions if following is not None]
 
     def readings(self, end: int) -> list[tuple[int, int]]:
-        """List (operation's position, reading at the end) for every grad_fn that ran, in order.
+        """List (operation's position, counter after the grad_fn) for every grad_fn that ran, in order.
 
         Args:
-            end: reading at the end of the backward.
+            end: counter at the end of the backward.
         """
         ends = [*(at for at, _ in self._log[1:]), end]
         return [(position, at) for (_, position), at in zip(self._log, ends, strict=True)]
@@ -86,7 +86,7 @@ class KeptBytes:
         held: tensors that do not count, because they exist anyway: parameters, buffers.
 
     Attributes:
-        bytes_of: position -> bytes.
+        bytes_of: position of an operation -> bytes that it keeps.
     """
 
     held: Sequence[torch.Tensor]
@@ -120,7 +120,7 @@ class KeptBytes:
 
 @cache
 def engine_seconds() -> float:
-    """Measure the constant seconds of any backward, by one through a trivial operation."""
+    """Measure the constant seconds of autograd's engine, which any backward takes, by a trivial backward."""
     seconds = []
     for _ in range(7):
         leaf = torch.zeros(1, requires_grad=True)
@@ -169,7 +169,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with its tensors (parameters by site) and loss, to run one operation after the other on any samples."""
+    """A model with its loss and tensors (``leaves``: a parameter for each use), to run one operation at a time."""
 
     steps: Steps
     leaves: Sequence[torch.Tensor]
@@ -180,14 +180,14 @@ class Passes:
 def workspaces(
     passes: Passes, columns: Columns, other: Columns | None = None, kept: Mapping[int, Sequence[int]] | None = None
 ) -> list[Lines]:
-    """Compute the workspace of each operation, as lines over the number of samples.
+    """Compute each operation's workspace, the largest of several lines: (bytes at 0 samples, bytes per sample).
 
-    From runs with two numbers of samples, lines are fitted. With one number only, operations that depend on parameters
-    alone, and the largest gradient of a parameter of each other operation, count as fixed; the rest as proportional.
+    The lines are fitted to runs with two numbers of samples. With one number only, the bytes of operations on
+    parameters alone count as fixed. Of other operations the largest gradient of a parameter does, and the rest grows.
 
     Args:
         columns: data columns.
-        other: data columns with another number of samples; None, or an error of the model on them, leaves one number.
+        other: data columns with another number of samples, which are left out if None, or if the model fails on them.
         kept: number of samples -> ``kept_bytes`` with leaves, buffers and data as ``held``; counted here if missing.
     """
     known = kept or {}
@@ -208,7 +208,7 @@ def workspaces(
 
 
 def _line(few: int, low_bytes: int, many: int, high_bytes: int) -> tuple[int, int]:
-    """Fit a line (bytes at 0 samples, bytes per sample) through two points; neither of its numbers is negative."""
+    """Fit a line (bytes at 0 samples, bytes per sample) through two points; neither number is negative."""
     slope = (high_bytes - low_bytes) / (many - few)
     fixed = low_bytes - slope * few
     if slope < 0:
@@ -228,7 +228,7 @@ def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[in
 def _readings(passes: Passes, columns: Columns, own: Sequence[int] | None) -> list[tuple[int, int]]:
     """List (operation's position, workspace in bytes) after every aten operation of a forward and backward.
 
-    The workspace is the live bytes without those that this operation and the ones before it keep for the backward.
+    The workspace is all live bytes, less those that this operation and earlier ones keep for the backward.
 
     Args:
         own: bytes that each operation keeps; None to count them here.
