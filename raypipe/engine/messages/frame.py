@@ -306,7 +306,7 @@ def parse(
 
 
 def key_of(codec: Codec, action: Action, place: int) -> int | None:
-    """Return the key of stochastic rounding for the tensor at index ``place`` of a message; None without rounding_seed."""
+    """Return the key of stochastic rounding for tensor ``place`` of a message; None if the codec rounds to nearest."""
     if codec.rounding_seed is None:
         return None
     return mixed(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)

@@ -159,7 +159,7 @@ def commit(place: Place, folder: str, manifest: Manifest) -> None:
 
 
 def clear(place: Place, folder: str) -> None:
-    """Delete a checkpoint, complete or not; the manifest first, so that an interrupted deletion leaves no complete one."""
+    """Delete a checkpoint, complete or not; the manifest first, so that a partly deleted one never seems complete."""
     target = place / folder
     target.delete(MANIFEST)
     target.delete()

@@ -245,7 +245,7 @@ class StoredState(AbstractContextManager["StoredState"]):
 
 
 def _fetched(wanted: Iterable[tuple[StatePiece, TensorInfo, T]]) -> Iterator[tuple[T, TensorInfo, torch.Tensor]]:
-    """Yield (label, info, tensor) for each of ``wanted`` (piece, info, label), in the order of positions in each piece."""
+    """Yield (label, info, tensor) for each of ``wanted`` (piece, info, label), by increasing position in each piece."""
     by_piece: dict[int, list[tuple[StatePiece, TensorInfo, T]]] = {}
     for one in wanted:
         by_piece.setdefault(id(one[0]), []).append(one)
