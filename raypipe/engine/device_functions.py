@@ -103,7 +103,7 @@ def why_not_compiled(function: StageFunction) -> str:
 
 
 def notes_of(programs: Sequence[StageProgram]) -> list[str]:
-    """List the stages that are not compiled, as sentences for the plan."""
+    """Return a sentence with the reason for each stage that torch.compile does not compile, as a note of the plan."""
     why = {program.index: why_not_compiled(program.train) for program in programs}
     return [f"Stage {stage} is not compiled: {reason}." for stage, reason in why.items() if reason]
 

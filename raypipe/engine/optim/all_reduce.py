@@ -56,7 +56,7 @@ class ReplicaLink(Protocol):
         """Send a message named ``action``, from any thread; all but the first ``in_host`` tensors are on the device."""
 
     def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
-        """Wait for the message named ``action``, in any thread; tensors after the first ``in_host`` go to the device."""
+        """Wait for the message named ``action``, in any thread; tensors from index ``in_host`` on are on the device."""
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for replicas to the counters of the stage."""

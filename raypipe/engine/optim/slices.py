@@ -296,7 +296,7 @@ class Slices:
             parameter.grad = None if whole is None else flat(whole)[part.first : part.stop]
 
     def gradients(self) -> list[torch.Tensor]:
-        """List the gradients of the slices that have one."""
+        """List the gradients of this replica's slices, without slices that have no gradient."""
         return [x.grad for x in self.held.values() if x.grad is not None]
 
     def follow(self) -> None:

@@ -1,7 +1,7 @@
 """Activation checkpointing: recomputation of a stage's forward, and torch.utils.checkpoint in user models.
 
-    F   inputs, columns, buffers --> outputs, sent and freed; kept: the arguments, and the buffers' old values
-    B   the same ------------------> outputs with their graph --> gradients
+    F (forward)     inputs, columns, buffers --> outputs, sent and freed; kept: the arguments, and buffers' old values
+    B (backward)    the same ------------------> outputs with their graph --> gradients
 
 Recomputation of a stage: between F and B (I, or W if no input requires a gradient) a micro-batch holds its arguments
 instead of its activations. Both forwards have the same bits: they use the weight version of the micro-batch and the

@@ -197,7 +197,7 @@ def input_gradients(
     received: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
 ) -> SplitBackward:
-    """Run I: compute the gradients of sum(roots * output_grads) with respect to ``received``, and defer the rest to W.
+    """Run the input part (I) of a backward of sum(roots * output_grads); defer gradients of ``own`` to the part W.
 
     Args:
         output_grads: one per root, of its shape and dtype. The graph between roots and ``received`` is freed.
@@ -229,7 +229,7 @@ def input_gradients(
 
 @torch.no_grad()
 def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradient]:
-    """Run W, with one engine call per island, so that a hook frees each large gradient before the next is computed."""
+    """Run W, the weight part, with one call per island: hooks free a large gradient before the next is computed."""
     own: list[Gradient] = [None] * len(position)
     while later:
         island, make = later.pop()

@@ -64,7 +64,7 @@ class LossCounts:
 
     @property
     def columns(self) -> tuple[Any, ...]:
-        """Data columns that are read."""
+        """Names of the data columns from which the divisors are computed."""
         return self.program.columns
 
     def weights(self, columns: Sequence[Columns], sizes: Sequence[int]) -> tuple[list[list[float]], list[float]]:

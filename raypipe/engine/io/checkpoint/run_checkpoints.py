@@ -119,7 +119,7 @@ def read_manifest(place: Place) -> Manifest:
     """Read and check the manifest of a checkpoint; its files are not read.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     if place.size_bytes(MANIFEST) is None:
         raise CheckpointError(
