@@ -1,4 +1,4 @@
-"""Samples of the data that caused a failure, as far as they can be identified.
+"""Search for the samples of the data that cause a failure of a forward, or a loss or norm that is NaN.
 
     a forward fails          a row that fails alone, found by bisection: 16 -> 8 -> 4 -> 2 -> 1
     loss or norm is NaN      NaN and infinite values of the mini-batch
@@ -28,12 +28,15 @@ Columns = Mapping[Any, torch.Tensor]
 def failing_row(
     run: Callable[[ForwardInputs], object], arguments: ForwardInputs, samples: int, error: Exception
 ) -> int | None:
-    """Find by bisection the first row that fails alone with the same error; None if no single row does.
+    """Find by bisection a row (sample of a micro-batch) that fails alone, with an exception of the same type.
+
+    None if the rows fail only together, if the other rows tried fail alone too, and after a RaypipeError or an
+    out-of-memory error.
 
     Args:
-        run: the failing call, here on some of the rows; called once or twice for each halving.
+        run: the failing call; called with some of the rows, at most twice per halving and three times at the end.
         arguments: all rows; inputs and columns have shape (samples, ...), or () for a value that all rows share.
-        error: error of the call on all rows.
+        error: exception of the call on all rows.
     """
     tensors = [x for x in (*arguments.inputs, *arguments.columns.values()) if x is not None and x.dim()]
     if isinstance(error, RaypipeError) or ran_out(error) or any(len(x) != samples for x in tensors):
@@ -68,7 +71,10 @@ def failing_row(
 
 
 def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
-    """Describe a row of the micro-batch at ``position`` of the epoch that fails alone, in one sentence."""
+    """Describe, with a remedy, a sample that makes a forward fail by itself.
+
+    The sample has this ``position`` in the epoch's order, and is row ``row`` of its micro-batch's ``columns``.
+    """
     values = " and ".join(f"column {name!r} is {_shown(x[row] if x.dim() else x)}" for name, x in columns.items())
     what = f", whose {values}," if values else ""
     cure = "Mend that one, or leave it out."
@@ -81,18 +87,19 @@ def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, 
 
 
 def columns_read(programs: Sequence[StageProgram], mode: str) -> tuple[Any, ...]:
-    """List the columns that the model and its loss read in a mode, each once."""
+    """List the data columns that the model and its loss read in a mode ("train" or "eval"), each once."""
     functions = [program.modes[mode] for program in programs if mode in program.modes]
     targets = [name for program in programs for name in program.targets]
     return tuple(dict.fromkeys([*(name for function in functions for name in function.columns), *targets]))
 
 
 def describe_nonfinite(source: Source, segment: Segment, step: int, names: Iterable[Any]) -> str:
-    """Describe the first NaN or infinite value in a mini-batch; "" if every value is finite.
+    """Describe the first NaN or infinite value in a step's mini-batch; "" if every value is finite.
 
     Args:
-        source: data of the segment; if a stream would take too long to read again, its range of samples is named.
-        step: step of the run within the segment.
+        source: data to read again. If a stream would take too long to read, the first and last sample are named.
+        segment: mini-batches of one order, with the one of this step among them.
+        step: number of the optimizer step in the run.
         names: columns that model and loss read.
     """
     samples, wanted = segment.minibatch_samples, tuple(names)
@@ -123,7 +130,7 @@ def describe_nonfinite(source: Source, segment: Segment, step: int, names: Itera
 
 
 def _shown(value: torch.Tensor) -> str:
-    """Describe a tensor: a single number, or shape and range."""
+    """Describe a tensor in words: its value if it has one element, else its shape and range."""
     if value.numel() == 1:
         return f"{value.item():g}" if value.is_floating_point() else str(value.item())
     text = f"of shape {tuple(value.shape)}"

@@ -1,9 +1,9 @@
 """Functions of a stage on its device: constants moved there, and optionally compiled by torch.compile.
 
     captured    arange(8, device=device(type='cpu')), a constant of the model, a loss with class weights
-    placed      the same source, in which the CPU stands for the device; copies of the constant and of the weights
+    placed      the same source, which creates its CPU tensors on the device; copies of the constant and of the weights
 
-Modules of an nn.Sequential run as they are: tensors that they create in host memory stay there, as in plain PyTorch.
+Modules of an nn.Sequential run unchanged: tensors that they create in host memory stay there, as in plain PyTorch.
 
     eager       addmm <- gelu <- addmm <- ...     one autograd node per operation: a backward can be split, and the
                                                   gradient of a large weight is added as soon as it is computed
@@ -36,7 +36,7 @@ Loss = Callable[..., Any]
 
 
 def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
-    """Move a stage function's constants to the device; returns the function itself on a CPU."""
+    """Return a traced stage function with its constants and new tensors on the device; others are returned as is."""
     if transfer.device.immediate or not isinstance(function, GraphFunction):
         return function
     constants = transfer.named(dict(enumerate(function.constants)), TransferKind.CONSTANTS)
@@ -44,7 +44,7 @@ def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
 
 
 def placed_loss(loss: Loss | None, transfer: DeviceTransfer) -> Loss | None:
-    """Move the tensors of the last stage's loss module, such as class weights, to the device."""
+    """Return the last stage's loss with the tensors of its module, such as class weights, on the device."""
     loss_fn = getattr(loss, "loss_fn", None)
     if transfer.device.immediate or not is_dataclass(loss) or not isinstance(loss_fn, torch.nn.Module):
         return loss
@@ -64,14 +64,15 @@ def _module_on(module: torch.nn.Module, transfer: DeviceTransfer) -> torch.nn.Mo
 
 
 BACKENDS = ("inductor", "aot_eager")
-"""Backends of torch.compile: generated kernels, or torch's own in the traced order, to the bits of plain PyTorch."""
+"""Backends of torch.compile: "inductor" generates kernels; "aot_eager" runs torch's own, with the bits of eager torch.
+"""
 
 _TRACING = threading.Lock()
-"""Lock of tracing: torch traces one function at a time in a process; stages of a local run are threads of one."""
+"""Lock of calls that may trace: torch traces one function at a time in a process, and LocalFleet has many threads."""
 
 
 def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> Mapping[str, StageFunction]:
-    """Return the functions of a stage on its device; training's is compiled unless ``backend`` is "off"."""
+    """Return a stage's functions by mode ("train", "eval") on its device; "train" is compiled unless backend="off"."""
     by_mode = {mode: placed(function, transfer) for mode, function in program.modes.items()}
     if backend != "off":
         by_mode["train"] = compiled_stage(by_mode["train"], backend)
@@ -79,9 +80,7 @@ def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> M
 
 
 def compiled_stage(function: StageFunction, backend: str) -> StageFunction:
-    """Compile a function with torch.compile; returns the function itself if that is not possible, see
-    ``why_not_compiled``.
-    """
+    """Compile a stage function with torch.compile, or return it unchanged if ``why_not_compiled`` has a reason."""
     if why_not_compiled(function) or not isinstance(function, GraphFunction):
         return function
     forward = torch.compile(
@@ -104,7 +103,7 @@ def why_not_compiled(function: StageFunction) -> str:
 
 
 def notes_of(programs: Sequence[StageProgram]) -> list[str]:
-    """List the stages that are not compiled, as sentences for the plan."""
+    """Return a sentence with the reason for each stage that torch.compile does not compile, as a note of the plan."""
     why = {program.index: why_not_compiled(program.train) for program in programs}
     return [f"Stage {stage} is not compiled: {reason}." for stage, reason in why.items() if reason]
 
@@ -125,6 +124,6 @@ def _run(forward: Callable[..., Any], backend: str, *arguments: Any) -> Any:
 
 
 def _names_used(source: str) -> set[str]:
-    """List the names that the body of a generated function reads."""
+    """Return the names that the body of a generated function reads."""
     (function,) = ast.parse(source).body
     return {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}

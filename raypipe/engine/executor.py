@@ -1,15 +1,16 @@
-"""Executor of a worker: carries out a row of actions, in order, on the worker's stages.
+"""Executor of a worker: runs a row, the ordered list of the worker's actions in a schedule, on the worker's stages.
 
-It is independent of schedule kinds and of Ray: rows are created, checked and simulated elsewhere. Exceptions are
-raised with the action's label.
+The executor depends neither on the kind of schedule nor on Ray: rows are created, checked and simulated elsewhere.
+Exceptions name the action that failed.
 
     row of the worker    0F0 3F0 3B0 0B0 ... 3REDUCE_GRAD 0REDUCE_GRAD | 0REDUCE_NORM 3REDUCE_NORM 0STEP 3STEP
                          StageWork 0, StageWork 3                      | Reduction: once for all stages
 
-A synchronous step is made by all remaining workers or by none of them. The norm of the whole model is complete only
-when every worker has all its gradients: each replica reports to its leader that it is ready, and leaders publish their
-norms after that (``reduction``). So once any worker has made a step, all others have made it too, or are ready and can
-make it with the published norm. If no worker has made it, the step is repeated on unchanged parameters.
+If a worker fails in a synchronous step, all remaining workers make the step or none of them does. The norm of the whole
+model is complete only when every worker has all its gradients: each replica reports to its leader (first replica) that
+it is ready, and leaders publish their norms after that (``reduction``). So once any worker has made a step, all others
+have made it too, or are ready and can make it with the published norm. If no worker has made it, the step is repeated
+on unchanged parameters.
 
     F F B B REDUCE_GRAD | REDUCE_NORM | STEP      |        0 made        1 made
     0 made              | 0 made, ready           | 1 made
@@ -74,10 +75,11 @@ def newest_common_step(
 ) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:
     """Find the newest step that all workers can reach without a rollback; None if there is no such step.
 
-    Workers whose ``steps`` is None are at ``step``.
+    Args:
+        step: number of steps made by the workers whose ``steps`` is None.
 
     Returns:
-        (number of steps made, ``totals`` of a worker that has made them or None).
+        (number of steps made, ``totals`` of a worker that has made them; None if no such worker has totals).
     """
     if any(worker.overlapping for worker in workers):
         return None
@@ -92,11 +94,11 @@ def newest_common_step(
 
 
 class Executor:
-    """Executor of segments on one worker.
+    """Executor of orders on one worker. An order names a segment: consecutive mini-batches to train or to evaluate.
 
     Args:
         states: states of this worker's stages, in increasing order of the stages.
-        channels: by worker, the channel to every worker of ``placement.neighbours(programs)``.
+        channels: by worker, the channel to each worker of ``placement.neighbours(programs)``.
         device: device that computes and holds the states.
     """
 
@@ -148,7 +150,7 @@ class Executor:
 
     @property
     def progress(self) -> WorkerProgress:
-        """Progress of this worker, to be read while no segment runs."""
+        """Progress of this worker. Must be read only while ``run`` is not active."""
         with self.device.prepare_thread():
             norm, loss = (None, None) if self._last is None else self.transfer.to_host(self._last, TransferKind.NORMS)
         totals = None if norm is None or loss is None else (norm, loss)
@@ -156,12 +158,12 @@ class Executor:
 
     @property
     def states(self) -> list[StageState]:
-        """States of this worker's stages, in order."""
+        """States of this worker's stages, in increasing order of the stages."""
         return [work.state for work in self.works.values()]
 
     @property
     def doing(self) -> Action | None:
-        """Action in progress, a new object each time; None between mini-batches and after a failure."""
+        """Action in progress, a new object for each action; None between mini-batches and after a failure."""
         return self._action
 
     @property
@@ -175,20 +177,21 @@ class Executor:
             channel.abort(reason)
 
     def leave(self, reason: str) -> None:
-        """Send what was handed over to the channels, then an abort with ``reason``."""
+        """Let every channel send its queued messages, and then an abort with ``reason``."""
         for channel in self.channels.values():
             channel.leave(reason)
 
     def let_go(self) -> None:
-        """Free stages and exchanges, which form reference cycles; the executor is unusable afterwards."""
+        """Free the memory of the stages at once by breaking reference cycles; the executor is unusable afterwards."""
         self.works.clear()
         self._updates.clear()
         self._exchanges.clear()
         self._reduction = None  # type: ignore[assignment]
 
     def undo(self) -> None:
-        """Undo the step in progress, so that another executor of these states can repeat it. Buffers are restored only
-        if there are several lanes.
+        """Undo the step in progress, so that another executor of these states can repeat it.
+
+        Buffers are restored only if there are several gradient-accumulation lanes, else none were kept.
         """
         for work in self.works.values():
             work.drop()
@@ -200,7 +203,7 @@ class Executor:
         self._begun_s, self._ready = None, False
 
     def finish(self, norm: torch.Tensor, loss: torch.Tensor) -> list[list[StepReport]]:
-        """Make the step in progress, with the totals of a worker that has made it; return reports as ``run`` does."""
+        """Complete the step in progress with norm and loss of a worker that has made it; return reports as ``run``."""
         assert self._ready, "a step needs all its gradients"
         assert self._steps is not None
         step = self._steps
@@ -236,8 +239,9 @@ class Executor:
             work.feed.learn(mark)
 
     def shard_writers(self) -> list[ShardWriter]:
-        """Create one checkpoint writer per stage; the run must have a folder. A replica that does not lead has writers
-        only if the optimizer state is sharded; they write its slices.
+        """Create one checkpoint writer per stage; the run must have a folder.
+
+        Replicas after the first have writers only if optimizer state is sharded, for the slices that they hold.
         """
         assert self._run.place is not None, "a run without a folder saves nothing"
         persistent, transfer = self._run.persistent, DeviceTransfer(self.device)
@@ -251,7 +255,7 @@ class Executor:
         ]
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
-        """Read the mini-batches that begin in a later segment, in another thread than ``run``."""
+        """Read the data of a later segment in advance; may be called in another thread while ``run`` is active."""
         if not (training or self.placement.leads):
             return
         for work in self.works.values():
@@ -272,12 +276,14 @@ class Executor:
                 channel.use(ahead, back)
 
     def run(self, order: Order, row: Row, *, alone: bool = False) -> list[list[StepReport]]:
-        """Carry out an order, but for its snapshot and copy; return, for each stage of the worker, a list with one
-        report per mini-batch.
+        """Run an order on this worker. The caller takes the checkpoint and the in-memory copy that the order requests.
 
         Args:
             row: this worker's actions; micro-batches are counted from 0 within the segment.
             alone: every stage clips by its own norm, without waiting for others (``Wiring.alone``).
+
+        Returns:
+            For each stage of the worker, a list with one report per mini-batch.
 
         Raises:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
@@ -305,7 +311,7 @@ class Executor:
         return reports
 
     def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
-        """Begin a segment; the following actions belong to it."""
+        """Prepare this worker's stages for the actions of a segment; the arguments are those of ``run``."""
         self._segment, self._training, self._stage_norms = segment, training, alone
         synchronous = segment.update_interval is None
         if training:  # the step before may not have ended on all stages
@@ -318,7 +324,7 @@ class Executor:
             work.begin_segment(segment, training=training)
 
     def _failure(self, error: BaseException) -> StageError:
-        """Convert an exception of the user's code, or an out-of-memory error; the result names stage and action."""
+        """Convert an exception of the user's code, or an out-of-memory error, to a StageError with stage and action."""
         name, where = f"Stage {self.placement.stages[0]}", ""
         if self._action is not None:
             name, where = f"Stage {self._action.stage}", f" in {self._action.label}"
@@ -336,9 +342,7 @@ class Executor:
         return failure
 
     def _nonfinite_data(self, step: int) -> str:
-        """Describe NaN and infinite values in the data of a step with a non-finite loss; "" if the data is finite.
-        Every stage returns the same sentence.
-        """
+        """Describe the first NaN or infinite value in a step's data, equally on every stage; "" if not found."""
         mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
             return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
@@ -372,9 +376,9 @@ class Executor:
         return self._reports(order, step, done, self.device.seconds(marks))
 
     def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
-        """Create the reports of all stages on the mini-batch that ends.
+        """Create the report of each stage on a mini-batch, from its actions on this worker.
 
-        ``times`` are the begin of the first action and the end of each, in seconds of ``time.monotonic``.
+        ``times`` has the begin of the first action, and then the end of each, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
@@ -449,7 +453,10 @@ class Executor:
 
 
 def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a row after the last stage's STEP of each mini-batch; an evaluation, which has no STEP, is one part."""
+    """Split a worker's row at the ends of mini-batches, which are complete when all ``num_stages`` stages have stepped.
+
+    An evaluation, which has no STEP, is one part. ``per_minibatch`` is the number of micro-batches in a mini-batch.
+    """
     parts: list[list[Action]] = []
     part: list[Action] = []
     stepped = 0
@@ -464,10 +471,10 @@ def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Actio
 
 
 def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """Merge the last parts, or append empty ones, so that there is one for each of ``count`` mini-batches.
+    """Merge the last parts of ``_split_row``, or append empty ones, to get one for each of ``count`` mini-batches.
 
-    Stages without a backward are done with a micro-batch after its forward. In a continuous schedule they may run
-    ahead, step before the other stages, or begin a mini-batch that does not end in the segment.
+    The numbers may differ for stages without a backward, which are done with a micro-batch after its forward. In a
+    continuous schedule they may step before other stages, or begin a mini-batch that does not end in the segment.
     """
     kept = parts[: count - 1]
     kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]

@@ -1,7 +1,7 @@
 """Local runner: a pipeline in threads of one process, without Ray, for tests and debugging.
 
-Each worker is a thread with in-memory channels that use the real frames. Intra-op threads are limited to one per stage
-while it runs, as in an actor (the executor limits its own thread), because sums over many threads round differently.
+Each worker is a thread. Its in-memory channels encode messages as network links do. While stages run, torch has one
+intra-op thread, as in an actor, because sums over several threads round differently.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from raypipe.ir.timeline import Span
 SAVE_TIMEOUT_S = 3600.0
 
 _Outcome = tuple[int, list[list[StepReport]] | BaseException]
-"""Worker index, and its reports or its failure."""
+"""Index of a worker, and the reports or the exception of its run."""
 
 
 class LocalFleet:
-    """All stages of a pipeline as threads; same interface as runtime.fleet.fleet.Fleet.
+    """All workers of a pipeline as threads of this process; same interface as runtime.fleet.fleet.Fleet.
 
     Args:
-        initial: parameters and buffers by canonical name, which are copied; or sources of them, of which the first
-            that has a name is read.
-        device_of: worker -> device that it computes on.
+        initial: parameters and buffers by canonical name, which are copied; or sources, in which case each tensor is
+            read from the first source that has its name.
+        device_of: maps a worker's index to the device that it computes on.
     """
 
     def __init__(
@@ -76,26 +76,29 @@ class LocalFleet:
 
     @property
     def _works(self) -> list[StageWork]:
-        """Stages of the leading replicas, in order."""
+        """Runners of all stages in increasing order, each that of the stage's first replica."""
         leading = (executor for executor in self.executors if executor.placement.leads)
         return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)
 
     @property
     def states(self) -> list[StageState]:
-        """States of all stages, in order."""
+        """States of all stages in increasing order, each that of the stage's first replica."""
         return [work.state for work in self._works]
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Carry out orders one by one; yield the reports of each, by stage and replica. Ends early after ``halt``.
+        """Run orders one by one, until they end or ``halt`` is called.
 
         Args:
-            schedules: the lowered rows by key.
-            last: these orders complete micro-batches that ``halt`` left in flight, and are carried out after it.
+            schedules: function from ``order.rows`` to the schedule with the actions of every worker.
+            last: True runs the orders even after ``halt``, to complete micro-batches that were in flight then.
+
+        Yields:
+            The reports of each order: one list per stage and replica, in this order, with one report per mini-batch.
 
         Raises:
-            StageError, LinkError: the first failure; the other workers are aborted at once.
+            StageError, LinkError: the first failure of a worker; the other workers are aborted at once.
         """
         while (last or not self._halted) and (order := next(orders, None)) is not None:
             reports = self._run_segment(order, schedules(order.rows))
@@ -106,15 +109,15 @@ class LocalFleet:
             yield reports
 
     def halt(self) -> None:
-        """Stop after the current segment, from another thread; later runs carry out nothing."""
+        """Let ``run`` end after its current order. Later runs do nothing, unless ``last`` is True. Thread-safe."""
         self._halted = True
 
     def makers(self, reports: Sequence[StepReport]) -> tuple[dict[str, Any], ...]:
-        """Return no process facts: stages in threads have no process of their own."""
+        """Return an empty tuple. A Fleet returns facts on the process of each stage here; threads have none."""
         return ()
 
     def spans(self) -> list[Span]:
-        """Return the spans of the last segment run with keep_spans, of all stages."""
+        """Return the timed actions of all stages in the last order that had ``keep_spans``; empty before."""
         return self._spans
 
     def save(self, folder: str) -> None:
@@ -123,7 +126,7 @@ class LocalFleet:
             writer.begin(folder)
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until every stage has written its part of checkpoint ``folder``; return the manifest's entries."""
+        """Wait until every stage has written its files of checkpoint ``folder``; return the manifest's entries."""
         entries = entries_of(self._writers, folder, SAVE_TIMEOUT_S)
         saved = [entry for entry in entries if entry is not None]
         if len(saved) < len(entries):
@@ -131,12 +134,12 @@ class LocalFleet:
         return saved
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
-        """Load checkpoint ``folder`` on every stage, except for these options of the optimizer."""
+        """Load checkpoint ``folder`` on every stage; optimizer options in ``fresh`` keep their present values."""
         for executor in self.executors:
             executor.restore(folder, fresh)
 
     def stop(self) -> None:
-        """Close the channels and the data; safe to call twice."""
+        """End the threads, wait for checkpoint files being written, and close data and channels; safe to call twice."""
         self._pool.close()
         for writer in self._writers:
             writer.close()
@@ -169,7 +172,7 @@ class LocalFleet:
     def _gather(
         self, outcomes: SimpleQueue[_Outcome]
     ) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
-        """Return the reports by worker, and the first failure, preferably a StageError; abort the other workers."""
+        """Return (reports by worker, the first StageError or else the first failure or None); a failure aborts all."""
         by_worker: dict[int, list[list[StepReport]]] = {}
         failure: BaseException | None = None
         for _ in self.executors:
@@ -193,7 +196,7 @@ def _next(outcomes: SimpleQueue[_Outcome]) -> _Outcome:
 
 
 def _with_own_functions(setup: GenerationSetup, placement: Placement) -> GenerationSetup:
-    """Copy the stage functions for another replica: they bind parameters to modules, so threads must not share them."""
+    """Return a setup with copies of a replica's stage functions, which bind parameters and so serve one thread only."""
     programs = [
         replace(program, train=copy(program.train), eval=copy(program.eval)) if stage in placement.stages else program
         for stage, program in enumerate(setup.programs)

@@ -14,11 +14,11 @@ backward is split to be timed, it begins after the backward. The bits are the sa
 All messages are sent before any is waited for, so stages of one worker cannot wait for each other. Worker 0 finishes
 its backwards last, so all other norms have arrived by the time it has its own.
 
-Among replicas, which have equal gradients, the leader exchanges these messages with other workers and forwards received
-ones to the other replicas. These notify the leader when they have all gradients, on the last stage together with their
-losses; the leader sends its norms only after that. So when a worker receives the total norm, every worker has all its
-gradients. With a sharded optimizer the replicas also send the norms of their blocks, from which the leader computes the
-norms of parameters.
+Replicas of a stage have equal gradients after their all-reduce. Only their leader (the first) exchanges gradients of
+shared parameters and norms with other workers, and forwards what it receives to its replicas. The replicas notify the
+leader when they have all gradients, on the last stage together with their losses. The leader sends its norms only after
+that, so when a worker receives the total norm, every worker has all its gradients. With a sharded optimizer the
+replicas also send the norms of their blocks, from which the leader computes the norms of parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ READY: Tensors = (None,)
 
 
 class _StageLink:
-    """Messages between one stage and its replicas; see ``all_reduce.ReplicaLink``. Used by one thread at a time."""
+    """Link for messages between the replicas of one stage (``all_reduce.ReplicaLink``), for one thread at a time."""
 
     def __init__(self, work: StageWork, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
         self._work, self._channels, self._timeout_s = work, channels, timeout_s
@@ -79,9 +79,9 @@ def all_reduces(
     device: Device,
     settings: Settings,
 ) -> dict[int, AllReduce]:
-    """Create the exchange with the replicas of each of a worker's stages.
+    """Create the gradient exchange between replicas for each of a worker's stages, by stage.
 
-    With shard_optimizer, the stages' optimizers step slices from now on.
+    With ``settings.shard_optimizer``, the stages' optimizers step only this worker's slices from now on.
     """
     shards, by_stage = is_sharded(placement, settings), {}
     for stage, work in works.items():
@@ -93,7 +93,10 @@ def all_reduces(
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Map the positions of backwards that are the last of their stage's update to the update's last micro-batch."""
+    """Find, in a worker's actions, the last backward before each REDUCE_GRAD of its stage.
+
+    The result maps the backward's index to the micro-batch of the REDUCE_GRAD.
+    """
     closing: dict[int, int] = {}
     newest: dict[int, int] = {}
     for place, action in enumerate(row):
@@ -108,10 +111,10 @@ class Reduction:
     """Runner of REDUCE_GRAD and REDUCE_NORM on one worker.
 
     Args:
-        sinks, updates: gradient sums and updates of this worker's stages.
-        exchanges: all-reduces with the replicas of these stages.
-        send: (worker, action, tensors) sends a message.
-        receive: (worker, the sender's action) waits for a message.
+        programs: programs of all stages.
+        sinks, updates, exchanges: gradient sums, optimizer updates and all-reduces of this worker's stages, by stage.
+        send: sends a message: (worker, action that names it, tensors).
+        receive: waits for a message: (worker, action that names it) -> tensors.
     """
 
     def __init__(
@@ -135,7 +138,10 @@ class Reduction:
         self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """Close the gradients of a stage's update; after the worker's last stage, fill every ``parameter.grad``."""
+        """Sum the gradients of a stage's update over replicas; after the last of the worker's stages, over stages too.
+
+        Every ``parameter.grad`` is set then. If the update has to be deferred, nothing is done.
+        """
         if not self._updates[stage].begin():
             return
         self._exchanges[stage].run(microbatch)
@@ -163,7 +169,7 @@ class Reduction:
             self._updates[stage].average()
 
     def _recv_shared(self, worker: int, action: Action) -> Tensors:
-        """Receive a message of another worker; the leading replica forwards it to the others."""
+        """Receive a message that ``worker`` sent to the first replica, which forwards it to the others here."""
         if not self._placement.leads:
             return self._receive(self._placement.replicas[0], action)
         tensors = self._receive(worker, action)
@@ -174,14 +180,14 @@ class Reduction:
     def norm(
         self, stage: int, microbatch: int, losses: Sequence[LossTerm], *, with_frozen: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (gradient norm of the whole model, loss), equal on every stage; computed once per worker.
+        """Return (gradient norm of the whole model, loss), scalars, equal on every stage.
 
-        The total is the norm of the stacked norms in the order of the user's named_parameters(), as torch computes it,
-        so it does not depend on the partition.
+        Messages are exchanged in the call for the first of the worker's stages. The norm does not depend on the
+        partition: it is the norm of the parameters' norms in the order of the user's named_parameters(), as in torch.
 
         Args:
             losses: terms of the mini-batch's loss, if this worker holds the last stage; else empty.
-            with_frozen: workers whose stages have no backward wait for it too, as in ``Wiring.normed_with``.
+            with_frozen: True if workers whose stages have no backward get the result too, as in ``Wiring.normed_with``.
         """
         totals = self._known = self._known or self._norm(microbatch, losses, with_frozen)
         self._served.add(stage)
@@ -215,7 +221,7 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Return the loss without a norm exchange, on the leading replica of the last stage; None on other workers."""
+        """Return the loss, summed over replicas, without a norm. None on all but the last stage's first replica."""
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)
         action = Action(self._placement.first_stage(self._placement.worker), Op.REDUCE_NORM, microbatch)
@@ -231,9 +237,9 @@ class Reduction:
         of_parts: Sequence[Sequence[torch.Tensor | None]],
         with_frozen: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute (gradient norm, loss) along the chain of leading workers: down to the first, and back up.
+        """Compute (gradient norm, loss) with the other leading workers: norms go down to the first, totals back up.
 
-        ``of_parts`` has all replicas' slice norms, by stage of this worker; empty without sharded optimizer state.
+        ``of_parts`` has, for each stage of this worker, ``Update.part_norms`` of all replicas; empty if not sharded.
         """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable

@@ -1,4 +1,4 @@
-"""Configuration of a worker: the part that no plan changes, and the part that every plan sets.
+"""Configuration of a worker: the part that is fixed for a run, and the part that each plan sets anew.
 
 RunSetup          optimizer, scheduler, data, settings, folder              once per process
 GenerationSetup   stages, their workers, weight versions, codecs            with every plan; the state stays
@@ -25,25 +25,25 @@ OPEN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """Configuration of a worker for a run, independent of the plan.
+    """Configuration of a worker that is fixed for a run, independent of the plan.
 
     Attributes:
         make_optimizer: function that creates an optimizer from [(name, parameter)].
         make_scheduler: function that creates a learning-rate scheduler from an optimizer; None for a constant rate.
         sources: data by mode: "train" and, for evaluation, "eval".
         settings: settings that no re-plan changes.
-        persistent: names of the tensors in a checkpoint.
+        persistent: names of the parameters and buffers that checkpoints contain.
         place: the run's folder, for checkpoints; None for a run that saves nothing.
-        run_id: identifies the run; links check it.
-        secret: shared by the workers of this run; links of "tcp" authenticate with it.
+        run_id: identifier of the run, checked when a link is opened.
+        secret: key shared by the workers of this run, with which links of "tcp" authenticate.
         transport: transport of boundary tensors; see PipelineConfig.
-        link_ports: lowest and highest port that links may use.
+        link_ports: lowest and highest port that links may use; None for any port.
         link_checksum: "auto", "on" or "off"; see PipelineConfig.
-        open_timeout_s: deadline for opening all links.
+        open_timeout_s: seconds within which all links must be open.
         driver_grace_s: seconds without a call of the driver after which a worker ends itself.
-        worker_price_per_hour: for the driver's cost meter; None counts nothing.
+        worker_price_per_hour: price of one worker, for the driver's cost meter; None counts no costs.
         metrics: evaluation metrics by name; the last stage computes them.
-        token_column: column of token ids; None without one.
+        token_column: data column of token ids, for counting tokens; None if there is no such column.
         compile_stages: see PipelineConfig.
         torch_settings: global torch settings for worker processes; empty for threads of the process that has them.
         working_folder: working folder of the planning process; "" for threads of that process. See
@@ -73,17 +73,17 @@ class RunSetup:
 
 @dataclass(frozen=True, slots=True)
 class GenerationSetup:
-    """Configuration of the workers that one plan sets.
+    """Configuration of the workers that a plan sets.
 
     Attributes:
         programs: programs of all stages, in order.
-        homes: workers that hold each stage: ``Wiring.homes``.
-        weights: weight versions, and the norm that is clipped.
+        homes: for each stage, the workers that hold it: ``Wiring.homes``.
+        weights: policy for weight versions, update intervals and the norm that is clipped.
         codecs: default codecs of the messages between stages; orders may replace them.
         generation: number of the plan; segments of other plans are refused.
-        addresses: endpoints of all workers; empty before the links are opened.
+        addresses: network addresses of all workers; empty before the links are opened.
         recompute: by stage, True for activation recomputation; empty for no stage.
-        lanes: number of gradient-accumulation lanes: ``Wiring.lanes``.
+        lanes: number of gradient-accumulation lanes, to which micro-batches are assigned in turn: ``Wiring.lanes``.
     """
 
     programs: Sequence[StageProgram]
@@ -100,5 +100,5 @@ class GenerationSetup:
         return self.placement(0).num_workers
 
     def placement(self, worker: int) -> Placement:
-        """Return the assignment of stages to workers, seen from one worker."""
+        """Return the assignment of stages to workers, from the point of view of ``worker``."""
         return Placement(self.homes, worker, self.lanes)

@@ -1,6 +1,6 @@
 """Runner of one stage's actions (forwards, backwards, messages to other stages), which counts their times and bytes.
 
-The executor calls it for one action at a time, in the order of its worker's row.
+The executor calls the runner for one action at a time, in the order of the worker's schedule.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from raypipe.ir.timeline import Span
 
 Tensors = tuple[torch.Tensor, ...]
 Totals = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Gradient norm and loss of a mini-batch, scalars; None if unknown on this worker."""
+"""(Gradient norm of the model, loss of a mini-batch), scalars on the device; None for each that a worker lacks."""
 
 
 @dataclass(slots=True)
@@ -69,20 +69,20 @@ class StepCounters:
 
     @classmethod
     def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create counters at the beginning of a mini-batch; the activations of ``in_flight`` micro-batches are held."""
+        """Create a mini-batch's counters; ``in_flight`` micro-batches are stashed; ``measure`` times messages."""
         if not measure:
             return cls(in_flight)
         ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)
         return cls(in_flight, {Op.RECV_F: ahead, Op.RECV_B: back})
 
     def sent(self, uncompressed_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
-        """Count a message to a worker with later stages (``ahead``) or with earlier ones."""
+        """Count the bytes of a message sent to a worker with later stages (``ahead``) or with earlier ones."""
         direction = 0 if ahead else 1
         self.uncompressed_bytes[direction] += uncompressed_bytes
         self.sent_bytes[direction] += wire_bytes
 
     def received(self, op: Op, message: Message, *, crossed: bool) -> None:
-        """Add a received message to ``times`` if messages are timed and it ``crossed`` a link between workers."""
+        """Add a received message to ``times``, if messages are timed and it came from another worker (crossed)."""
         stamp = message.stamp
         if self.times and crossed:
             raw_bytes = sum(x.nbytes for x in message if x is not None)
@@ -90,8 +90,9 @@ class StepCounters:
 
 
 SPLIT_FIRST, SPLIT_EVERY = 4, 8
-"""Measured steps that time a split backward, one backward each: the first 4 steps, then every eighth step. With many
-small layers a split backward takes up to twice as long as a whole one.
+"""Steps that split one backward, to time its input and weight parts: the first SPLIT_FIRST, then one in SPLIT_EVERY.
+
+Not every step does, because with many small layers a split backward takes up to twice as long as a whole one.
 """
 
 
@@ -100,7 +101,8 @@ class StageWork:
 
     Args:
         stage: index in ``setup.programs``.
-        channels: by neighbour stage, and then by lane, the channel to the worker that has the lane's micro-batches.
+        channels: by neighbour stage (previous or next), one channel per gradient-accumulation lane, to the worker that
+            computes the lane's micro-batches there.
     """
 
     def __init__(
@@ -156,13 +158,13 @@ class StageWork:
         return "train" if self._training else "eval"
 
     def use_codecs(self, ahead: Codec, back: Codec) -> None:
-        """Set the codecs of forward (``ahead``) and backward messages; messages to co-located stages have none."""
+        """Set the codecs of forward (``ahead``) and backward messages. A stage on the same worker gets no codec."""
         self._codecs = Codecs(
             NONE if self.stage + 1 in self._co_located else ahead, NONE if self.stage - 1 in self._co_located else back
         )
 
     def begin_segment(self, segment: Segment, *, training: bool) -> None:
-        """Begin a segment; the following actions belong to it."""
+        """Prepare buffers, metrics and weight versions for the actions of a segment of training or evaluation."""
         self._segment, self._training = segment, training
         self.buffers.begin(training=training, anew=segment.offset == 0)
         if self._metrics is not None and not training and segment.offset == 0:
@@ -171,14 +173,14 @@ class StageWork:
             self.ring.begin(segment.first_microbatch, segment.interval)
 
     def drop(self) -> None:
-        """Drop all micro-batches in flight and their activations; the step is aborted."""
+        """Drop all micro-batches in flight with their activations, after the step was aborted."""
         self._stash.drop()
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
-        """Reset the counters for a mini-batch of the segment.
+        """Reset losses and counters for a mini-batch, given by its index in the segment.
 
-        With ``measure``, messages are timed, and in some steps the input and weight parts of one backward.
+        ``measure`` times the messages, and in some steps (SPLIT_EVERY) the input and weight parts of one backward.
         """
         segment = self._segment
         count = len(segment.microbatch_samples)
@@ -195,19 +197,22 @@ class StageWork:
         self._output_grad_tensors.clear()
 
     def waited(self, seconds: float) -> None:
-        """Add seconds of waiting for a message of another stage or of a replica."""
+        """Add seconds of waiting for a message to the counters."""
         self.counters.wait_s += seconds
 
     def report(
         self, order: Order, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
         *, alone: bool,
     ) -> StepReport:  # fmt: skip
-        """Create the report on the mini-batch that ends.
+        """Create this stage's report on the mini-batch that ends.
 
         Args:
-            during_s: begin and end, in seconds of ``time.monotonic``.
+            during_s: begin and end of the mini-batch, in seconds of ``time.monotonic``.
             spans: timed actions of this stage.
-            alone: True if the norm in ``totals`` is the norm of this stage, False if it is that of the model.
+            alone: True if the norm in ``totals`` is that of this stage, False if it is that of the model.
+
+        Raises:
+            StageError: a buffer changed that replicas must have equal; see ``StageBuffers.check``.
         """
         counters, (norm, loss) = self.counters, totals
         loss_value, norm_value = self._transfer.read((loss, norm), TransferKind.LOSS)
@@ -240,7 +245,7 @@ class StageWork:
         )
 
     def do(self, action: Action) -> None:
-        """Run any action except the end of an update."""
+        """Run a forward, backward, send or receive. F and B also exchange messages with stages of the same worker."""
         stage, op, microbatch = action
         match op:
             case Op.F:
@@ -291,7 +296,7 @@ class StageWork:
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
 
     def _bind(self, microbatch: int, stamp: int) -> Callable[[ForwardInputs], Tensors]:
-        """Bind weights, of version ``stamp`` if it was sent, and random key of a micro-batch to the function."""
+        """Return the stage's function, bound to a micro-batch's random key and weights (version ``stamp`` if sent)."""
         function = self._modes[self._mode]
         leaves: Sequence[torch.Tensor]
         if not self._training:
@@ -335,7 +340,7 @@ class StageWork:
         arguments: ForwardInputs,
         microbatch: int,
     ) -> None:
-        """Add a note to an exception of the user's code, with a sample that raises the same exception by itself."""
+        """Add a note to an exception of the user's code, if one sample raises the same type of exception by itself."""
         _, position, samples = self._segment.locate(microbatch)
 
         def run(rows: ForwardInputs) -> None:
@@ -351,7 +356,7 @@ class StageWork:
                 error.add_note(of_failing_row(source, self._segment.epoch, position + row, arguments.columns, row))
 
     def _lane(self, microbatch: int) -> int:
-        """Return the lane of a micro-batch; evaluations run on leading workers, which have lane 0."""
+        """Return the gradient-accumulation lane of a micro-batch; 0 in evaluation, which only first replicas run."""
         segment = self._segment
         index = microbatch - segment.first_microbatch
         return lane_of(index, segment.interval, self._placement.lanes) if self._training else 0
@@ -371,7 +376,7 @@ class StageWork:
             self._stash.backward(microbatch)
 
     def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
-        """Record the parts of the loss, and store their weights as gradients of the last stage's outputs."""
+        """Record the parts of a micro-batch's loss; in training, store their weights as gradients for the backward."""
         counted = list(zip(counting(data.weights), parts, strict=True))
         self._losses += [(microbatch, at, part, data.shares[at]) for at, part in counted]
         if self._training and counted:
@@ -389,14 +394,14 @@ class StageWork:
         return self._output_grad_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:
-        """Return the mini-batch's loss so far, or one part of it: the weighted sum in the order of the micro-batches.
+        """Return the loss of the mini-batch so far, a scalar: the weighted sum over micro-batches, in their order.
 
-        None before the first loss, and on all stages but the last.
+        ``part`` selects one part of a loss that has several. None before the first loss, and on all but the last stage.
         """
         return summed([term for term in self.loss_terms() if part in (None, term.part)])
 
     def loss_terms(self) -> list[LossTerm]:
-        """List the weighted parts of the micro-batches' losses, which ``loss`` sums."""
+        """List the weighted parts of the losses of this mini-batch's micro-batches, in at least fp32."""
         # A 16-bit sum would stop growing after a few hundred micro-batches.
         return [
             LossTerm(m, at, loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share)
@@ -404,12 +409,12 @@ class StageWork:
         ]
 
     def _averages(self) -> tuple[tuple[float, float], ...]:
-        """Return, for each part of the loss, (its average in an evaluation's mini-batch, number of items averaged)."""
+        """Return (average over an evaluation's mini-batch or NaN, number of items) for each part of the loss."""
         losses = self._transfer.read([self.loss(part) for part in range(len(self.feed.items))], TransferKind.LOSS)
         return tuple((math.nan if loss is None else loss, n) for loss, n in zip(losses, self.feed.items, strict=True))
 
     def _results(self) -> tuple[tuple[str, float], ...]:
-        """Return (name, value) of each metric after the last sample of an evaluation, and an empty tuple before."""
+        """Return (name, value) of each metric after the last mini-batch of an evaluation, else an empty tuple."""
         end = self._segment.offset + self._segment.minibatch_samples
         if self._metrics is None or self._training or end < self._num_to_evaluate:
             return ()
@@ -437,7 +442,7 @@ class StageWork:
         self._stash.set_output_grads(microbatch, self._recv(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
 
     def _recv(self, op: Op, peer: int, action: Action) -> Message:
-        """Receive an activation or a gradient, move it to the device, and time the message if it is measured."""
+        """Receive the message ``action`` from stage ``peer`` for operation ``op``; move its tensors to the device."""
         begin_s = time.monotonic()
         try:
             message = self._channels[peer][self._lane(action.microbatch)].recv(action, self.settings.timeout_s)
@@ -455,7 +460,7 @@ class StageWork:
 def _sink_and_ring(
     program: StageProgram, state: StageState, run: RunSetup, setup: GenerationSetup, placement: Placement
 ) -> tuple[GradientSink, WeightRing]:
-    """Create the gradient accumulators and the weight versions of a stage."""
+    """Create the gradient accumulators and the ring of weight versions of a stage."""
     weights, replicas = setup.weights, len(placement.replicas)
     apart = run.settings.codec_sums != "none" or weights.puts_off
     sink = GradientSink(program, state.parameters, placement.lanes, exchanged=replicas > 1, apart=apart)

@@ -57,7 +57,7 @@ _USUAL = {"get_default_dtype": torch.float32, "get_float32_matmul_precision": "h
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """Settings of one process.
+    """Process-wide settings of torch, as read in one process.
 
     Attributes:
         values: (name below ``torch``, value) of the settings that this version of torch can read.
@@ -83,11 +83,11 @@ class TorchSettings:
                 ) from error
 
     def changed(self) -> list[str]:
-        """List the settings that differ in this process now."""
+        """List the names of these settings that have another value in this process now."""
         return [name for name, value in self.values if _read(name) != value]
 
     def unusual(self) -> dict[str, str]:
-        """Return settings that change bits on any device and differ from torch's defaults, by name."""
+        """Return {name: value} of the default dtype and the matmul precision, if they differ from torch's defaults."""
         return {f"torch.{name}()": str(value) for name, value in self.values if _USUAL.get(name, value) != value}
 
 
@@ -99,7 +99,7 @@ def torch_settings() -> TorchSettings:
 
 
 def _read(name: str) -> Any:
-    """Read a setting; None if this torch version lacks it, or if its newer alias was set."""
+    """Read a setting by its name below ``torch``; None if this torch lacks it, or if its newer alias was set."""
     try:
         value = _below_torch(name)
         return value() if name in _BY_FUNCTIONS else value
@@ -122,7 +122,7 @@ def _below_torch(name: str) -> Any:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Set one intra-op thread inside, and restore the caller's number afterwards."""
+    """Limit torch to one intra-op thread inside the context, and restore the previous number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

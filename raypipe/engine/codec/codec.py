@@ -1,6 +1,6 @@
-"""Codec of a tensor and its bytes on the wire: known to both ends before a byte is sent.
+"""Codec of a tensor and its size in bytes on the wire, which type and shape determine before a byte is sent.
 
-A stage on a GPU encodes and decodes itself; its tensors cross a link as CodedTensor:
+A stage on a GPU encodes and decodes there. A link between hosts then carries its tensors as CodedTensor:
 
     device   encode --> wire bytes --copy--> CodedTensor --> frame --> link --> frame --> CodedTensor --copy--> decode
 """
@@ -18,10 +18,10 @@ from raypipe.errors import ConfigError
 from raypipe.ir.schedule import Op
 
 BLOCK = 128
-"""Elements that share a scale."""
+"""Number of consecutive elements that share one 4-byte scale, in int8, fp8 and int4."""
 
 CODECS = ("none", "bf16", "fp16", "int8", "fp8", "int4")
-"""The position is the code on the wire: append only."""
+"""Names of the codecs. The index of a name is its code on the wire, so new names may only be appended."""
 
 _AT_RANDOM = ("int8", "int4")
 
@@ -38,11 +38,11 @@ class Codec:
 
     Attributes:
         name: one of CODECS.
-        rounding_seed: for int8 and int4; rounds at random, with the true value as the mean. Draws of a message are a
-            function of this seed, its action and the position in it. None rounds to nearest.
+        rounding_seed: seed of stochastic rounding, for int8 and int4. The draws of a message are a function of this
+            seed, the message's action and the position in the message. None rounds to nearest.
 
     Raises:
-        ConfigError: no such codec, or a seed for one that does not round at random.
+        ConfigError: the name is unknown, or a codec other than int8 and int4 has a seed.
     """
 
     name: str = "none"
@@ -68,14 +68,14 @@ class Codecs(NamedTuple):
     backward: Codec = NONE
 
     def of(self, op: Op) -> Codec:
-        """Return the codec of an operation's messages: NONE, but for activations and their gradients."""
+        """Return the codec of the messages of SEND_F (activations) or SEND_B (their gradients); NONE for others."""
         if op is Op.SEND_F:
             return self.forward
         return self.backward if op is Op.SEND_B else NONE
 
 
 def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs) -> tuple[int, int]:
-    """Return (bytes of the tensors, bytes on the wire) of a message, without padding."""
+    """Return (bytes of a message's tensors, bytes of the message on the wire), without padding and header."""
     plain = sum(x.nbytes for x in tensors if x is not None)
     name = codecs.of(op).name
     if name == "none":
@@ -89,12 +89,12 @@ def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs
 
 
 def travels_coded(name: str, op: Op, tensor: torch.Tensor) -> bool:
-    """Return True if a codec is meant for a tensor: forward only for tensors that require a gradient."""
+    """Return True if a tensor of a message is to be encoded. In a forward message it must require a gradient."""
     return name != "none" and (op is not Op.SEND_F or tensor.requires_grad)
 
 
 def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
-    """Return the bytes on the wire of ``elements`` distinct elements."""
+    """Return the bytes of ``elements`` distinct elements after encoding by the codec ``name``."""
     match name:
         case "none":
             return elements * dtype.itemsize
@@ -107,19 +107,19 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
 
 
 def applies(name: str, dtype: torch.dtype, elements: int) -> bool:
-    """Return True if a codec takes a type and makes it smaller: a lone 32-bit number would grow by its scale."""
+    """Return True if a codec supports a dtype and saves bytes: its scale would make a single element larger."""
     return dtype in _TAKES[name] and wire_bytes(name, dtype, elements) < elements * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedTensor:
-    """Tensor in the bytes of its codec, between a link and a device that encodes and decodes itself.
+    """Encoded tensor, as exchanged between a link and a device that encodes and decodes tensors itself.
 
     Attributes:
-        wire: uint8, shape (wire bytes,), in host memory.
-        codec: its name.
-        dtype, shape, strides, requires_grad: of the tensor, which is dense or expanded.
-        elements: distinct ones.
+        wire: encoded bytes, uint8, shape (wire bytes,).
+        codec: name of the codec.
+        dtype, shape, strides, requires_grad: properties of the decoded tensor, which is dense or expanded.
+        elements: number of distinct elements.
     """
 
     wire: torch.Tensor

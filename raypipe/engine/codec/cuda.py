@@ -2,10 +2,10 @@
 
     flat --(its address, no copy)--> kernel of kernels.cu in torch's current stream --> wire
 
-They compute the bits of ``host``. NVRTC compiles the kernels when a process first uses them on a device, and CuPy keeps
-them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call. A kernel takes
-15 to 30 us for 64 MiB, so what surrounds its launch is kept: the kernel found by name, and CuPy's view of the stream
-(see docs/design/0046).
+The kernels compute the same bits as ``host``. NVRTC compiles them when a process first uses them on a device, and CuPy
+keeps them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call. A kernel
+takes 15 to 30 us for 64 MiB. So the kernel found by name and CuPy's view of the stream are cached, to keep a launch
+short (see docs/design/0046).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = ("--std=c++17",)
 """Options of NVRTC. CuPy adds -ftz=true, which kernels.cu provides for."""
 
 THREADS = 256
-"""Threads of a block, a multiple of 32."""
+"""Number of threads in a CUDA thread block, a multiple of 32."""
 
 _TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _F32 = (torch.float32,)
@@ -33,16 +33,16 @@ _F32 = (torch.float32,)
 KERNELS: dict[str, tuple[torch.dtype, ...]] = {
     "bf16": _F32, "fp16": _F32, "int8": tuple(_TYPES), "fp8": tuple(_TYPES), "int4": tuple(_TYPES),
 }  # fmt: skip
-"""Types that each codec takes."""
+"""Dtypes that each codec supports."""
 
 
 def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
-    """Return the name of a kernel in the source, whose ``way`` is "encode" or "decode"."""
+    """Return the name in kernels.cu of a codec's kernel; ``way`` is "encode" or "decode"."""
     return f"{way}_{name}_{_TYPES[dtype]}"
 
 
 def grid_of(kernel: str, elements: int) -> int:
-    """Return the number of thread blocks of a launch: a thread has 4 elements, or 16 if 8 threads share a scale."""
+    """Return the number of thread blocks of a launch. A thread has 4 elements in bf16 and fp16, else 16."""
     of_thread = 4 if kernel.split("_")[1] in ("bf16", "fp16") else BLOCK // 8
     return -(-elements // (of_thread * THREADS))
 
@@ -71,18 +71,18 @@ def _launch(kernel: str, source: torch.Tensor, into: torch.Tensor, elements: int
 
 
 class _Handle(NamedTuple):
-    """Stream of torch in the form that CuPy takes."""
+    """Adapter that presents a stream of torch to CuPy."""
 
     address: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """(version of the protocol, cudaStream_t); see CUDA's stream protocol."""
+        """Return (version of CUDA's stream protocol, cudaStream_t as an integer)."""
         return 0, self.address
 
 
 @functools.cache
 def _stream(address: int, device: int) -> Any:
-    """Return CuPy's view of a stream of the current device; torch's streams come from pools and are never destroyed."""
+    """Return CuPy's view of a torch stream of the current device. Caching is safe: torch never destroys its streams."""
     from cupy.cuda import Stream
 
     return Stream.from_external(_Handle(address)) if address else Stream.null
@@ -90,7 +90,7 @@ def _stream(address: int, device: int) -> Any:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    """Return a kernel, which CuPy loads on each device that launches it."""
+    """Return the kernel ``name`` of kernels.cu. CuPy loads it on each device that launches it."""
     return _module().get_function(name)
 
 

@@ -11,9 +11,9 @@ or 7. Blockwise 8-bit quantisation as in Dettmers et al. (arXiv:2110.02861), wit
 as in Micikevicius et al. (arXiv:2209.05433); stochastic rounding as in Gupta et al. (arXiv:1502.02551), with draws that
 are a function of key and position: no generator has state, and parts of a tensor may be encoded in any order.
 
-A block whose scale would be denormal arrives as zeros, so that nothing depends on a processor's flushing of denormals.
-``kernels.cu`` computes the same bits, except the payload of a NaN, in one pass over a GPU's memory. Here one core per
-link's thread computes them (docs/results/codec.md), in parts whose copies stay in its cache.
+A block whose scale would be denormal is decoded as zeros, so that nothing depends on a processor's flushing of
+denormals. ``kernels.cu`` computes the same bits, except the payload of a NaN, in one pass over a GPU's memory. Here the
+thread of each link uses one core (docs/results/codec.md), and encodes in parts that fit in the core's cache.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from raypipe.engine.codec.codec import BLOCK, wire_bytes
 from raypipe.engine.torch_settings import one_thread
 
 PART = 1024 * BLOCK
-"""Elements of a part."""
+"""Number of elements that are encoded or decoded at a time, so that intermediate values stay in the cache."""
 
 DRAW = 2.0**-16
-"""Steps that a draw of 1 stands for."""
+"""Factor from the int16 of ``draws`` to the offset that is added before rounding, in units of the block's scale."""
 _MOST = float(np.finfo(np.float32).max)
 
 
 class Levels(NamedTuple):
-    """Range that the elements of a block are scaled to.
+    """Range of a codec's codes, to which the elements of a block are scaled.
 
     Attributes:
         most: largest magnitude of a code.
-        least: blocks whose largest magnitude is below it arrive as zeros; ``most`` times the least normal number is
-            just below.
+        least: power of two just above ``most`` times the smallest normal float32. A block whose largest magnitude is
+            below ``least`` is decoded as zeros.
     """
 
     most: int
@@ -51,7 +51,7 @@ class Levels(NamedTuple):
 
     @property
     def most_scale(self) -> float:
-        """The largest scale that does not overflow when it is multiplied by ``most``."""
+        """Largest scale whose product with ``most`` is finite in float32."""
         return float(np.nextafter(np.float32(_MOST / self.most), np.float32(0)))
 
 
@@ -63,19 +63,19 @@ _LEVELS = {"int8": INT8, "fp8": FP8, "int4": INT4}
 
 
 def one_core() -> None:
-    """Keep the codecs of the calling thread, a link's, on one core: the others compute."""
+    """Limit torch to one thread in the calling thread, which serves a link; other cores are for computing threads."""
     if not getattr(_local, "one_core", False):
         torch.set_num_threads(1)
         _local.one_core = True
 
 
 def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
-    """Fill ``wire`` from ``flat``.
+    """Encode ``flat`` into ``wire``.
 
     Args:
-        name: codec that supports the tensor, not "none".
-        flat: (elements,), contiguous, without a gradient.
-        wire: (wire bytes,) of uint8, at a multiple of 4 bytes.
+        name: codec that supports the tensor's dtype, not "none".
+        flat: tensor to encode, shape (elements,), contiguous, without requires_grad.
+        wire: memory for the encoded bytes, uint8, shape (wire bytes,), aligned to 4 bytes.
         key: key of stochastic rounding, for int8 and int4; None rounds to nearest.
     """
     if name in _HALVES:
@@ -107,7 +107,7 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
 
 
 def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
-    """Fill ``flat``, of the type that the sender had, from ``wire``; any bytes give some numbers."""
+    """Decode ``wire`` into ``flat``, shape (elements,), of the encoded dtype. No content of ``wire`` raises."""
     if name in _HALVES:
         flat.copy_(wire.view(_HALVES[name]))
         return
@@ -126,7 +126,10 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _scales_of(largest: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors of codes and of elements, by the largest magnitude of each block; float32."""
+    """Return (scales that decode codes, inverse scales that encode elements), both float32 of shape (blocks,).
+
+    ``largest`` has the largest magnitude of each block.
+    """
     most, least = levels.most, levels.least
     with np.errstate(all="ignore"):
         finite = np.where(largest <= _MOST, np.minimum(largest / most, levels.most_scale), np.nan)
@@ -135,10 +138,10 @@ def _scales_of(largest: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndar
 
 
 def draws(key: int, start: int, count: int) -> np.ndarray:
-    """Draw int16 for positions ``start``, an even number, to ``start + count``: odd, and as often above 0 as below.
+    """Return pseudo-random odd int16, shape (count,), for the elements from position ``start``, which must be even.
 
-    Times DRAW they are uniform in (-1/2, 1/2), and added to an element in steps they round it stochastically. They have
-    so few bits that adding one to a whole number of steps is exact: a whole number stays as it is.
+    Multiplied by DRAW they are uniform in (-1/2, 1/2), symmetric about 0. Adding one to an element divided by its
+    scale, and then rounding to nearest, rounds the element stochastically. A whole number is never changed.
     """
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     # One word for two neighbours. Multiply, shift and fold, as in Wellons' "lowbias32"; the key comes in twice.
@@ -156,26 +159,26 @@ def draws(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _pack(whole: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Pack whole numbers from -7 to 7, as float32, two to a byte; an empty half is 0."""
+    """Pack ``whole``, float32 integers from -7 to 7, into ``pairs``, two to a byte; an unused last half byte is 0."""
     nibbles = whole.to(torch.int8).view(torch.uint8) & 0x0F
     pairs.copy_(nibbles[0::2])
     pairs[: whole.numel() // 2] |= nibbles[1::2] << 4
 
 
 def _unpacked(pairs: torch.Tensor) -> torch.Tensor:
-    """Unpack two int8 from each byte."""
+    """Return the two signed 4-bit integers of each byte, lower half first, as int8 of shape (2 * bytes,)."""
     signed = pairs.view(torch.int8)
     return torch.stack(((signed << 4) >> 4, signed >> 4), dim=1).view(-1)  # shifts to the right extend the sign
 
 
 def _scales_and_code(wire: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View the scales as float32, and the codes after them as uint8."""
+    """Return views of an encoded tensor: (scales, float32 of shape (blocks,); the codes after them, uint8)."""
     split = 4 * -(-elements // BLOCK)
     return wire[:split].view(torch.float32), wire[split:]
 
 
 def _scratch() -> torch.Tensor:
-    """Return memory of one part, kept by each thread: fresh pages would take as long as the arithmetic."""
+    """Return this thread's float32 scratch memory of PART elements. New memory would cost as much as the arithmetic."""
     scratch = getattr(_local, "scratch", None)
     if scratch is None:
         scratch = _local.scratch = torch.empty(PART)
@@ -183,7 +186,7 @@ def _scratch() -> torch.Tensor:
 
 
 def _parts(elements: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, width of a row) of each part; a shorter last block is a part of its own."""
+    """Yield (start, stop, elements per block) of each part of a tensor; a last block below BLOCK is a separate part."""
     whole = elements - elements % BLOCK
     for start in range(0, whole, PART):
         yield start, min(start + PART, whole), BLOCK
@@ -196,9 +199,10 @@ ROUNDS = 5
 
 
 def codec_cost(name: str) -> tuple[float, float, float]:
-    """Measure a codec of float32: (bytes before / bytes on the wire, seconds to encode a byte, seconds to decode one).
+    """Measure a codec: return (compression ratio, seconds to encode a byte, seconds to decode a byte).
 
-    Bytes are those before the codec. The quickest of a few rounds over 1 MiB, with one thread, in some milliseconds.
+    Bytes are those of the float32 tensor before encoding. Times are the shortest of ROUNDS rounds over 1 MiB on one
+    thread, which takes some milliseconds.
     """
     plain = torch.linspace(-3.0, 3.0, SAMPLE_ELEMENTS)
     wire = torch.empty(wire_bytes(name, plain.dtype, plain.numel()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""In-memory copies of a stage's state between two steps, for its own rollback and for other workers to hold.
+"""In-memory copies of a stage's state between two steps, for the stage's own rollback, and as backups on other workers.
 
     StageState --take(step)--> StageCopies      two copies, each one header and one block of memory
                                    | copy(step)             the same stage rolls back:  renew, load_stage
@@ -6,8 +6,9 @@
                                    v
                               HeldCopies --copy(step).piece()--> copy_source --> any stage, by name: load_stage
 
-A checkpoint holds the tensors that a stage is the first to own and that belong to the user's state_dict. A copy holds
-all tensors of the stage, also the buffers that are in no checkpoint: a forward may have changed them.
+A checkpoint holds the stage's tensors of the user's state_dict, except parameters that an earlier stage holds too. A
+copy holds all tensors of the stage. Its buffers that are in no checkpoint belong to it too: a forward may have changed
+them.
 """
 
 from __future__ import annotations

@@ -28,23 +28,26 @@ from raypipe.errors import CheckpointError
 TENSORS, OPTIMIZER = "tensors/", "optimizer/"
 """Prefixes of the names of parameters and buffers, and of optimizer entries ("key/parameter")."""
 COMMON = 0
-"""Number of the piece that is equal on all replicas; it is the whole copy if the optimizer's state is not sharded."""
+"""Number of the piece (part of a stage's copy) that is equal on all replicas: all of it without sharded optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyHeader:
-    """Header of one copy.
+    """Header of one copy of a stage's state, or of one piece of a copy.
+
+    A copy has several pieces if the replicas of the stage shard their optimizer's state.
 
     Attributes:
-        stage: number in the plan under which it was taken.
+        stage: number of the stage in the plan under which the copy was taken.
         step: number of optimizer steps done.
         updates: number of scheduler steps done.
         size_bytes: size of the block.
         table: tensors in the block, as in a safetensors header.
-        groups, scalars: see StageEntry.
-        mark: position in the stream that the stage reads, see raypipe.data.stream; None if it reads none.
-        piece: part of the stage's copy: COMMON, or 1 + replica for a replica's slices.
-        pieces: number of pieces with slices that make up a whole copy together with COMMON.
+        groups, scalars: optimizer options and state that is not in tensors; see StageEntry.
+        mark: position in the data stream that the stage reads, as fields of raypipe.data.stream.Mark; None if the stage
+            reads no stream.
+        piece: number of the piece: COMMON, or 1 + replica for the optimizer state that one replica holds.
+        pieces: number of pieces of the copy besides COMMON; 0 without sharded optimizer state.
     """
 
     stage: int
@@ -77,7 +80,7 @@ class CopyHeader:
         """Parse a header that ``to_json`` wrote.
 
         Raises:
-            CheckpointError: it is something else; names the field.
+            CheckpointError: ``data`` is no such header; names the field.
         """
         what = "The header of a copy"
         header = read_strictly(CopyHeader, parse_json(data, what), what)
@@ -88,22 +91,21 @@ class CopyHeader:
 
 
 class CopyPiece(NamedTuple):
-    """Piece of a stage's copy: its header, and the function that reads its tensors."""
+    """Copy of a stage's state, or one piece of it: the header, and the function that reads its tensors."""
 
     header: CopyHeader
     fetch: Fetch
 
 
 def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
-    """Join copies of stages, with all their pieces, into one source of state.
+    """Join copies of stages into one source of state; ``copies`` has all pieces of each.
 
-    A tensor in several copies is read from the first of them.
-
-    Tensors of a copy in this process are views of its memory, which a later copy overwrites: the caller must copy them.
+    A tensor that several copies hold is read from the first of them. Tensors read from a copy in this process are views
+    of its memory, which a later copy overwrites, so the caller must clone what is to be kept.
 
     Raises:
-        CheckpointError: a copy lacks a piece, pieces of a stage are of different steps, or copies of different numbers
-            of updates.
+        CheckpointError: a copy lacks a piece, pieces of one copy are of different steps, or copies with optimizer state
+            are of different numbers of updates.
     """
     by_stage: dict[int, list[CopyPiece]] = {}
     for copy in copies:
@@ -134,7 +136,7 @@ def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
 
 
 def _piece(copy: CopyPiece, title: str) -> StatePiece:
-    """Describe a copy as a piece of state; the names in its table have prefixes."""
+    """Convert a copy to the StatePiece that StoredState reads, without the prefixes of names in the copy's table."""
     header, infos = copy.header, copy.header.infos()
     entries = {}
     for stored in infos:
@@ -148,10 +150,10 @@ def _piece(copy: CopyPiece, title: str) -> StatePiece:
 
 
 def view_of(block: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """View a tensor of a block of uint8 that is aligned to 8 bytes; shares the block's memory."""
+    """Return a tensor as a view of ``block``, the uint8 memory of a copy, aligned to 8 bytes."""
     return block[info.begin : info.end].view(info.dtype).view(info.shape)
 
 
 def views_of(block: torch.Tensor) -> Fetch:
-    """Return the Fetch that reads tensors from a block in this process, as views of the block."""
+    """Return the function that reads tensors of a copy whose memory ``block`` is in this process, as views of it."""
     return lambda infos: (view_of(block, info) for info in infos)

@@ -1,5 +1,4 @@
-"""Copies of other workers' stages, or pieces of them, as they are received; an older one is kept until a newer one is
-complete.
+"""Copies of other workers' stage states, received as backups. An older copy is kept until a newer one is complete.
 
 begin(owner, header)    place(owner, step, offset, bytes) ...    the last byte completes it
 held    [step 10 whole] [step 20: 37 of 96 MB]  -->  [step 10] [step 20 whole]  -->  begin(step 30) drops step 10
@@ -15,7 +14,10 @@ from raypipe.errors import CheckpointError
 
 
 class HeldCopy:
-    """Copy whose bytes are received in order.
+    """Copy of another worker's stage, or one piece of it, whose bytes are received in order.
+
+    Args:
+        block: memory to reuse if it has the right size; None allocates new memory.
 
     Attributes:
         header: header of the copy.
@@ -33,10 +35,12 @@ class HeldCopy:
         return self._arrived_bytes == self.header.size_bytes
 
     def place(self, offset: int, data: bytes | memoryview) -> None:
-        """Store bytes at an offset; they may overlap bytes that were stored before, but must leave no gap.
+        """Store received bytes that begin at ``offset``. They must leave no gap after the bytes received before.
+
+        Bytes that were received before are not written again if ``data`` ends within them.
 
         Raises:
-            CheckpointError: they leave a gap, or are outside the copy.
+            CheckpointError: ``data`` leaves a gap, or is outside the copy.
         """
         end = offset + len(data)
         if offset > self._arrived_bytes or end > self.header.size_bytes or offset < 0:
@@ -49,7 +53,7 @@ class HeldCopy:
             self._arrived_bytes = end
 
     def piece(self) -> CopyPiece:
-        """Return the copied state.
+        """Return header and tensors for ``copy_source``.
 
         Raises:
             CheckpointError: the copy is incomplete.
@@ -63,35 +67,32 @@ class HeldCopy:
 
 
 class HeldCopies:
-    """Received copies of one stage of another worker, or of a piece of it: the newest complete one, and an incoming
-    one.
-    """
+    """Received copies of one stage of another worker, or of one piece: the newest complete one and the incoming one."""
 
     def __init__(self) -> None:
         self._copies: list[HeldCopy] = []
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of which there is a complete copy, in order."""
+        """Steps after which the complete copies were taken, in increasing order."""
         return tuple(sorted(copy.header.step for copy in self._copies if copy.whole))
 
     @property
     def pieces(self) -> int:
-        """See CopyHeader."""
+        """Number of pieces besides the common one, as in CopyHeader, of the newest copy; 0 without a copy."""
         return self._copies[-1].header.pieces if self._copies else 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of parameters and buffers in the newest copy."""
+        """Names of parameters and buffers in the newest copy, complete or not."""
         names = self._copies[-1].header.table if self._copies else ()
         return tuple(name.removeprefix(TENSORS) for name in names if name.startswith(TENSORS))
 
     def begin(self, header: CopyHeader) -> HeldCopy:
-        """Begin to receive a copy. All other copies are dropped, except the newest complete one of an earlier step; the
-        memory of a dropped copy is reused.
+        """Begin to receive a copy, and return it. The memory of a dropped copy is reused.
 
-        Copies of later steps are dropped because the run has rolled back. If there is a complete copy of the same step,
-        it is kept and returned instead: the run has rolled back to this step.
+        The newest complete copy of an earlier step is kept. Incomplete copies are dropped, and so are those of later
+        steps, from which the run has rolled back. If a complete copy of the same step is held, it is returned instead.
         """
         before = [copy for copy in self._copies if copy.whole and copy.header.step <= header.step]
         kept = max(before, key=lambda copy: copy.header.step, default=None)
@@ -104,11 +105,11 @@ class HeldCopies:
         return coming
 
     def forget_after(self, step: int) -> None:
-        """Drop copies of later steps, after a rollback to this one."""
+        """Drop copies of steps after ``step``, to which the run has rolled back."""
         self._copies = [copy for copy in self._copies if copy.header.step <= step]
 
     def copy(self, step: int) -> HeldCopy:
-        """Return the copy of this step, complete or not.
+        """Return the copy taken after ``step`` steps, complete or not.
 
         Raises:
             CheckpointError: there is no such copy.

@@ -33,15 +33,18 @@ from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 
 GENERATIONS = 2
-"""Number of copies of a stage that are kept."""
+"""Number of copies of a stage's state that are kept."""
 
 
 class StageCopies:
-    """Copies of one stage under the present plan.
+    """Copies of one stage's state under the present plan, after up to GENERATIONS different steps.
+
+    If the replicas of the stage shard the optimizer's state, a copy has two pieces: the state that all replicas share
+    (COMMON), and this replica's slices.
 
     Args:
-        state: state of the stage; its optimizer may be renewed.
-        crossing: transfer from the device of the state; None for the CPU.
+        state: state of the stage; ``StageState.renew`` may replace its optimizer.
+        crossing: transfer from the device that holds the state; None for the CPU.
     """
 
     def __init__(self, program: StageProgram, state: StageState, crossing: DeviceTransfer | None = None) -> None:
@@ -52,36 +55,36 @@ class StageCopies:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the complete copies, in increasing order."""
+        """Steps after which the complete copies were taken, in increasing order."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
     @property
     def headers(self) -> tuple[CopyHeader, ...]:
-        """Headers of all pieces of all complete copies, in the order of steps."""
+        """Headers of the complete copies, one per piece, in increasing order of steps."""
         whole = sorted((slot for slot in self._slots if slot.step is not None), key=lambda slot: slot.step or 0)
         return tuple(header for slot in whole for header in slot.headers.values())
 
     def take(self, step: int, updates: int) -> None:
-        """Copy the state, between two steps; see ``begin``."""
+        """Copy the whole state at once, between two steps; see ``begin`` for the arguments."""
         self.begin(step, updates)()
 
     def begin(self, step: int, updates: int, mark: Mark | None = None) -> Callable[[], None]:
         """Begin to copy the state, between two steps.
 
-        The buffers, which the next forward may change, and state that is not in tensors are copied now. If there is a
-        copy of this step already, nothing is copied, see ``forget_after``.
+        The buffers, which the next forward may change, and state that is not in tensors are copied now. If a copy of
+        this step exists, nothing is copied; ``forget_after`` drops copies that a rollback has made invalid.
 
         Args:
             step: number of optimizer steps done.
             updates: number of scheduler steps done: ``state.updates``.
-            mark: position in the stream that the stage reads.
+            mark: position in the data stream that the stage reads; None if it reads no stream.
 
         Returns:
-            Function that copies parameters and optimizer state and completes the copy. It must be called, in any
-            thread; the next step of the optimizer waits for it.
+            Function that copies parameters and optimizer state and so completes the copy. The caller must call it once,
+            in any thread; the next step of the optimizer waits for it.
 
         Raises:
-            CheckpointError: optimizer state that is neither a tensor nor JSON; names its key.
+            CheckpointError: the optimizer has state that is neither a tensor nor JSON; names its key.
         """
         self._state.wait_until_read()
         if step in self.steps:
@@ -115,8 +118,9 @@ class StageCopies:
         return finish
 
     def forget_after(self, step: int) -> None:
-        """Drop copies of later steps, after a rollback to this one: their replay may differ, for example with other
-        codecs.
+        """Drop copies of steps after ``step``, to which the run has rolled back.
+
+        The repeated steps may give another state, for example with other codecs.
         """
         self._state.wait_until_read()
         for slot in self._slots:
@@ -124,10 +128,10 @@ class StageCopies:
                 slot.step = None
 
     def copy(self, step: int, piece: int = COMMON) -> tuple[CopyHeader, torch.Tensor]:
-        """Return header and block of a copy, or of a piece of it; the block is the copy's memory, of uint8.
+        """Return (header, memory) of one piece of the complete copy of a step; the memory is uint8 and not cloned.
 
         Raises:
-            CheckpointError: there is no such copy.
+            CheckpointError: there is no such copy or piece.
         """
         for slot in self._slots:
             if slot.step == step and piece in slot.headers:
@@ -138,7 +142,7 @@ class StageCopies:
         )
 
     def _parts(self) -> dict[int, _Part]:
-        """Return the contents of each piece; the tensors are those of the state, not copies."""
+        """Return what each piece of a copy will contain; the tensors are those of the state, not yet copied."""
         state = self._state
         held = {**state.parameters, **state.buffers}
         tensors = {f"{TENSORS}{name}": tensor.detach() for name, tensor in held.items()}
@@ -155,18 +159,18 @@ class StageCopies:
         }
 
     def _next(self) -> _Slot:
-        """Mark a slot as empty, an empty one or else the one with the oldest copy, and return it."""
+        """Return the slot for the next copy, marked as empty: an empty slot, or else the one with the oldest copy."""
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         slot.step = None
         return slot
 
 
 def _nothing() -> None:
-    """Do nothing: there is nothing to finish."""
+    """Do nothing, as the function that ``StageCopies.begin`` returns if the copy exists."""
 
 
 class _Part(NamedTuple):
-    """Contents of a piece: tensors by their names in it; see CopyHeader."""
+    """Contents of one piece of a copy: tensors by their names in the piece; groups and scalars as in CopyHeader."""
 
     tensors: dict[str, torch.Tensor]
     groups: tuple[OptionGroup, ...]
@@ -175,10 +179,11 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory of one copy, and its contents, by piece.
+    """Memory of one copy, reused from copy to copy.
 
     Attributes:
-        step: None without a complete copy.
+        blocks, headers: memory and header of each piece, by its number.
+        step: step after which the copy was taken; None without a complete copy.
     """
 
     blocks: dict[int, _Block] = field(default_factory=dict)
@@ -186,7 +191,7 @@ class _Slot:
     step: int | None = None
 
     def fit(self, pieces: Mapping[int, dict[str, torch.Tensor]]) -> None:
-        """Allocate memory for these tensors of these pieces, and drop other pieces."""
+        """Allocate memory for the given tensors of each piece, and drop all other pieces."""
         self.blocks = {piece: self.blocks.get(piece) or _Block() for piece in pieces}
         for piece, tensors in pieces.items():
             self.blocks[piece].fit(tensors)
@@ -194,12 +199,12 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory of one piece.
+    """Memory of one piece of a copy.
 
     Attributes:
-        data: the block, of uint8.
-        table: tensors in the data; see ``table_of``.
-        views: tensors as views of the data, by name.
+        data: the memory, uint8.
+        table: dtype, shape and position of each tensor in ``data``; see ``table_of``.
+        views: tensors as views of ``data``, by name.
     """
 
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -220,7 +225,7 @@ class _Block:
         self.views = {name: view_of(self.data, info) for name, info in read_table(table, size_bytes).items()}
 
     def copy(self, tensors: dict[str, torch.Tensor], crossing: DeviceTransfer) -> None:
-        """Copy these tensors into the block."""
+        """Copy these tensors, which may be on a device, into the memory of ``fit``."""
         if not crossing.device.immediate:  # one by one, so that host memory never holds all of them twice
             for name, tensor in tensors.items():
                 self.views[name].copy_(crossing.copied({name: tensor}, TransferKind.SNAPSHOT)[name])

@@ -25,9 +25,7 @@ from raypipe.errors import ConfigError
 from raypipe.ir.units import human_bytes
 
 CONTEXT_BYTES = 768 << 20
-"""Bytes of GPU memory that a process takes besides its tensors: CUDA's context, library kernels, workspaces. An
-estimate.
-"""
+"""Estimate of the GPU memory in bytes that a process uses besides its tensors: CUDA's context, kernels, workspaces."""
 
 
 class CudaMark(NamedTuple):
@@ -38,12 +36,12 @@ class CudaMark(NamedTuple):
 
 
 class CudaDevice(Device):
-    """One of the GPUs in CUDA_VISIBLE_DEVICES; see ``Device``.
+    """One of the GPUs in CUDA_VISIBLE_DEVICES; ``Device`` documents the methods.
 
     Args:
         index: number of the GPU among the visible ones; under Ray a worker sees only its own, as number 0.
-        share: fraction of the GPU's memory that this process may allocate. torch raises beyond it, so that a process
-            that needs too much runs out of memory itself, and the others on the GPU do not.
+        share: fraction of the GPU's memory that this process may use, CUDA's context included. torch raises
+            OutOfMemoryError beyond it, so that other processes on the GPU are not affected.
 
     Raises:
         ConfigError: the GPU is not usable (the message has the reason), or the share is smaller than CUDA's context.
@@ -133,7 +131,12 @@ def why_not(index: int = 0) -> str:
 
 
 def share_of(title: str, total_bytes: int, share: float) -> int:
-    """Compute the bytes for the tensors of a process with this share of a GPU.
+    """Compute the bytes of GPU memory that a process may use for tensors: its share, less CONTEXT_BYTES.
+
+    Args:
+        title: name of the GPU, for the error message.
+        total_bytes: memory of the GPU.
+        share: fraction of it for this process.
 
     Raises:
         ConfigError: the share is not larger than CUDA's context.
@@ -151,16 +154,17 @@ def share_of(title: str, total_bytes: int, share: float) -> int:
 def host_offset_s(
     since_s: Sequence[float], recorded_s: Sequence[float], known_s: float, guess_s: float | None
 ) -> float:
-    """Return the host time, in seconds, of the moment that ``since_s`` counts from; device and host clocks drift apart.
+    """Estimate when the device reached the first of several marks, in seconds of the host's clock.
 
-    A mark is reached after the host recorded it, and before the host saw that it was reached.
+    CUDA events measure only seconds between marks, and the two clocks drift apart. Each mark was reached after the host
+    recorded it, and before the host saw it as reached. These bounds limit the estimate.
 
     Args:
-        since_s: device seconds from that moment to each mark.
-        recorded_s: host time when each mark was recorded.
-        known_s: host time when all marks were known to be reached.
-        guess_s: host time without clock drift; None if unknown, and then the device is assumed to have been idle. The
-            guess is kept while it is possible, so that intervals across mini-batches are the device's own.
+        since_s: device seconds from the first mark to each mark.
+        recorded_s: host time at which each mark was recorded.
+        known_s: host time at which all marks were known to be reached.
+        guess_s: host time of the first mark, computed from earlier marks without clock drift. It is returned if it is
+            within the bounds, else the nearest bound is. None returns the lower bound, as for an idle device.
     """
     least = max(recorded - since for recorded, since in zip(recorded_s, since_s, strict=True))
     most = known_s - max(since_s)
@@ -168,7 +172,7 @@ def host_offset_s(
 
 
 def _between_s(a: CudaMark, b: CudaMark) -> float:
-    """Return the seconds from one mark to another, which may be the earlier one. elapsed_time is in milliseconds."""
+    """Return the seconds from mark ``a`` to mark ``b``, negative if ``b`` was recorded first."""
     if a.recorded_s <= b.recorded_s:
         return a.event.elapsed_time(b.event) / 1e3
     return -b.event.elapsed_time(a.event) / 1e3

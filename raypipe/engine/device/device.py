@@ -30,11 +30,11 @@ import torch
 from raypipe.engine.codec import host
 
 Mark = Any
-"""Point in the work of a stream; opaque outside of the device."""
+"""Point in the queued work of a stream, such as a CUDA event. Only the device that recorded it can interpret it."""
 
 
 class StreamName(StrEnum):
-    """Streams besides the computing one, which is used if no stream is named."""
+    """Names of the streams besides the computing one, which is current unless another is entered."""
 
     COPY_IN = "copy_in"
     COPY_OUT = "copy_out"
@@ -42,7 +42,7 @@ class StreamName(StrEnum):
 
 
 class TransferKind(StrEnum):
-    """Kind of the tensors in a transfer between host and device, as named in waits."""
+    """Kind of the tensors in a transfer between host and device; part of the name of each wait."""
 
     PARAMETERS = "parameters"
     CONSTANTS = "constants"
@@ -60,17 +60,17 @@ class TransferKind(StrEnum):
 
 
 class Device:
-    """Device that the stages of one worker compute on: here the CPU, with times as marks, so that waits return at once.
+    """Device on which the stages of one worker compute: the CPU, unless a subclass overrides all methods.
 
-    A subclass for an asynchronous device overrides all of it.
+    A mark (point in a stream's work) of the CPU is the time at which it was recorded, and all waits return at once.
 
     Attributes:
         place: torch device of the tensors.
-        immediate: True if calls are complete when they return and tensors are in host memory, so that no waits and no
-            copies are needed.
+        immediate: True if operations are complete when they return and tensors are in host memory, so that no waits and
+            no copies are needed.
         title: human-readable name.
         codes: True if ``encode`` and ``decode`` run on the device; False if links encode in host memory.
-        memory_bytes: limit of a worker's memory on the device; None if unknown.
+        memory_bytes: bytes that a worker's tensors may use on the device; None if unknown.
     """
 
     place = torch.device("cpu")
@@ -80,13 +80,13 @@ class Device:
     memory_bytes: int | None = None
 
     def prepare_thread(self) -> AbstractContextManager[None]:
-        """Bind the calling thread to this device, with one intra-op thread on the host."""
+        """Make this device current in the calling thread inside the returned context; set one intra-op thread."""
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
         return nullcontext()
 
     def stream(self, name: StreamName) -> AbstractContextManager[None]:
-        """Queue the device work of the calling thread in this stream."""
+        """Return a context in which the calling thread queues its device work in this stream."""
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -94,13 +94,13 @@ class Device:
         return time.monotonic()
 
     def wait(self, mark: Mark, why: str) -> None:
-        """Make work that is queued from now on in the current stream wait for a mark, for ``why``; returns at once."""
+        """Make later work of the current stream wait for a mark, without blocking the host; ``why`` names the wait."""
 
     def finish(self, mark: Mark, why: str) -> None:
-        """Block the host until the mark is reached, without waiting for other streams or later work."""
+        """Block the calling thread until a mark is reached, but not for later work; ``why`` names the wait."""
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """Return when each mark was reached, in seconds of ``time.monotonic``. Waits for the last one."""
+        """Return the time at which each mark was reached, in seconds of ``time.monotonic``; wait for the last one."""
         return list(marks)
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor is in device memory. Some state of a stage is not, such as Adam's step counts."""
+        """Return True if a tensor is in device memory. Some state of a stage, as Adam's step counts, is on the host."""
         return tensor.device.type == "cpu"
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Device:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Keep memory that the current stream uses, but another stream owns, from being reused too early."""
+        """Prevent reuse of a tensor's memory, which another stream allocated, before the current stream has used it."""
 
     def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
         """Fill ``wire`` from ``flat`` in the current stream; both are in device memory. See ``codec.host.encode``."""
@@ -127,7 +127,7 @@ class Device:
         host.decode(name, wire, flat)
 
     def peak_bytes(self) -> int:
-        """Return the peak bytes in use on the device; on the CPU the bytes that the process uses now, 0 if unknown."""
+        """Return the peak bytes of tensors on the device; on the CPU, the process's present bytes, or 0 if unknown."""
         return process_bytes()
 
 
@@ -148,7 +148,10 @@ def ran_out(error: BaseException) -> bool:
 
 
 def held_bytes(error: BaseException) -> int:
-    """Return the bytes in use on the device if the device ran out of memory, else in this process; 0 if unknown."""
+    """Return the bytes in use: of the GPU's tensors if ``error`` is torch.OutOfMemoryError, else of this process.
+
+    0 if unknown.
+    """
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     return process_bytes()
@@ -165,7 +168,8 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/
     """Return the memory limit of this process in bytes: the machine's memory, or the limit of its container if lower.
 
     Args:
-        groups, own: paths of Linux control groups, and of this process's group, of version 1 or 2.
+        groups: folder of Linux control groups (cgroups), of version 1 or 2.
+        own: file that names the groups of this process.
     """
     least_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 _Task = tuple[Callable[[], _T], "SimpleQueue[_T]"]
-"""Call, and the queue of its result."""
+"""A call to run in a thread, and the queue that gets its result."""
 
 
 class ThreadPool(Generic[_T]):
@@ -27,10 +27,11 @@ class ThreadPool(Generic[_T]):
         self._end = weakref.finalize(self, _end, self._queues)  # the threads do not hold the pool
 
     def submit(self, calls: Sequence[Callable[[], _T]]) -> SimpleQueue[_T]:
-        """Queue one call per thread, to run after earlier ones; calls must not raise.
+        """Queue one call per thread, to run after that thread's earlier calls; calls must not raise.
 
         Returns:
-            queue of the results; each is put once its thread holds no reference to the call.
+            queue of the results, in the order in which the calls end. A result is put once its thread has dropped its
+            reference to the call, so that the call's memory is free by then.
         """
         if not self._begun:
             self._begun = True

@@ -4,9 +4,9 @@
                     steps_0000004096.parquet    steps 4096 ... 8191
                     steps_0000008192.parquet    steps 8192 ... 8700   replaced at every write until it is full
 
-pandas.read_parquet and pyarrow read metrics.parquet as one table. The number of a step determines its part, so that no
-step is ever in two parts. A run that rolls back to step 5000 replaces the second part and deletes the third. A part is
-written elsewhere and then renamed, so that readers see a complete part or none.
+pandas.read_parquet and pyarrow read the folder metrics.parquet as one table. Each file is a part. The number of a step
+determines its part, so that no step is in two parts. A run that rolls back to step 5000 deletes the third part, and
+replaces the second at the next write. A part is written elsewhere and then renamed, so that it is complete or absent.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ EVENTS = "events.jsonl"
 _BEGIN = '{"time": '
 
 _APPENDING = threading.Lock()
-"""Lock of ``RunFolder.event``: several threads append events, and on object stores, which cannot append, the file is
-read and written anew.
+"""Lock of ``RunFolder.event``, which threads call at once: object stores cannot append, but read and rewrite the file.
 """
 
 
 def read_events(run: Place) -> list[dict[str, Any]]:
-    """Read the lines of a run's events.jsonl, oldest first; lines that are incomplete because a disk was full are left
-    out.
+    """Read the events of a run from its events.jsonl, oldest first. Incomplete lines, as of a full disk, are left out.
 
     Raises:
         CheckpointError: the file is missing or unreadable.
@@ -60,8 +58,9 @@ def read_events(run: Place) -> list[dict[str, Any]]:
 
 
 class RunFolder:
-    """Writer of the files in one run's folder. A run that resumes under the same name replaces plan, config and
-    timeline, and appends events.
+    """Writer of plan, config, timeline and events in a run's folder.
+
+    A run that resumes under the same name replaces plan, config and timeline, and appends events.
 
     Args:
         place: folder of the run, on any file system of pyarrow.
@@ -77,7 +76,7 @@ class RunFolder:
         self.place.write_bytes("config.yaml", config_yaml.encode())
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
-        """Append a line to events.jsonl: time, decision or event, its reason, and further values by name."""
+        """Append an event to events.jsonl: time, name of the decision or event, its reason, and further JSON values."""
         line = {"time": round(time.time(), 3), "decision": decision, "reason": reason, **numbers}
         with _APPENDING:
             self.place.append_bytes(EVENTS, (json.dumps(line) + "\n").encode())
@@ -106,7 +105,7 @@ METRICS = "metrics.parquet"
 PARTIAL = "metrics.partial"
 FROM_OLD_RELEASE = "metrics.old.parquet"
 PART_STEPS = 4096
-"""Maximum number of steps in a part. The last part is replaced in some milliseconds; a million steps have 245 parts."""
+"""Maximum number of steps in a part (file) of the metrics. A part is written in milliseconds; 10^6 steps have 245."""
 WRITE_S = 5.0
 WRITE_STEPS = 1024
 """Records are written after WRITE_S seconds or WRITE_STEPS steps, whichever comes first. If a driver is killed, later
@@ -128,7 +127,7 @@ EVALUATION = "eval_"
 
 
 class MetricsPart(NamedTuple):
-    """Part of the metrics: its file's name below the run's folder, and the first step that it may contain."""
+    """Part of the metrics: the first step that it may contain, and the name of its file below the run's folder."""
 
     first: int
     name: str
@@ -137,7 +136,7 @@ class MetricsPart(NamedTuple):
 def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> pa.Table:
     """Create a table with one row per record, and one column per field and per result of an evaluation.
 
-    It has the columns of ``evaluations`` even if no record has such a result.
+    The columns named in ``evaluations`` exist even if no record has such a result.
     """
     kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
     columns = {name: kept.column(name) for name in SCHEMA.names}
@@ -164,7 +163,7 @@ def _column(values: Any, kind: pa.DataType) -> Any:
 
 
 def table_read(data: bytes, what: str) -> pa.Table:
-    """Read the table of a part, or of an old release's file. Missing columns are filled with the fields' defaults.
+    """Parse a Parquet file of step metrics, also of an old release. Missing columns get the defaults of StepRecord.
 
     Raises:
         CheckpointError: the file, ``what`` in the message, is damaged.
@@ -181,7 +180,7 @@ def table_read(data: bytes, what: str) -> pa.Table:
 
 
 def records_of(table: pa.Table) -> list[StepRecord]:
-    """Return one record per row."""
+    """Convert a table of metrics to records, one per row."""
     return [
         StepRecord(
             **{name: row[name] for name in SCHEMA.names},
@@ -192,19 +191,19 @@ def records_of(table: pa.Table) -> list[StepRecord]:
 
 
 def parts_of(run: Place) -> list[MetricsPart]:
-    """List the parts of a run's metrics, oldest first; none if an old release wrote one file instead."""
+    """List the parts (files) of a run's metrics, oldest first; empty if an old release wrote a single file."""
     matches = (_NAME.fullmatch(entry.name) for entry in run.list(METRICS) if not entry.is_folder)
     return sorted(MetricsPart(int(match[1]), f"{METRICS}/{match[0]}") for match in matches if match)
 
 
 def part_before(run: Place, step: int) -> bytes | None:
-    """Read the newest part with steps below ``step``, as Parquet; None if no such part exists."""
+    """Return the bytes of the newest Parquet file of metrics that may have steps below ``step``; None without one."""
     below = [part for part in parts_of(run) if part.first < step]
     return run.read_bytes(below[-1].name) if below else None
 
 
 def steps_written(run: Place) -> int:
-    """Return the last step in the metrics of a run, also of one by an old release, plus 1; 0 without metrics.
+    """Return the number of steps in a run's metrics (last step plus 1), also of an old release; 0 without metrics.
 
     Raises:
         CheckpointError: the metrics cannot be read.
@@ -215,11 +214,11 @@ def steps_written(run: Place) -> int:
 
 
 class MetricsWriter:
-    """Writer of the step records of one run. It keeps the last part's records, and any not yet written, in memory.
+    """Writer of the step records of one run. The last part's records, and any not yet written, are kept in memory.
 
     Args:
         run: folder of the run.
-        clock: returns a time in seconds.
+        clock: function that returns a time in seconds.
         evaluations: names of the columns for results of this run's evaluations.
     """
 
@@ -238,19 +237,20 @@ class MetricsWriter:
 
     @property
     def due(self) -> bool:
-        """True if records should be written now."""
+        """True if new records have waited for WRITE_S seconds, or are WRITE_STEPS or more."""
         return self._new >= WRITE_STEPS or (self._new > 0 and self._clock() - self._tried_s >= WRITE_S)
 
     def append(self, record: StepRecord) -> StepRecord:
-        """Add the record of the next step, and return it; ``write`` writes it."""
+        """Add the record of the next step to those in memory, which ``write`` writes; return the record."""
         self.recent.append(record)
         self._new += 1
         self._changed = True
         return record
 
     def evaluated(self, step: int, numbers: Numbers) -> StepRecord | None:
-        """Add the results of the evaluation after ``step`` steps to the last record; return the new record, or None if
-        the last record is not that of step ``step - 1``.
+        """Add the results of the evaluation after ``step`` steps to the last record, and return the new record.
+
+        None, without a change, if the last record is not that of step ``step - 1``.
         """
         if not self.recent or self.recent[-1].step != step - 1:
             return None
@@ -263,7 +263,7 @@ class MetricsWriter:
         return record
 
     def evaluations(self) -> list[tuple[int, Numbers]]:
-        """Return (optimizer steps done, numbers) of all evaluations of the run, in order.
+        """Return (optimizer steps done, results) of all evaluations of the run, in order.
 
         Raises:
             CheckpointError: a part of the metrics is damaged or cannot be reached.
@@ -275,7 +275,7 @@ class MetricsWriter:
         return [(step + 1, self._evaluated[step]) for step in sorted(self._evaluated)]
 
     def write(self) -> None:
-        """Write all records in memory: the last part, which is replaced, and parts that became full since.
+        """Write all records in memory. The last part is replaced; parts that became full are then freed in memory.
 
         Raises:
             CheckpointError: storage is full, forbidden or unreachable; the records are kept for the next call.
@@ -290,10 +290,12 @@ class MetricsWriter:
         self._changed = False
 
     def go_back(self, step: int) -> None:
-        """Roll back to ``step`` steps: delete the records of later steps, in memory and in the folder.
+        """Roll back to ``step`` steps: delete the records of later steps in memory, and files that have only such.
+
+        A file that has earlier steps too is replaced by the next ``write``.
 
         Raises:
-            CheckpointError: the place cannot be reached, or the part of that step is damaged.
+            CheckpointError: storage cannot be reached, or a file to be read is damaged.
         """
         self.recent = KeptRecords(record for record in self.recent if record.step < step)
         self._new, self._changed, self._evaluated = 0, True, None
@@ -317,7 +319,7 @@ class MetricsWriter:
         return records_of(table_read(self._run.read_bytes(name), str(self._run / name)))
 
     def _take_over_old_file(self) -> None:
-        """Convert the single file of an old release to parts; if the process dies meanwhile, no record is lost."""
+        """Convert the single metrics file of an old release to parts, without losing records if the process dies."""
         if self._run.size_bytes(METRICS) is not None:
             self._run.rename(METRICS, FROM_OLD_RELEASE)
         if self._run.size_bytes(FROM_OLD_RELEASE) is not None:

@@ -12,7 +12,7 @@ A write never shows half a file under its name:
 
 (name.partial may be elsewhere below the run's folder, see ``Place.write_bytes``.)
 
-Every failure is one paragraph: the place, the cause, the remedy.
+The message of a failure is one paragraph: the place, the cause, the remedy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from raypipe.config.paths import absolute_path, is_address
 from raypipe.errors import CheckpointError
 
 Write = Callable[[Any], Any]
-"""Function that writes bytes, a memoryview or a pyarrow.Buffer."""
+"""Function that writes the bytes, memoryview or pyarrow.Buffer that it is given."""
 
 
 _OBJECT_STORES = {"s3", "gcs", "abfs"}
 _UNQUOTED = "/:=,+@!$&'()*;~"
-"""Characters that stay in the path of a URI."""
+"""Characters that are not percent-encoded in the path of a URI."""
 
 
 class PlaceError(CheckpointError):
@@ -54,15 +54,15 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Path of a file or folder on a file system; it need not exist. Methods take a name relative to this path; ""
-    stands for the path itself.
+    """Path of a file or folder on a file system; it need not exist.
+
+    Methods take a name relative to this path; "" means the path itself.
 
     Attributes:
-        filesystem: a pyarrow.fs.FileSystem; never a SubTreeFileSystem, whose base is part of ``path``.
-        path: in that file system's own form, without a slash at the end.
-        before, query: parts of the address before and after ``path``: ``s3://`` and ``?endpoint_override=...``, so that
-            ``Place.of(str(place))`` is the same place. Empty for a local path, and for a file system that was given
-            as an object.
+        filesystem: a pyarrow.fs.FileSystem. The base of a SubTreeFileSystem is moved into ``path``.
+        path: path in the form of that file system, without a slash at the end.
+        before, query: parts of the URI before and after ``path``, as ``s3://`` and ``?endpoint_override=...``. With
+            them ``Place.of(str(place))`` is the same place. Empty for a local path or an explicit file system.
     """
 
     filesystem: Any
@@ -76,9 +76,9 @@ class Place:
 
         Args:
             location: a local path or a URI such as s3://bucket/runs; see ``raypipe.config.paths``.
-            filesystem: file system on which ``location`` is a path, as RunConfig(storage_filesystem=...); None selects
-                it by the URI.
-            written: True if a run writes to the place, see ``absolute_path``.
+            filesystem: file system on which ``location`` is a path, as in RunConfig(storage_filesystem=...); None
+                selects the file system by the URI.
+            written: True if a run writes to the place; see ``absolute_path``.
 
         Raises:
             ConfigError: the address has credentials or an unset variable.
@@ -105,7 +105,11 @@ class Place:
             return cls(filesystem, filesystem.normalize_path(path).rstrip("/"))
 
     def __truediv__(self, name: str) -> Place:
-        """Return a place below this one; ``name`` may have slashes, but no ``..``."""
+        """Return a place below this one.
+
+        Raises:
+            CheckpointError: ``name`` is empty or absolute, or contains ``.`` or ``..``.
+        """
         parts = name.split("/")
         if "" in parts or "." in parts or ".." in parts:
             raise CheckpointError(
@@ -122,7 +126,7 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """True for a path of this machine's file system."""
+        """True if the place is on this machine's file system."""
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     @property
@@ -140,12 +144,12 @@ class Place:
         return None if written is None else written / 1e9
 
     def size_bytes(self, name: str = "") -> int | None:
-        """Return the size of a regular file; None if it does not exist (pipes included)."""
+        """Return the size of a regular file; None if there is no regular file, but a folder, a pipe or nothing."""
         info = self._info(name)
         return int(info.size) if info.type == pyarrow.fs.FileType.File else None
 
     def list(self, name: str = "") -> list[Listed]:
-        """List this folder by name; empty if it does not exist."""
+        """List the entries of a folder, sorted by name; empty if the folder does not exist."""
         place = self._below(name)
         with _explained(f"Listing {place} failed"):
             selector = pyarrow.fs.FileSelector(place.path, allow_not_found=True)
@@ -169,7 +173,7 @@ class Place:
         """Read the whole file.
 
         Raises:
-            CheckpointError: no regular file, or it is larger than ``most_bytes``.
+            CheckpointError: there is no regular file, it cannot be read, or it is larger than ``most_bytes``.
         """
         place = self._below(name)
         with place.open_input() as file, place.reading():
@@ -178,15 +182,15 @@ class Place:
             return bytes(file.read())
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context that converts errors of reading this file to PlaceError."""
+        """Return a context that converts file-system errors to PlaceError, with "reading this file" in the message."""
         return _explained(f"Reading {self} failed")
 
     def write_bytes(self, name: str, data: bytes | pa.Buffer, partial: str = "") -> None:
         """Replace the file completely, or leave it as it was.
 
         Args:
-            partial: name, relative to this place, of the temporary file that is renamed once it is complete; "" for
-                ``<name>.partial``. It must be in another folder if readers read all files of the folder as one table.
+            partial: name, relative to this place, of the temporary file that is renamed once complete; "" means
+                ``<name>.partial``. Name another folder if readers take all files in the folder of ``name`` as a table.
         """
         with self.writer(name, partial) as write:
             write(data)
@@ -195,8 +199,8 @@ class Place:
     def writer(self, name: str = "", partial: str = "") -> Iterator[Write]:
         """Write a file piece by piece: ``with folder.writer("x") as write: write(data)``. Missing folders are created.
 
-        If the block raises, the file stays as it was. Exception: in an object store, whose uploads pyarrow cannot
-        cancel, the pieces written so far replace the file. So a checksum of the file must be stored in another file.
+        If the block raises, the file stays as it was, except in an object store: pyarrow cannot cancel an upload, so
+        the pieces written so far replace the file. A checksum in another file can detect this.
         """
         place = self._below(name)
         unfinished = self / partial if partial else replace(place, path=f"{place.path}.partial")
@@ -247,7 +251,7 @@ class Place:
 
 
 def _around(address: str, path: str) -> dict[str, str]:
-    """Split an address into ``before`` and ``query`` of a Place, the parts before and after its path."""
+    """Return the parts of a URI before and after ``path``, as fields ``before`` and ``query`` of a Place."""
     base, mark, query = address.partition("?")
     location, behind = unquote(base).rstrip("/"), mark + query
     if path and location.endswith(path):
@@ -300,7 +304,7 @@ def _write_elsewhere(place: Place, unfinished: Place) -> Iterator[Write]:
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Convert errors of a file system inside to PlaceError, whose message is one paragraph."""
+    """Convert file-system errors inside the context to PlaceError; ``doing`` begins its message."""
     try:
         yield
     except CheckpointError:

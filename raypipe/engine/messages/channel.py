@@ -1,11 +1,11 @@
 """Channels between two workers: the contract of every kind, and the in-memory channel between workers of one process.
 
-A message is addressed by the sender's action and the generation: stage 1 receives under ``0SEND_F5`` what stage 0 sent
-under ``0SEND_F5``.
+A message is named by the sender's action: stage 1 receives as ``0SEND_F5`` what stage 0 sent as ``0SEND_F5``, the
+output of its forward of micro-batch 5. Messages of older generations, links before the present ones, are dropped.
 
 InMemoryChannel passes the contract tests of the sockets, and copies through the same headers, so that a local run has
-the same layouts, flags, limits and codecs. The sender both encodes and decodes. It does so in the calling thread until
-the first message whose tensors are still being copied to the host; from then on in a thread of the link.
+the same layouts, flags, limits and codecs. The sender both encodes and decodes, in the calling thread. From the first
+message whose tensors are still being copied to the host, it does so in a separate thread of the link.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
 Payload = Sequence[torch.Tensor | CodedTensor | None]
-"""Boundary tensors, in the order of the stage's outputs; None for a tensor that is not sent (an unneeded gradient)."""
+"""Tensors of a message, such as a stage's outputs or their gradients; None for one not sent (an unneeded gradient)."""
 
 
 class Stamp(NamedTuple):
     """Times and size of a message.
 
     Attributes:
-        sent_at_s: time of sending on the sender's wall clock, after encoding.
+        sent_at_s: time of sending on the sender's wall clock, after encoding, in seconds since 1970.
         arrived_at_s: time of arrival of the last byte on the receiver's wall clock, before decoding.
-        wire_bytes: size of the encoded payload.
+        wire_bytes: size of the encoded payload, without the header.
     """
 
     sent_at_s: float = 0.0
@@ -52,7 +52,7 @@ class Message(tuple[torch.Tensor | None, ...]):
 
     Attributes:
         weight_version: weight version of the micro-batch; 0 if the sender gave none.
-        stamp: timestamps and size.
+        stamp: times of sending and arrival, and size.
     """
 
     weight_version: int = 0
@@ -69,14 +69,14 @@ class Channel(Protocol):
     """One worker's end of a link. Every implementation passes tests/contract/channel.py."""
 
     name: str
-    """Shown in errors: ``stage 0 <-> stage 1``."""
+    """Name of the link in error messages, such as ``stage 0 <-> stage 1``."""
 
     on_device: bool
     """True if tensors are sent from, received into, encoded and decoded in the memory of the computing device."""
 
     @property
     def busy(self) -> bool:
-        """True while a message of ``send`` is not yet sent, so that other traffic would delay it."""
+        """True while a message that was passed to ``send`` is not yet sent, so that other traffic would delay it."""
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         """Begin to send tensors, and return at once; the caller must not change them until they are sent.
@@ -89,44 +89,46 @@ class Channel(Protocol):
         """
 
     def recv(self, action: Action, timeout_s: float) -> Message:
-        """Wait for the message that the peer sent under ``action``.
+        """Wait for the message that the peer sends under the name ``action``, and return it.
 
-        A tensor that requires a gradient arrives as a leaf that requires one. Dtype, shape and strides are the
-        sender's, with any codec.
+        A tensor that requires a gradient at the sender is a leaf that requires one here. Dtype, shape and strides are
+        the sender's, with any codec.
 
         Raises:
-            LinkError: deadline missed, peer gone, wrong header, or aborted; names link, action, micro-batch.
+            LinkError: no message within ``timeout_s``, a wrong header, or a link that was closed or aborted; names
+                link, action and micro-batch.
         """
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
         """Set the codecs of the messages that this end sends from now on; the other end needs no call.
 
         Args:
-            codec_forward: codec of activations that require a gradient (SEND_F); at first none.
-            codec_backward: codec of gradients (SEND_B); at first none. Other tensors are never encoded, see
+            codec_forward: codec of activations that require a gradient (SEND_F); the default is no codec.
+            codec_backward: codec of gradients (SEND_B); the default is no codec. Other tensors are never encoded, see
                 engine/codec.
         """
 
     def leave_coded(self) -> None:
-        """Return encoded tensors from ``recv`` as CodedTensor from now on, for a device that decodes them itself."""
+        """Let ``recv`` return encoded tensors as CodedTensor from now on, for a device that decodes them itself."""
 
     def abort(self, reason: str) -> None:
         """End every wait on both sides now, from any thread; the channel stays unusable."""
 
     def leave(self, reason: str) -> None:
-        """Send all messages of earlier ``send`` calls, then an abort with ``reason``; from any thread.
+        """Send all messages of earlier ``send`` calls, and then abort the link with ``reason``; from any thread.
 
-        A stage that fails calls this, so that other stages get the messages of its finished steps before the abort.
+        A worker that fails calls this, so that others get the messages of its finished steps before the abort.
         """
 
     def close(self) -> None:
-        """Send all messages of earlier ``send`` calls, within a deadline; then release threads and sockets. It may be
-        called twice.
+        """Send all messages of earlier ``send`` calls, within CLOSE_TIMEOUT_S; then release threads and sockets.
+
+        Safe to call twice.
         """
 
 
 class Inbox:
-    """Inbox of a channel: messages that have arrived and were not yet taken, by the sender's action."""
+    """Inbox of a channel: messages that have arrived and have not been received yet, by the sender's action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -137,7 +139,10 @@ class Inbox:
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
     def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
-        """Store a message, or drop it after a failure. A second message of one action is a failure."""
+        """Store a message for ``take``; drop it if the channel has failed.
+
+        A second message of an action, while the first is stored, makes the channel fail.
+        """
         action = head.action
         stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
         message = Message.of(tensors, head.weight_version, stamp)
@@ -150,10 +155,10 @@ class Inbox:
             self.fail(LinkError(f"{self.name}: {action.words} came twice."))
 
     def take(self, action: Action, timeout_s: float) -> Message:
-        """Wait for the message of ``action`` and remove it.
+        """Wait for the message of ``action``, remove it from the inbox, and return it.
 
         Raises:
-            LinkError: it did not come within ``timeout_s``, or the channel failed.
+            LinkError: the message did not come within ``timeout_s``, or the channel failed.
         """
         deadline_s = time.monotonic() + timeout_s
         woken = threading.Lock()
@@ -176,9 +181,9 @@ class Inbox:
                 self._give_up((action, woken))
 
     def fail(self, error: LinkError, *, keep: bool = False) -> None:
-        """End all waits, now and later, with ``error``, or with the error of the first call of this method.
+        """Make all present and later waits raise an error: ``error``, or that of the first call of this method.
 
-        With ``keep``, messages that have arrived may still be taken, because the peer ended in good order.
+        Stored messages are dropped. If ``keep`` is True, because the peer ended in good order, they may still be taken.
         """
         with self._lock:
             if self._error is None:
@@ -188,7 +193,7 @@ class Inbox:
             self._wake(None)
 
     def _wake(self, action: Action | None) -> None:
-        """Wake the threads that wait for ``action``, or all threads if it is None. The caller must hold the lock."""
+        """Wake the threads that wait for ``action``; None wakes all. The caller must hold the lock."""
         still = []
         for wanted, woken in self._waiting:
             if action is None or wanted == action:
@@ -198,7 +203,7 @@ class Inbox:
         self._waiting = still
 
     def _give_up(self, waiter: tuple[Action, threading.Lock]) -> None:
-        """Remove a waiting thread after its deadline, unless it was woken at that moment."""
+        """Remove a waiting thread from the list after its timeout; if it was woken meanwhile, reset its lock."""
         with self._lock:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
@@ -207,13 +212,13 @@ class Inbox:
 
 
 CLOSE_TIMEOUT_S = 5.0
-"""Maximum time for which ``close`` and ``leave`` wait until all messages are sent."""
+"""Maximum seconds for which ``close`` and ``leave`` wait until all messages are sent."""
 
 
 class _End:
-    """One end of an in-memory link: messages that have arrived, and the error that ended it.
+    """One end of an in-memory link: messages that have arrived, and the error that ended the link.
 
-    Each of the two channels refers to both ends but not to the other channel, so that both are freed at once.
+    A channel refers to both ends, but not to the other channel: without such a cycle both are freed at once.
     """
 
     def __init__(self, name: str, generation: int) -> None:
@@ -268,7 +273,7 @@ class InMemoryChannel:
             self._pool.submit([partial(self._carry_in_thread, *order)])
 
     def _carry_in_thread(self, *order: Any) -> None:
-        """Send a message in the link's own thread."""
+        """Send a message, as ``_carry``, in the link's thread; a failure aborts the link."""
         one_core()
         try:
             self._carry(*order)
@@ -289,7 +294,7 @@ class InMemoryChannel:
             self._other.inbox.deliver(head, received, arrived_at_s)
 
     def _sent(self) -> None:
-        """Wait until the link's thread has sent all messages, at most CLOSE_TIMEOUT_S."""
+        """Wait until the link's thread has sent all messages, at most CLOSE_TIMEOUT_S seconds."""
         if self._pool is not None:
             with suppress(Empty):
                 self._pool.submit([_nothing]).get(timeout=CLOSE_TIMEOUT_S)
@@ -323,4 +328,4 @@ class InMemoryChannel:
 
 
 def _nothing() -> None:
-    """Do nothing; the result shows that a thread has finished all earlier calls."""
+    """Do nothing. As a task of a thread, its end shows that all earlier tasks have ended."""

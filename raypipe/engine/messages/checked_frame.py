@@ -1,4 +1,4 @@
-"""Checksums of frames: a seal behind the header, on a checked link, so that bits that change on the way are noticed.
+"""Checksums of frames on checked links: a seal (two checksums) after the header detects bits that changed on the way.
 
     header | checksum of the payload | checksum of all before it | payload
              `---------------- seal -----------------'
@@ -32,7 +32,7 @@ def checksum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
 
 
 def sealed(message: Frame) -> bytes:
-    """Return the header of a frame followed by its seal; the payload is read once, for its checksum."""
+    """Return a frame's header followed by the seal: the payload's checksum, and the checksum of all before it."""
     begin = message.header + _SUM.pack(checksum(message.buffers))
     return begin + _SUM.pack(xxhash.xxh3_64_intdigest(begin))
 
@@ -41,7 +41,7 @@ def parse(header: bytes | bytearray | memoryview, form: FrameFormat, *, checked:
     """Return (parsed header, checksum that the payload must have).
 
     Args:
-        checked: True if the header ends with a seal; if False, the returned checksum is None.
+        checked: True if a seal (two checksums) follows the header; if False, the returned checksum is None.
 
     Raises:
         LinkError: header or seal are damaged, or ``frame.parse`` refuses the header.
@@ -67,7 +67,7 @@ def check_payload(head: Head, payload: Iterable[bytes | bytearray | memoryview],
 
 
 def _guessed_name(plain: bytes | bytearray | memoryview, form: FrameFormat) -> str:
-    """Name a message from its damaged header, as far as that can still be read."""
+    """Return words for a message with a damaged header, with its action if that can still be parsed."""
     try:
         action = frame.parse(plain, form).action
     except LinkError as error:

@@ -54,7 +54,7 @@ from raypipe.splitmix import mixed
 
 
 class PendingCopy(tuple[torch.Tensor | CodedTensor | None, ...]):
-    """Tensors in host memory whose values are defined once ``arrive`` has returned; any thread may call it."""
+    """Tensors in host memory whose copies are under way. ``arrive``, callable in any thread, waits for the copies."""
 
     arrive: Callable[[], None]
 
@@ -66,7 +66,7 @@ class PendingCopy(tuple[torch.Tensor | CodedTensor | None, ...]):
 
 
 def wait_for_copies(tensors: object) -> None:
-    """Wait until these tensors may be read; return at once unless they are a PendingCopy."""
+    """Wait until the tensors of a PendingCopy may be read; return at once for any other object."""
     if isinstance(tensors, PendingCopy):
         tensors.arrive()
 
@@ -83,7 +83,7 @@ _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 _NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
 Payload = Sequence[torch.Tensor | CodedTensor | None]
-"""Tensors of a message; a CodedTensor is already encoded and sent unchanged."""
+"""Tensors of a message; None for a tensor that is not sent. A CodedTensor is already encoded and is sent unchanged."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Function that allocates memory: number of bytes -> uint8 tensor whose address is a multiple of 64 bytes."""
@@ -93,7 +93,8 @@ class FrameFormat(NamedTuple):
     """Format of the frames of a channel, equal on both ends.
 
     Attributes:
-        generation: number of times that links were opened before, or of the plan.
+        generation: number of the links, which grows whenever a run opens its links anew. The receiver drops messages of
+            a smaller number, and refuses those of a larger one.
         max_tensors: maximum number of tensors in a message, which determines the size of headers.
     """
 
@@ -102,7 +103,10 @@ class FrameFormat(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Checked header of a message. ``sent_at_s`` is the time on the sender's wall clock, for measuring links."""
+    """Parsed and checked header of a message; ``sent_at_s`` is the time of sending on the sender's wall clock.
+
+    ``records`` has the layout of each tensor; None for a tensor that was not sent.
+    """
 
     generation: int
     action: Action
@@ -115,8 +119,8 @@ class Head(NamedTuple):
 class Frame(NamedTuple):
     """Frame of a message, ready to be written: ``header``, then every buffer in order.
 
-    The buffers are views of the tensors' memory or of a codec's output, and keep that memory alive. It must not be
-    changed until the buffers are sent.
+    The buffers are views of the tensors' memory or of a codec's output, and keep that memory alive. The caller must not
+    change the memory until the buffers are sent.
     """
 
     header: bytes
@@ -125,7 +129,7 @@ class Frame(NamedTuple):
 
 
 def header_bytes(max_tensors: int) -> int:
-    """Return the size of the header on a channel whose messages have at most ``max_tensors`` tensors."""
+    """Return the size in bytes of every header on a channel whose messages have at most ``max_tensors`` tensors."""
     return _PRELUDE.size + max_tensors * RECORD_BYTES
 
 
@@ -133,25 +137,25 @@ def check_count(action: Action, tensors: Payload, max_tensors: int) -> None:
     """Check that a message has at most ``max_tensors`` tensors.
 
     Raises:
-        LinkError: it has more; names the action.
+        LinkError: the message has more; names the action.
     """
     if len(tensors) > max_tensors:
         raise LinkError(f"{action.words} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
 
 
 def encode(action: Action, tensors: Payload, form: FrameFormat, weight_version: int = 0, codec: Codec = NONE) -> Frame:
-    """Create the frame of a message, without a copy unless a tensor has gaps or overlaps, or is encoded by a codec.
+    """Create the frame of a message. Tensors are copied only if they have gaps or overlaps, or a codec encodes them.
 
-    Waits for pending copies, so that it should run in a sending thread if there is one, not in the computing thread. A
-    stride of 0 (an expanded dimension) is kept, and only the distinct elements are sent. A tensor with gaps or overlaps
-    is packed first; the order of its strides is kept.
+    The call waits for pending copies, so it should run in a sending thread, not in the computing thread. A stride of 0
+    (an expanded dimension) is kept, and only the distinct elements are sent. A tensor with gaps or overlaps is packed
+    first; the order of its strides is kept.
 
     Args:
         codec: codec of the tensors that it supports. In a forward message it encodes only tensors that require a
             gradient, so no masks or positions.
 
     Raises:
-        LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
+        LinkError: there are too many tensors, or one has an unsupported type, device or size; names the action.
     """
     check_count(action, tensors, form.max_tensors)
     wait_for_copies(tensors)
@@ -171,8 +175,10 @@ def encode(action: Action, tensors: Payload, form: FrameFormat, weight_version: 
 def encode_on(
     device: Device, action: Action, tensors: Payload, form: FrameFormat, weight_version: int, codec: Codec
 ) -> tuple[bytes, torch.Tensor]:
-    """Create the frame of a message on a device, in the current stream; return (header, payload, uint8). See
-    ``encode``.
+    """Create the frame of a message on a device, in the current stream, as ``encode`` does on the host.
+
+    Returns:
+        (header, payload as uint8 in device memory).
     """
     described, parts = _described(device, action, tensors, codec)
     header, places, payload_bytes = _header_of(action, described, form, weight_version)
@@ -187,7 +193,7 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Return, for the tensors of a message, (their records; for each, the memory to send and its number of bytes)."""
+    """Return, for the tensors of a message, (descriptions, [(memory to send, its bytes)]); None's memory is empty."""
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):
@@ -204,8 +210,9 @@ def _described(
 def _as_sent(
     device: Device, action: Action, place: int, tensor: torch.Tensor | CodedTensor, codec: Codec
 ) -> tuple[Described, torch.Tensor]:
-    """Return (record of a tensor, memory to send); the memory is the tensor's own, a packed copy
-    or a codec's output.
+    """Return (description of a tensor, memory to send): the tensor's own memory, a packed copy or a codec's output.
+
+    ``place`` is the index of the tensor in the message.
     """
     known = None
     if isinstance(tensor, CodedTensor):
@@ -234,7 +241,7 @@ def _as_sent(
 def _header_of(
     action: Action, described: Sequence[Described | None], form: FrameFormat, weight_version: int
 ) -> tuple[bytes, list[int], int]:
-    """Return (header, offset of each tensor in the payload, size of the payload), offsets and size in bytes.
+    """Return (header, offset in bytes of each tensor in the payload, size of the payload in bytes).
 
     Raises:
         LinkError: the payload is too large; names the action.
@@ -269,10 +276,11 @@ def parse(
 ) -> Head:
     """Parse and check a header, before memory for the payload is allocated.
 
-    The header of an older generation is returned too; the caller must read its payload and drop it.
+    The header of an older generation (links before the present ones) is returned too. The caller must then read the
+    payload and drop it.
 
     Raises:
-        LinkError: the header is damaged, of another version, or of a newer generation.
+        LinkError: the header is damaged, of another format version, or of a newer generation.
     """
     generation, max_tensors = form
     if len(header) != header_bytes(max_tensors):
@@ -298,9 +306,7 @@ def parse(
 
 
 def key_of(codec: Codec, action: Action, place: int) -> int | None:
-    """Return the key of stochastic rounding for the tensor at index ``place`` of a message; None if the codec rounds to
-    nearest.
-    """
+    """Return the key of stochastic rounding for tensor ``place`` of a message; None if the codec rounds to nearest."""
     if codec.rounding_seed is None:
         return None
     return mixed(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
@@ -314,10 +320,10 @@ def is_coded(head: Head) -> bool:
 def decode(
     head: Head, payload: torch.Tensor, allocate: Allocate | None = None, *, coded: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Create the tensors of a message, which share the memory of ``payload``.
+    """Create the tensors of a message in the memory of ``payload``; encoded tensors are decoded into separate memory.
 
-    Each tensor is a leaf with its own version counter. If a stage changes one in place, autograd therefore does not
-    refuse the others, as it would refuse views of one buffer. Encoded tensors are decoded into separate memory.
+    Each tensor is a leaf with its own version counter. So a stage may change one in place, and autograd still accepts
+    the others, which it would refuse if all were views of one tensor.
 
     Args:
         payload: uint8, shape (head.payload_bytes,), without other users.
@@ -347,7 +353,10 @@ def decode(
 
 
 def gather(frame: Frame, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the payload of a frame into the first bytes of ``into``, a uint8 tensor, or into a new tensor; return it."""
+    """Copy the payload of a frame into the first bytes of the uint8 tensor ``into``, and return that tensor.
+
+    None allocates a new tensor.
+    """
     payload = torch.empty(frame.payload_bytes, dtype=torch.uint8) if into is None else into
     target, start = payload.numpy(), 0
     for buffer in frame.buffers:
@@ -363,7 +372,7 @@ def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
 
 
 def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:
-    """Decode the distinct elements of a tensor into new memory, uint8."""
+    """Decode a tensor's distinct elements; return the new memory, uint8."""
     nbytes = record.elements * record.dtype.itemsize
     memory = torch.empty(nbytes, dtype=torch.uint8) if allocate is None else allocate(nbytes)
     wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]
@@ -372,8 +381,9 @@ def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | N
 
 
 def decode_on(device: Device, head: Head, payload: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Create the tensors of a message over its payload on the device, in the current stream; encoded tensors are
-    decoded into separate memory.
+    """Create the tensors of a message whose payload is on a device, in the current stream, as ``decode`` does.
+
+    Encoded tensors are decoded by the device into separate memory.
     """
     tensors: list[torch.Tensor | None] = []
     for tensor in decode(head, payload, coded=True):

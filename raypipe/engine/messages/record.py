@@ -6,8 +6,8 @@
 
     record       dtype, flags, dimensions, codec | 8 sizes | 8 strides
 
-A tensor is described as the receiver gets it; the codec determines its bytes in the payload. No field of a received
-record is used unchecked.
+A record describes a tensor as the receiver gets it, decoded. The codec determines the number of its bytes in the
+payload. No field of a received record is used unchecked.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from raypipe.ir.schedule import Action
 
 
 def span(shape: tuple[int, ...]) -> int:
-    """Return the product of all sizes, with 0 counted as 1: an upper bound in checks of shapes and strides."""
+    """Return the product of all sizes of a shape, with 0 counted as 1, as an upper bound of its elements in checks."""
     return math.prod(max(size, 1) for size in shape)
 
 
 @functools.lru_cache(maxsize=256)
 def distinct_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the number of elements in memory of a dense or expanded tensor; None for one with gaps or overlaps."""
+    """Return the number of elements in memory of a dense or expanded tensor; None if it has gaps or overlaps."""
     if 0 in shape:
         return 0
     elements = 1
@@ -66,9 +66,9 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor, extent_bytes: int) -> memoryview:
-    """Return a writable view of the first ``extent_bytes`` of a plain tensor's memory, which the view keeps alive.
+    """Return a writable view of the first ``extent_bytes`` bytes of a host tensor, which the view keeps alive.
 
-    Only the address comes from torch: as_strided, view(uint8) and numpy would create three tensors per message, which
+    ctypes reads the tensor's address: as_strided, view(uint8) and numpy would create three tensors per message, which
     doubles the time of a send after some idling.
     """
     if extent_bytes == 0:  # an empty tensor may have no address
@@ -79,7 +79,7 @@ def raw_bytes(tensor: torch.Tensor, extent_bytes: int) -> memoryview:
 
 
 PAYLOAD_LIMIT_BYTES = 2 << 30
-"""Maximum size of a message's payload, and of each of its decoded tensors."""
+"""Maximum size in bytes of a message's payload, and of each of its decoded tensors."""
 ALIGNMENT_BYTES = 64
 MAX_DIMS = 8
 
@@ -100,12 +100,12 @@ _MAX_STRIDE = (1 << 63) - 1
 
 
 class TensorRecord(NamedTuple):
-    """Checked record of a tensor in a payload.
+    """Parsed and checked record of a received tensor.
 
     Attributes:
-        strides: in elements, as in torch.
+        strides: strides in elements, as in torch.
         elements: number of distinct elements; an expanded tensor has fewer than its shape.
-        offset_bytes, extent_bytes: position and size in the payload, encoded by the codec.
+        offset_bytes, extent_bytes: position and size in the payload, after encoding.
     """
 
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class TensorRecord(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Packed record of a dense tensor, with its codec, number of distinct elements and bytes in the payload."""
+    """Description of a tensor to send: its packed record, codec, number of distinct elements and encoded bytes."""
 
     record: bytes
     codec: str
@@ -131,11 +131,10 @@ class Described(NamedTuple):
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, codec: str
 ) -> Described | None:
-    """Describe a dense tensor, with this codec if it supports the tensor, else "none".
+    """Describe a dense or expanded tensor to send, with the codec if it supports the tensor, else with "none".
 
-    Returns:
-        None for a tensor with gaps or overlaps, of an unsupported dtype or beyond the limits. Results are cached,
-        because a run sends few layouts many times.
+    None for a tensor with gaps or overlaps, of an unsupported dtype, or beyond the limits of dimensions and bytes.
+    Results are cached, because a run sends few layouts many times.
     """
     elements = distinct_elements(shape, strides)
     if elements is None or dtype not in _DTYPE_CODES or not _within_limits(dtype, shape, PAYLOAD_LIMIT_BYTES):
@@ -150,13 +149,13 @@ def describe(
 
 
 def prepare(action: Action, tensor: torch.Tensor, codec: str, *, on_host: bool) -> tuple[torch.Tensor, Described]:
-    """Create and describe a dense copy of a tensor that is not dense.
+    """Return (dense copy of a tensor that ``describe`` refuses, description of the copy).
 
     Args:
         on_host: True if the tensor must be in host memory.
 
     Raises:
-        LinkError: a tensor of an unsupported type, device or size; names the action.
+        LinkError: the tensor has an unsupported type, layout, device or size; names the action.
     """
     place = " in host memory" if on_host else ""
     if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or (on_host and not tensor.is_cpu):
@@ -175,13 +174,13 @@ def prepare(action: Action, tensor: torch.Tensor, codec: str, *, on_host: bool) 
 
 @functools.lru_cache(maxsize=256)
 def parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[TensorRecord | None, ...], int]:
-    """Parse and check the first ``count`` records.
+    """Parse and check the first ``count`` records of a header.
 
     Returns:
         (records, size in bytes of the payload that they describe).
 
     Raises:
-        LinkError: a record that no sender creates.
+        LinkError: no sender creates such a record; names the tensor by its index.
     """
     records: list[TensorRecord | None] = []
     end_bytes = 0

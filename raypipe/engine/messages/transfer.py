@@ -4,8 +4,8 @@
     to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits; for messages, the sender
     in a codec  decoded in copy_in, encoded in copy_out, so that its bytes only are copied and computing goes on
 
-Shapes, strides and ``requires_grad`` stay as they are, because kernels, and so bits, depend on them. Where the
-device is immediate, tensors are handed through as they are.
+Shapes, strides and ``requires_grad`` are kept, because kernels, and so bits, depend on them. If the device is the CPU
+(``Device.immediate``), most methods return the same tensors.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ from raypipe.engine.messages.record import densified, distinct_elements
 from raypipe.ir.schedule import Action
 
 KEPT = 2
-"""Staging buffers of a size: one is filled while another is copied from."""
+"""Number of staging buffers of each size: one is filled while the other is copied to the device."""
 
 Tensors = Sequence[torch.Tensor | None]
 
 
 class _Coding(NamedTuple):
-    """Codec of a transfer, and the key of its stochastic rounding."""
+    """Codec of a tensor in a transfer, and the key of its stochastic rounding; key None rounds to nearest."""
 
     name: str
     key: int | None
 
 
 class DeviceTransfer:
-    """Transfers between host memory and one device, used by one computing thread."""
+    """Transfers between host memory and one device, for use by one computing thread.
+
+    Argument ``what`` of the methods is the kind of the tensors, which names the waits on the device.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._staging: dict[int, deque[tuple[torch.Tensor, Mark]]] = {}
 
     def message(self, message: Message, what: TransferKind) -> Message:
-        """Move a received message to the device."""
+        """Copy the tensors of a received message to the device; weight version and times are kept."""
         if self.device.immediate:
             return message
         return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
@@ -54,14 +57,14 @@ class DeviceTransfer:
     def outgoing(
         self, action: Action, tensors: Tensors, what: TransferKind, codec: Codec, *, on_device: bool = False
     ) -> Payload:
-        """Start copying tensors to host memory for a channel, encoded on the device if it supports the codec.
+        """Start copying a message's tensors to host memory for a channel; return before the copies are complete.
 
-        Returns before the copies are complete. Outputs that require no gradient may be memory that the next forward
-        changes, such as a buffer, so they are copied on the device first; gradients have no other user.
+        Tensors are encoded on the device if it supports the codec. Outputs that require no gradient are cloned on the
+        device first, because the next forward may change their memory, as that of a buffer.
 
         Args:
             what: OUTPUTS or INPUT_GRADS.
-            on_device: the channel sends from device memory, without a copy.
+            on_device: True if the channel sends from device memory; the tensors are then returned unchanged.
         """
         device = self.device
         if on_device or device.immediate or not any(tensor is not None for tensor in tensors):
@@ -114,14 +117,14 @@ class DeviceTransfer:
         return tuple(shown)
 
     def named(self, tensors: Mapping[Any, torch.Tensor], what: TransferKind) -> dict[Any, torch.Tensor]:
-        """Copy named tensors as ``to_device`` does, in any thread that has no other work on the device meanwhile."""
+        """Copy named tensors to the device like ``to_device``. The thread must have no other device work meanwhile."""
         if self.device.immediate:
             return dict(tensors)
         with self.device.prepare_thread():
             return _by_name(tensors, self.to_device(list(tensors.values()), what))
 
     def fill(self, target: torch.Tensor, tensor: torch.Tensor, what: TransferKind) -> None:
-        """Copy a host tensor into ``target``, a tensor of the device, in place; threads as for ``named``."""
+        """Copy a host tensor into the device tensor ``target``. The thread must have no other device work meanwhile."""
         if self.device.immediate:
             target.copy_(tensor)
             return
@@ -131,8 +134,9 @@ class DeviceTransfer:
             target.copy_(there)
 
     def copied(self, tensors: Mapping[str, torch.Tensor], what: TransferKind) -> dict[str, torch.Tensor]:
-        """Copy named tensors to host memory. They are copied even if the device is the CPU.
-        Threads as for ``named``.
+        """Copy named tensors to new host memory, also if the device is the CPU; wait for the copies.
+
+        The thread must have no other device work meanwhile.
         """
         bare = {name: tensor.detach() for name, tensor in tensors.items()}
         if self.device.immediate:
@@ -141,7 +145,7 @@ class DeviceTransfer:
             return _by_name(bare, self.to_host(list(bare.values()), what))
 
     def to_host(self, tensors: Tensors, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
-        """Copy tensors to host memory and wait; the caller may read and keep the copies."""
+        """Copy tensors to host memory, and wait for the copies. On the CPU the same tensors are returned."""
         if self.device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
         copies = self._to_host(tensors, what, [None] * len(tensors))
@@ -196,9 +200,7 @@ class DeviceTransfer:
         return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
 
     def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
-        """Return (seconds from the first mark to the second, seconds from the second to the
-        third); None without marks.
-        """
+        """Return (seconds from the first mark to the second, from the second to the third); None if marks is None."""
         if marks is None:
             return None
         begin_s, between_s, end_s = self.device.seconds(marks)
@@ -214,7 +216,7 @@ class DeviceTransfer:
         return copy
 
     def _take(self, nbytes: int, what: TransferKind) -> torch.Tensor:
-        """Take staging memory of at least ``nbytes`` that no pending copy reads."""
+        """Return a staging buffer (host memory) of at least ``nbytes``; wait for a pending copy from it if needed."""
         size = 1 << max(nbytes - 1, 63).bit_length()
         kept = self._staging.setdefault(size, deque())
         if len(kept) < KEPT:
@@ -229,7 +231,7 @@ def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the distinct elements in the order of memory, the dense or expanded tensor that consists of them)."""
+    """Return (distinct elements in the order of memory, shape (elements,); dense or expanded tensor made of them)."""
     plain = densified(tensor)
     elements = distinct_elements(tuple(plain.shape), plain.stride())
     assert elements is not None, "it was packed"

@@ -1,17 +1,18 @@
 """All-reduce of gradients between the replicas of a stage: the sum over all lanes, with equal bits on all replicas.
 
+Micro-batches are assigned in turn to gradient-accumulation lanes; a replica computes the micro-batches of its lanes.
+
     replica 0   lanes 0 2      scatter: all replicas' lanes of slice r go to replica r, which sums them in lane order
     replica 1   lanes 1 3      gather:  the totals of slice r come back from replica r
 
 Every element is summed once, lane after lane, on one replica, so that the result depends on the number of lanes and not
-on the number of replicas. An element without a value in a lane (of a use site that none of the lane's micro-batches
-reached) is left out of the sum, as on a worker that has all lanes. With as many lanes as replicas R each replica sends
-2 (R - 1) / R times the bytes of the gradients, as in a ring.
+on the number of replicas. If no micro-batch of a lane reached a use of a parameter, the lane has no sum of it, and is
+left out. With as many lanes as replicas R each replica sends 2 (R - 1) / R times the bytes of the gradients, as in a
+ring all-reduce.
 
 Gradients are sent chunk by chunk (``slices``), so that little memory is needed besides the sums
 (``ir.communication`` counts it). A replica begins a chunk once it has the previous chunk's totals from all replicas, so
-that no two messages with the same name are in flight. Totals overwrite the sums of a lane, whose elements were copied
-for the exchange.
+no two messages with the same name are in flight. Totals overwrite the first lane's sums, of which copies were sent.
 
 Chunks have a fixed order, the last layers first, and each is sent as soon as its gradients are complete: in a separate
 thread, in parallel with the rest of the update's last backward.
@@ -52,13 +53,13 @@ class ReplicaLink(Protocol):
     """Messages between the replicas of a stage."""
 
     def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
-        """Send a message, from any thread; the first ``in_host`` tensors are in host memory."""
+        """Send a message named ``action``, from any thread; all but the first ``in_host`` tensors are on the device."""
 
     def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
-        """Wait for the message that another replica sends under ``action``, in any thread."""
+        """Wait for the message named ``action``, in any thread; tensors from index ``in_host`` on are on the device."""
 
     def waited(self, seconds: float) -> None:
-        """Count seconds of waiting for replicas."""
+        """Add seconds of waiting for replicas to the counters of the stage."""
 
 
 class AllReduce:
@@ -66,9 +67,11 @@ class AllReduce:
 
     Args:
         placement: defines the replicas, and the lanes of each.
+        sink: gradient sums of the stage.
+        link: sends and receives messages of the stage's replicas.
+        codec: "bf16" rounds the sums of lanes, and then their totals, to send half the bytes of fp32. Local sums are
+            rounded too, so that the result depends on the lanes only. "none" does not round.
         device: device of the sums. An exchange in parallel with a backward has its own stream there.
-        codec: "bf16" sends half the bytes: it rounds the sums of lanes before they are added up in their own dtype, and
-            then the totals. Local sums are rounded too, so that the result depends on the lanes only.
         sharded: names of the parameters with sharded optimizer state, as in ``chunks_of``.
     """
 
@@ -91,7 +94,7 @@ class AllReduce:
         self._running: _ThreadedExchange | None = None
 
     def begin(self, microbatch: int) -> None:
-        """Start the exchange in parallel with the update's last backward, of ``microbatch``, which is about to run."""
+        """Start the exchange just before the update's last backward, that of ``microbatch``, in parallel with it."""
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
             self._running = _ThreadedExchange(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
@@ -99,8 +102,9 @@ class AllReduce:
             self._running.start()
 
     def run(self, microbatch: int) -> None:
-        """Compute the totals over all lanes after the update's last micro-batch, or wait for those of the exchange that
-        ``begin`` started; close the sink with them.
+        """Compute the totals over all lanes after the last backward of an update, and store them in the sink.
+
+        If ``begin`` has started the exchange, wait until it ends.
 
         Raises:
             LinkError: a replica did not answer.
@@ -137,7 +141,7 @@ class AllReduce:
         self._link.waited(time.monotonic() - begin_s)
 
     def _named(self, op: Op, microbatch: int, number: int) -> Action:
-        """Return the action that names the message of a chunk."""
+        """Return the action that names the message of chunk ``number``."""
         return Action(self._sink.program.index, op, microbatch - number % 2 if self._sharded else microbatch)
 
     def abandon(self) -> None:
@@ -148,10 +152,10 @@ class AllReduce:
         self._sink.observe(None)
 
     def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
-        """Exchange all chunks and return the totals, one per entry of the sink's ``trained``. Totals of sharded
-        parameters are defined in this replica's slices only.
+        """Exchange all chunks and return the totals, one per entry of the sink's ``trained``; None without a gradient.
 
-        ``wait(chunk)`` returns once this replica has all gradients of the chunk.
+        Totals of sharded parameters are defined in this replica's slices only. ``wait`` is called with the number of
+        each chunk, and must return once this replica has all gradients of the chunk.
         """
         sink, me = self._sink, self._placement.worker
         into: list[torch.Tensor | None] = [None] * len(sink.trained)
@@ -175,11 +179,10 @@ class AllReduce:
         return into
 
     def _summed(self, chunk: Chunk, scatter: Action) -> tuple[dict[int, list[int]], torch.Tensor]:
-        """Exchange the slices of a chunk.
+        """Exchange the lanes' sums of a chunk, and sum this replica's slice of the chunk over all lanes.
 
         Returns:
-            For each lane, a 0 or 1 per site of the chunk (1: the lane has a sum); and the sum over all lanes of this
-            replica's slice.
+            ({lane: a 1 for each of ``chunk.sites`` of which the lane has a sum, else a 0}, summed slice).
         """
         me = self._placement.worker
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
@@ -233,19 +236,19 @@ class _ThreadedExchange:
         threading.Thread(target=self._run, name="raypipe-sum", daemon=True).start()
 
     def completed(self, site: int) -> None:
-        """Note that the last gradient of a use site was added."""
+        """Record that all gradients of a use site are added; ``site`` is its index in the sink's ``trained``."""
         for number in self._of_site.get(site, ()):
             self._missing[number].discard(site)
             if not self._missing[number]:
                 self._completed(number)
 
     def _completed(self, number: int) -> None:
-        """Mark a chunk as complete: all its gradients are queued in the computing stream."""
+        """Let the thread send chunk ``number``, whose gradients are all queued in the computing stream."""
         self._marks[number] = self._device.mark()
         self._complete[number].set()
 
     def finish(self) -> Tensors:
-        """Wait for the totals after the last gradient.
+        """Wait for the totals after the backward, and return them.
 
         Raises:
             LinkError: a replica did not answer.
@@ -284,4 +287,4 @@ class _ThreadedExchange:
 
 
 class _AbandonedError(Exception):
-    """Raised in the thread of an exchange that was aborted."""
+    """Exception that ends the thread of an exchange that was aborted."""

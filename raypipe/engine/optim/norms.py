@@ -36,9 +36,7 @@ def block_norms(elements: torch.Tensor) -> torch.Tensor:
 
 
 def each_norm(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Compute one scalar norm per gradient with the function that ``torch.nn.utils.clip_grad_norm_`` uses. On a GPU it
-    adds in another order than ``vector_norm``, and it needs few kernels for all gradients.
-    """
+    """Compute one scalar norm per gradient, to the bits of ``torch.nn.utils.clip_grad_norm_``, in few kernels."""
     return torch._foreach_norm(list(gradients)) if gradients else ()
 
 
@@ -48,17 +46,17 @@ def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(positions: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of the norms, a scalar, after sorting them by their parameters' positions in the model."""
+    """Compute the norm of ``norms`` of shape (n,), sorted by the parameters' positions in named_parameters()."""
     return torch.linalg.vector_norm(norms[torch.argsort(positions)])
 
 
 def to_report_norms(positions: torch.Tensor, norms: torch.Tensor) -> Norms:
-    """Convert norms to the form that reports contain; ``norm_of`` computes the total from it, to the same bits."""
+    """Convert parameters' norms to the form that a report contains, from which ``norm_of`` computes the total."""
     return Norms(tuple(positions.tolist()), tuple(norms.tolist()), str(norms.dtype).removeprefix("torch."))
 
 
 def norm_of(parts: Sequence[Norms]) -> float:
-    """Compute the norm of the whole model from the reports of its stages."""
+    """Compute the gradient norm of the whole model from the parameters' norms in the reports of its stages."""
     positions = torch.tensor([position for part in parts for position in part.places], dtype=torch.int64)
     norms = [torch.tensor(part.norms, dtype=getattr(torch, part.dtype)) for part in parts]
     return float(total_norm(positions, torch.cat(norms)))

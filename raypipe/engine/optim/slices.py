@@ -2,9 +2,9 @@
 
     use sites   a (large)   b (small)   c (larger than a chunk)        chunks   [c1] [c2] [a] [b]
 
-Large use sites come first, in the order in which a backward completes them (the last site first). A site may continue
-in the next chunk; a chunk that is at least one eighth full ends at the end of a site. The small sites follow, because
-their gradients are added together after the backward. Every dtype has its own row of chunks.
+A use site is one use of a parameter in the model. Large sites come first, in the order in which a backward completes
+them (the last site first). A site may continue in the next chunk; a chunk that is at least one eighth full ends at the
+end of a site. Small sites follow, because their gradients are added after the backward. A chunk has one dtype.
 
 With a sharded optimizer (ZeRO, stage 1: Rajbhandari et al., SC'20), each replica keeps its slice of the totals, steps
 it, and sends parameters back instead of gradients. Slices then begin at a block of their parameter (``norms.BLOCK``),
@@ -38,7 +38,7 @@ from raypipe.ir.communication import CLOSED_AT, chunk_bytes
 
 Tensors = Sequence[torch.Tensor | None]
 Piece = tuple[int, int, int]
-"""Part of a use site: (index of the site in the sink's ``trained``, first element, end), in the order of memory."""
+"""Range of a use site's elements: (index of the site in ``GradientSink.trained``, first element, end)."""
 
 
 UNSHARDED: Mapping[int, str] = MappingProxyType({})
@@ -48,9 +48,9 @@ UNSHARDED: Mapping[int, str] = MappingProxyType({})
 def chunks_of(
     trained: Sequence[torch.Tensor], placement: Placement, sharded: Mapping[int, str] = UNSHARDED
 ) -> list[Chunk]:
-    """Divide all elements of ``trained`` into chunks of at most ``chunk_bytes``.
+    """Divide all elements of ``trained``, the parameter of each use site, into chunks of at most ``chunk_bytes``.
 
-    ``sharded`` names the parameters with sharded optimizer state, by index in ``trained``.
+    ``sharded`` maps indices in ``trained`` to the names of the parameters with sharded optimizer state.
     """
     most = chunk_bytes(placement.lanes, len(placement.replicas))
     uses = Counter(sharded.values())
@@ -74,15 +74,15 @@ def chunks_of(
 
 
 def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
-    """Select the sharded chunks so that each parameter is in them once: with its first use site."""
+    """Select the chunks with the first use site of each sharded parameter, so that each parameter occurs once."""
     first = {name: place for place, name in reversed([*sharded.items()])}
     return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
 
 
 def _parted(sites: Sequence[int], trained: Sequence[torch.Tensor], room: int, grain: int) -> list[list[Piece]]:
-    """Divide the elements of these sites into chunks of at most ``room`` elements; return each chunk's pieces.
+    """Divide the elements of these use sites into chunks of at most ``room`` elements; return each chunk's ranges.
 
-    ``grain`` divides the length of every piece, except for the last piece of a site.
+    The length of a range is a multiple of ``grain``, unless the range ends with the site.
     """
     parts: list[list[Piece]] = [[]]
     room = max(room, grain)
@@ -106,7 +106,7 @@ class Chunk:
     """Chunk of elements of one dtype, divided into one slice per replica.
 
     Attributes:
-        sites: use sites with elements in the chunk, as indices in the sink's ``trained``.
+        sites: use sites with elements in the chunk, as indices in ``GradientSink.trained``.
         place: torch device of the elements.
         sharded: True if each replica steps its slice.
 
@@ -135,7 +135,10 @@ class Chunk:
         self._bounds = dict(zip(workers, pairwise(ends), strict=True))
 
     def flattened(self, sums: Tensors) -> torch.Tensor | None:
-        """Concatenate a lane's sums, one per entry of ``sites``, with zeros for None; None if all sums are None."""
+        """Concatenate the chunk's elements of a lane's sums, one sum per entry of ``sites``; None counts as zeros.
+
+        None if all sums are None.
+        """
         if all(x is None for x in sums):
             return None
         return torch.cat(
@@ -146,12 +149,12 @@ class Chunk:
         )
 
     def slice_of(self, worker: int, flat: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the slice of a flattened chunk that a replica sums; None for None."""
+        """Return the slice of a flattened chunk that the replica on ``worker`` sums; None if ``flat`` is None."""
         first, stop = self._bounds[worker]
         return None if flat is None else flat[first:stop]
 
     def pieces_of(self, worker: int) -> list[Piece]:
-        """List the parts of sites in a replica's slice, without empty ones."""
+        """List the ranges of use sites in the slice of the replica on ``worker``."""
         low, high = self._bounds[worker]
         pieces = []
         for (site, first, stop), start in zip(self._pieces, accumulate(self._sizes, initial=0), strict=False):
@@ -161,21 +164,21 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate the elements of a replica's slice of tensors, one per entry of the sink's ``trained``."""
+        """Concatenate the elements of a replica's slice from ``tensors``, one per entry of ``GradientSink.trained``."""
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy a replica's slice into the tensors of the sink's ``trained``; None skips the site."""
+        """Copy a replica's slice into ``into``, one tensor per entry of ``GradientSink.trained``; None is skipped."""
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
                 flat(target)[begin:end] = part
 
     def summed(self, worker: int, lanes: Sequence[tuple[torch.Tensor | None, Sequence[int]]]) -> torch.Tensor:
-        """Sum the slice of a replica over lanes in their order.
+        """Sum the slice of the replica on ``worker`` over lanes, in their order.
 
-        Each lane is (slice, a 1 for each entry of ``sites`` of which it has a sum, else a 0).
+        ``lanes`` has for each lane (its values of the slice, a 1 per entry of ``sites`` of which it has a sum, else 0).
         """
         first, stop = self._bounds[worker]
         ends = [*accumulate(self._sizes, initial=0)]
@@ -195,7 +198,7 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy one slice per replica, in order, into the tensors of the sink's ``trained``; None skips the site."""
+        """Copy all replicas' slices, in order, into ``into``, one per entry of ``GradientSink.trained``; skip None."""
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:
@@ -203,12 +206,12 @@ class Chunk:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View all elements in the order of memory, shape (numel,)."""
+    """Return a view of all elements of a dense tensor in the order of memory, shape (numel,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class ParameterSlice(NamedTuple):
-    """Range of elements of a parameter, in the order of memory."""
+    """Range of elements of a parameter in the order of memory: from ``first`` up to, and not including, ``stop``."""
 
     name: str
     first: int
@@ -216,7 +219,7 @@ class ParameterSlice(NamedTuple):
 
 
 def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Map indices among the trained use sites to the names of the parameters with sharded optimizer state."""
+    """Map indices among the use sites of trained parameters to the names of those whose optimizer state is sharded."""
     names = [site.parameter for site in program.train.sites if site.parameter in program.trainable]
     return {
         place: name
@@ -228,7 +231,7 @@ def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor])
 def parts_of(
     program: StageProgram, parameters: Mapping[str, torch.Tensor], placement: Placement
 ) -> dict[int, list[ParameterSlice]]:
-    """Map each replica's worker to the slices that it steps, in the order of the chunks."""
+    """Map the worker of each replica to the slices of parameters that its optimizer steps."""
     trained = [parameters[x.parameter].detach() for x in program.train.sites if x.parameter in program.trainable]
     names = sharded_names(program, parameters)
     chunks = once(chunks_of(trained, placement, names), names)
@@ -242,10 +245,10 @@ class Slices:
     """Slices of a stage's parameters that one replica steps.
 
     Attributes:
-        parts: slices of every replica, in their order.
+        parts: for each replica, in order, the slices that it steps.
         replica: index of this replica.
-        groups: for each group of the optimizer, the names of its parameters, also of those that only other replicas
-            step; empty before ``take_over``.
+        groups: for each parameter group of the optimizer, the names of its parameters, also of those of which only
+            other replicas step slices; empty before ``take_over``.
     """
 
     def __init__(
@@ -259,7 +262,7 @@ class Slices:
         """Tensors that the optimizer steps, by slice."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the whole parameters of an optimizer by this replica's slices."""
+        """Replace the parameters in the groups of an optimizer, and their state, by this replica's slices of them."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         by_name: dict[str, list[tuple[ParameterSlice, torch.nn.Parameter]]] = {}
         for part, parameter in self.held.items():
@@ -283,22 +286,23 @@ class Slices:
                 group["param_names"] = [names_by_id[id(x)] for x in stepped]
 
     def part_of(self) -> dict[int, ParameterSlice]:
-        """Map the id of each tensor that the optimizer steps to its slice."""
+        """Map the id of each tensor that the optimizer steps as a slice to the name and range of the slice."""
         return {id(parameter): part for part, parameter in self.held.items()}
 
     def take_gradients(self) -> None:
-        """Set the gradients of the slices from the whole parameters, which hold the totals of this replica's slices."""
+        """Set the gradient of each slice as a view of its parameter's gradient, which is complete within the slice."""
         for part, parameter in self.held.items():
             whole = self._parameters[part.name].grad
             parameter.grad = None if whole is None else flat(whole)[part.first : part.stop]
 
     def gradients(self) -> list[torch.Tensor]:
-        """List the gradients of the slices that have one."""
+        """List the gradients of this replica's slices, without slices that have no gradient."""
         return [x.grad for x in self.held.values() if x.grad is not None]
 
     def follow(self) -> None:
-        """Copy stepped slices back into their parameters if the optimizer assigned ``parameter.data``, so that a slice
-        is no view of its parameter any more; make it a view again.
+        """Make slices views of their parameters again, with their new values, after a step.
+
+        This is needed only for an optimizer that assigns ``parameter.data`` instead of changing it in place.
         """
         for part, parameter in self.held.items():
             view = self._view(part)
@@ -307,9 +311,9 @@ class Slices:
                 parameter.data = view
 
     def blocks(self, norms: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Assemble the block norms of every parameter that has a gradient, in the order of its blocks.
+        """Return the norms of each parameter's blocks, in order, by name; only of parameters that have a gradient.
 
-        ``norms`` has, by replica, the block norms of its slices that have a gradient.
+        ``norms`` has for each replica the norms of its blocks (``Update.part_norms``).
         """
         by_name: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for parts, of_replica in zip(self.parts, norms, strict=True):
@@ -327,8 +331,9 @@ class Slices:
 
 
 def sliced(value: Any, whole: torch.Tensor, part: ParameterSlice) -> Any:
-    """Return the part of an entry of a parameter's optimizer state that belongs to a slice: a tensor of the parameter's
-    shape is sliced, any other tensor is cloned.
+    """Return the part of one value of a parameter's optimizer state that belongs to a slice.
+
+    A tensor of the parameter's shape is sliced; any other tensor is cloned.
     """
     if isinstance(value, torch.Tensor) and value.shape == whole.shape:
         whole_value = torch.empty_like(whole, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

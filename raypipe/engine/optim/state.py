@@ -42,14 +42,14 @@ class Settings:
     """Settings of a run that no re-plan changes.
 
     Attributes:
-        seed: of randomness and of the data's order.
+        seed: seed of random draws and of the data's order.
         loss_reduction: see PipelineConfig.
         max_grad_norm: limit to which the norm of the whole model's gradient is clipped; None for no clipping.
-        timeout_s: maximum wait for one message.
+        timeout_s: maximum seconds to wait for one message.
         on_nonfinite: "stop" or "skip"; see PipelineConfig.
         codec_sums: "none" or "bf16"; see PipelineConfig.
         shard_optimizer: see PipelineConfig.
-        optimizer_draws: True if the optimizer's steps draw random numbers, which are keyed by update and stage.
+        optimizer_draws: True if the optimizer's steps draw random numbers, which then depend on seed, update and stage.
         replicated_buffers: see PipelineConfig.
     """
 
@@ -85,11 +85,12 @@ def new_optimizer(make: MakeOptimizer, trained: list[tuple[str, torch.nn.Paramet
 
 
 class StageState:
-    """Parameters, buffers, optimizer and scheduler of a stage. They survive re-planning.
+    """Parameters, buffers, optimizer and scheduler of a stage. The object survives re-planning.
 
     Attributes:
-        updates: number of scheduler steps, including deferred updates and without skipped ones.
-        slices: slices of the parameters that the optimizer steps; None if its state is not sharded.
+        updates: number of scheduler steps made. A deferred update counts, a skipped one does not.
+        optimizer, scheduler: None if the stage trains nothing, or if the run has no scheduler.
+        slices: slices of the parameters that the optimizer steps; None if the optimizer's state is not sharded.
     """
 
     slices: Slices | None = None
@@ -128,7 +129,7 @@ class StageState:
         """Restrict the optimizer to these slices, before its first step.
 
         Raises:
-            StageError: the optimizer has stepped other slices.
+            StageError: the optimizer was restricted to other slices before.
         """
         if self.optimizer is None:
             return
@@ -143,13 +144,11 @@ class StageState:
         self.slices = slices
 
     def is_read_until(self, done: threading.Event) -> None:
-        """Register another thread's read of parameters and optimizer; ``wait_until_read`` waits until the thread sets
-        ``done``.
-        """
+        """Register a thread that reads parameters and optimizer, and sets ``done`` afterwards; see wait_until_read."""
         self._read = done
 
     def wait_until_read(self) -> None:
-        """Wait for a registered read before parameters or optimizer change.
+        """Wait for the end of a read that ``is_read_until`` registered, before parameters or optimizer change.
 
         Raises:
             StageError: the read did not end within READ_TIMEOUT_S.
@@ -160,9 +159,7 @@ class StageState:
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors that this stage writes into a checkpoint: its buffers in ``persistent``, and those of its
-    parameters that no earlier stage holds.
-    """
+    """Return what this stage writes into a checkpoint: parameters that no earlier stage holds, persistent buffers."""
     first = {
         name: parameter
         for name, parameter in state.parameters.items()
@@ -178,21 +175,19 @@ LOSS_SCALE_OPTIONS = ("loss_scale", "loss_scale_steps")
 
 
 class LossScale:
-    """Loss scale of one stage; a stage that trains nothing has none."""
+    """Loss scale of fp16 on one stage, stored in its optimizer's groups; a stage without an optimizer has no scale."""
 
     def __init__(self, state: StageState) -> None:
         self._state = state
 
     @property
     def value(self) -> float:
-        """Factor of the loss in the next step; a power of two."""
+        """Factor of the loss in the next step, a power of two; not defined without an optimizer."""
         scale: float = self._groups[0].get(LOSS_SCALE_OPTIONS[0], FIRST_SCALE)
         return scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the scale after a step; ``overflowed`` is True if the step was skipped because
-        gradients overflowed.
-        """
+        """Update the scale after a step, made or skipped; ``overflowed`` is True if the gradients were not finite."""
         if not self._groups:
             return
         scale, steps = self.value, self._groups[0].get(LOSS_SCALE_OPTIONS[1], 0) + 1
@@ -210,17 +205,17 @@ class LossScale:
 
 
 def is_sharded(placement: Placement, settings: Settings) -> bool:
-    """Return True if the replicas of a worker's stages shard the state of their optimizers."""
+    """Return True if a worker's stages have several replicas, and these shard the state of their optimizers."""
     return settings.shard_optimizer and len(placement.replicas) > 1
 
 
 def shard_optimizer(program: StageProgram, state: StageState, placement: Placement, settings: Settings) -> None:
     """Restrict the optimizer of a stage to this worker's slices, if ``is_sharded``; else do nothing.
 
-    Must be called before the optimizer's state is loaded, so that no replica ever holds the state of all slices.
+    The caller loads the optimizer's state after this, so that no replica ever holds the state of all slices.
 
     Raises:
-        StageError: the optimizer has stepped other slices.
+        StageError: the optimizer was restricted to other slices before.
     """
     if is_sharded(placement, settings):
         parts = parts_of(program, state.parameters, placement)

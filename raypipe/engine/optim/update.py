@@ -1,7 +1,7 @@
 """Update of one stage: gradient mean, norms, clipping, and the optimizer's step.
 
-Schedules may let every stage clip by its own norm, without waiting for other stages. If the ring of weight versions has
-no free slot, the update is deferred: its gradients are added to those of the next update.
+Schedules may let every stage clip by its own norm, without waiting for other stages. If micro-batches in flight use all
+weight versions that the stage may keep, the update is deferred: its gradients are added to those of the next update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raypipe.ir.weights import WeightPolicy
 from raypipe.user_lines import quoted, short
 
 MOST_SKIPPED = 10
-"""Number of consecutive non-finite steps that end a run with on_nonfinite="skip": its parameters no longer change."""
+"""Number of consecutive non-finite steps that end a run with on_nonfinite="skip", whose parameters no longer change."""
 
 
 class Update:
@@ -65,13 +65,13 @@ class Update:
         self._positions: tuple[list[int], torch.Tensor] | None = None  # positions, as a list and as on the device
         self._loss_scale = LossScale(state) if program.precision.scaled else None
         self.lr: float | None = None
-        """Learning rate of the first group in the last step."""
+        """Learning rate of the optimizer's first group in the last step; None without one."""
 
     def of(self, segment: Segment, microbatch: int) -> None:
-        """Prepare the update that ends with this micro-batch.
+        """Prepare the update that ends with this micro-batch: set the factors of gradients and learning rate.
 
-        Gradients are those of the mean over ``segment.interval`` micro-batches. A stage that updates more often takes
-        the mean over its own interval, scales its learning rate, and steps its scheduler once all stages have updated.
+        Losses are weighted for a mean over ``segment.interval`` micro-batches. A stage that updates more often takes
+        the mean over its own interval and scales its learning rate. Its scheduler steps only when all stages update.
         """
         intervals = self._weights.intervals if segment.update_interval is not None else ()
         if not intervals:
@@ -86,14 +86,15 @@ class Update:
         self._rate, self._counts = self._weights.rate(index), end % segment.interval == 0
 
     def begin(self) -> bool:
-        """Return True if the update can be made now; if not, it is deferred."""
+        """Return True if the update can be made now, with a free slot for the new weights; otherwise defer it."""
         self._is_deferred = not self._ring.has_room()
         self._deferred += self._is_deferred
         return not self._is_deferred
 
     def average(self) -> None:
-        """Convert every ``parameter.grad``, in place, from a scaled sum to a mean: over the stage's own update
-        interval, and over this update and the deferred ones before it. It is divided by the loss scale too.
+        """Divide every ``parameter.grad``, in place, by the loss scale and the number of deferred updates plus 1.
+
+        It is also converted to the mean over the stage's own update interval; see ``of``.
         """
         if self._state.slices is not None:
             self._state.slices.take_gradients()
@@ -106,7 +107,7 @@ class Update:
             self._deferred = 0
 
     def own_norm(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return (gradient norm of this stage, ``own_norms()``); None if the update is deferred."""
+        """Return (gradient norm of this stage, result of ``own_norms``); None if the update is deferred."""
         if self._is_deferred:
             return None
         parts = self.own_norms()
@@ -120,10 +121,10 @@ class Update:
         return torch.cat(of_slices) if of_slices else torch.empty(0, device=self._transfer.device.place)
 
     def own_norms(self, parts: Sequence[torch.Tensor | None] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (positions in named_parameters(), gradient norms), both of shape (n,), of this stage's parameters that
-        have a gradient and that no earlier stage holds.
+        """Return (positions in named_parameters(), gradient norms) of this stage's parameters, both of shape (n,).
 
-        ``parts`` are ``part_norms`` of all replicas, in their order, if the optimizer state is sharded.
+        Parameters without a gradient, and those that an earlier stage holds too, are left out. ``parts`` has the
+        ``part_norms`` of all replicas, in order, if the optimizer state is sharded.
         """
         index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
         whole = []
@@ -151,8 +152,9 @@ class Update:
         self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
         gather: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
-        """Clip the gradients and step the optimizer, or skip the step. Stages that train and get the same ``total`` and
-        ``loss`` all step, all skip or all raise.
+        """Clip the gradients and step the optimizer, or skip the step if loss or norm is not finite.
+
+        Stages that train and get the same ``total`` and ``loss`` all step, all skip or all raise.
 
         Args:
             total: gradient norm; None if the update is deferred.
@@ -161,7 +163,7 @@ class Update:
             gather: called after the step of a sharded optimizer, to receive the other replicas' slices.
 
         Returns:
-            True if the step was skipped because loss or norm was not finite; then only the buffers have changed.
+            True if the step was skipped; then parameters are unchanged, but buffers and loss scale may have changed.
 
         Raises:
             StageError: loss or norm is not finite, and the step may not be skipped.
@@ -201,18 +203,16 @@ class Update:
         return False
 
     def _draws(self) -> AbstractContextManager[object]:
-        """Return the context of a step: it keys random draws if the optimizer draws, so that a resumed run draws the
-        same numbers.
-        """
+        """Return the context of a step. Random numbers of the optimizer then depend on seed, update and stage only."""
         if self._seed is None:
             return nullcontext()
         return KeyedRandomness(RandomKey(self._seed, self._state.updates, -1 - self._program.index))
 
     def _overflowed(self, *, finite: bool) -> bool:
-        """Update the loss scale; return True if it was too large for this step. A scale of 1 never is.
+        """Update the loss scale; return True if the norm is not finite and a scale above 1 may be the reason.
 
-        A stage that trains nothing does not know the scale and always returns True. At a scale of 1 the stages that
-        train then decide alone: they skip the step too, or end the run.
+        A stage that trains nothing has no scale, and returns True for every norm that is not finite. At a scale of 1,
+        ``on_nonfinite`` on the stages that train decides whether the step is skipped or the run ends.
         """
         if self._loss_scale is None:
             return False
@@ -248,7 +248,11 @@ class Update:
 
 @contextmanager
 def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Multiply the optimizer's learning rates inside; they are restored afterwards, for schedulers and checkpoints."""
+    """Multiply the optimizer's learning rates by ``factor`` inside the context; restore them afterwards.
+
+    Raises:
+        StageError: a parameter group has no learning rate that is a number.
+    """
     if factor == 1.0:
         yield
         return

@@ -1,7 +1,7 @@
 """Activation checkpointing: recomputation of a stage's forward, and torch.utils.checkpoint in user models.
 
-    F   inputs, columns, buffers --> outputs, sent and freed; kept: the arguments, and the buffers' old values
-    B   the same ------------------> outputs with their graph --> gradients
+    F (forward)     inputs, columns, buffers --> outputs, sent and freed; kept: the arguments, and buffers' old values
+    B (backward)    the same ------------------> outputs with their graph --> gradients
 
 Recomputation of a stage: between F and B (I, or W if no input requires a gradient) a micro-batch holds its arguments
 instead of its activations. Both forwards have the same bits: they use the weight version of the micro-batch and the
@@ -47,10 +47,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class ForwardInputs(NamedTuple):
-    """Inputs of a forward besides weights and random key.
+    """Inputs of a stage's forward, except weights and random key.
 
     Attributes:
-        inputs: boundary tensors from the previous stage.
+        inputs: boundary tensors from the previous stage; None for a tensor that was not sent.
         columns: data columns by name, including those that the loss reads.
         buffers: buffers of the stage by name.
     """
@@ -61,7 +61,7 @@ class ForwardInputs(NamedTuple):
 
 
 class Recomputation:
-    """Activation recomputation of one stage, whose forward may change the buffers ``changing``."""
+    """Activation recomputation of one stage; ``changing`` has the names of buffers that its forward may change."""
 
     def __init__(self, stage: int, changing: Collection[str] = ()) -> None:
         self._stage = stage
@@ -71,8 +71,9 @@ class Recomputation:
     def first(
         self, run: Callable[[ForwardInputs], Tensors], arguments: ForwardInputs
     ) -> tuple[Tensors, Callable[[], Tensors]]:
-        """Run F: return the outputs without their graph, and a function that recomputes them with it, to be called
-        once.
+        """Run the forward; return (outputs without their graph, function that recomputes them with their graph).
+
+        The backward must call the function at most once.
 
         Raises:
             StageError: the forward changed a tensor that the first micro-batch left unchanged.
@@ -96,7 +97,11 @@ class Recomputation:
     def _second(
         self, run: Callable[[ForwardInputs], Tensors], kept: ForwardInputs, requires_grad: tuple[bool, ...]
     ) -> Tensors:
-        """Recompute the outputs with their graph, in B."""
+        """Recompute the outputs with their graph, at the beginning of the backward.
+
+        Raises:
+            StageError: other outputs require a gradient than in the forward.
+        """
         outputs = run(kept)
         now_required = tuple(x.requires_grad for x in outputs)
         if now_required != requires_grad:
@@ -104,7 +109,7 @@ class Recomputation:
         return outputs
 
     def _copied(self, kind: str, tensors: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors, with copies of those that a forward changes, or may change before the first forward."""
+        """Return the tensors, with copies of those that a forward changes in place; of all before the first forward."""
         changed = self._changed
         return {
             name: _copy(x) if x is not None and (changed is None or (kind, name) in changed) else x
@@ -138,7 +143,7 @@ def _in_words(kind: str, name: Any) -> str:
 
 _SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"
 PACKED_ARGUMENTS = hasattr(checkpoints, _SINCE_2_14)
-"""True if that function takes the user's arguments as a tuple and a dict, and its own by keyword."""
+"""True if CHECKPOINT_PART takes the user's arguments as a tuple and a dict, and its own arguments by keyword."""
 CHECKPOINT_PART = _SINCE_2_14 if PACKED_ARGUMENTS else "_checkpoint_without_reentrant_generator"
 """Private function of torch.utils.checkpoint that runs a non-reentrant checkpoint; renamed in torch 2.14."""
 
@@ -146,7 +151,7 @@ Bind = Callable[[], None]
 
 
 class _Here(threading.local):
-    """Checkpointing mode of this thread."""
+    """Mode of torch.utils.checkpoint in this thread: ``tracing``, or in a forward whose tensors ``bind`` binds."""
 
     tracing = False
     bind: Bind | None = None
@@ -182,9 +187,9 @@ def traced_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def untraced_checkpoints(bind: Bind) -> Iterator[None]:
-    """Run checkpoints of a stage's child modules without reentrant autograd, on the tensors of this forward.
+    """Run checkpoints in a stage's child modules without reentrant autograd inside the context.
 
-    ``bind`` binds these tensors to the child modules again.
+    The backward calls ``bind`` before it recomputes, to bind this forward's weights and buffers to the modules again.
     """
     key_checkpoints()
     before, _here.bind = _here.bind, bind
@@ -195,7 +200,7 @@ def untraced_checkpoints(bind: Bind) -> Iterator[None]:
 
 
 def _reentrant(cls: type, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """Replace ``CheckpointFunction.apply``."""
+    """Replace ``CheckpointFunction.apply``, which runs a reentrant checkpoint."""
     if _here.tracing or _here.bind is not None:
         learns = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with nullcontext() if learns else torch.no_grad():
@@ -225,7 +230,10 @@ def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **k
 
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Wrap the function for its call in the backward; None if no random numbers are keyed and no tensors are bound."""
+    """Wrap a checkpointed function for its call in the backward, with the forward's random numbers and tensors.
+
+    None if random numbers are not keyed and no tensors are bound, so that no wrapper is needed.
+    """
     bind = _here.bind
     keyed = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KeyedRandomness)]
     if not keyed and bind is None:

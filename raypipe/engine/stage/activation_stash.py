@@ -29,7 +29,7 @@ class _Stashed(NamedTuple):
     """Stashed tensors of one micro-batch.
 
     Attributes:
-        recompute: computes the outputs with their autograd graph; None if ``outputs`` have theirs.
+        recompute: function that recomputes the outputs with their autograd graph; None if ``outputs`` have a graph.
     """
 
     inputs: Message
@@ -38,7 +38,9 @@ class _Stashed(NamedTuple):
 
 
 class ActivationStash:
-    """Stash of the micro-batches between F and the end of their backward, by micro-batch number.
+    """Stash of the micro-batches between their forward and the end of their backward, by micro-batch number.
+
+    A backward is whole (B), or split into an input part (I) and a weight part (W).
 
     Args:
         sink: accumulators of the parameters' gradients.
@@ -57,14 +59,14 @@ class ActivationStash:
         return len(self._held) + len(self._rest)
 
     def drop(self) -> None:
-        """Drop all micro-batches; their step is aborted."""
+        """Drop all micro-batches, after their step was aborted."""
         for kept in (self._held, self._output_grads, self._input_grads, self._rest):
             kept.clear()
 
     def hold(
         self, microbatch: int, inputs: Message, outputs: _Outputs, recompute: Callable[[], _Outputs] | None = None
     ) -> None:
-        """Stash a micro-batch after its forward; ``recompute`` computes its outputs again, None keeps ``outputs``."""
+        """Stash a micro-batch after its forward; ``recompute`` recomputes its outputs, None keeps their graph."""
         self._held[microbatch] = _Stashed(inputs, outputs, recompute)
 
     def outputs(self, microbatch: int, *, keep: bool) -> _Outputs:
@@ -83,7 +85,7 @@ class ActivationStash:
         return self._input_grads.pop(microbatch)
 
     def backward(self, microbatch: int) -> None:
-        """Run B, the whole backward."""
+        """Run B, the whole backward of a micro-batch."""
         inputs = self._held[microbatch].inputs
         differentiable = _differentiable(inputs)
         self._keep_input_grads(
@@ -91,7 +93,10 @@ class ActivationStash:
         )
 
     def backward_input(self, microbatch: int) -> None:
-        """Run I, the input part of a backward. If no input requires a gradient, W runs the whole backward."""
+        """Run I, the input part of a backward: gradients of the inputs, and of parameters that cannot be deferred to W.
+
+        If no input requires a gradient, this does nothing, and ``backward_weight`` runs the whole backward.
+        """
         inputs = self._held[microbatch].inputs
         differentiable = _differentiable(inputs)
         grads: _Gradients = ()
@@ -105,7 +110,7 @@ class ActivationStash:
         self._keep_input_grads(microbatch, inputs, differentiable, grads)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W, the weight part of a backward."""
+        """Run W, the weight part of a backward: the parameter gradients that ``backward_input`` has deferred."""
         if microbatch not in self._rest:
             self._run_whole(microbatch, ())
             return
@@ -113,7 +118,7 @@ class ActivationStash:
         self._ring.leave(microbatch)
 
     def _run_whole(self, microbatch: int, received: _Gradients) -> _Gradients:
-        """Run a whole backward: add parameter gradients to the sink and return the gradients of ``received``."""
+        """Run a whole backward: add parameter gradients to the sink; return those of the inputs ``received``."""
         roots, output_grads = self._roots(microbatch)
         own = self._ring.trained(microbatch)
         leaves = [*own, *received]
@@ -125,8 +130,9 @@ class ActivationStash:
         return grads[len(own) :]
 
     def _roots(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Remove a micro-batch; return its outputs that have a gradient, and these gradients. The caller then has the
-        only reference to the graph.
+        """Remove a micro-batch; return (its outputs that have a gradient, these gradients).
+
+        Outputs are recomputed first if necessary. The caller then has the only reference to their graph.
         """
         held = self._held.pop(microbatch)
         outputs = held.outputs if held.recompute is None else held.recompute()

@@ -44,8 +44,7 @@ def gradients(
     output_grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | GradientEdge],
 ) -> Sequence[torch.Tensor | None]:
-    """Compute gradients of sum(roots * output_grads) with respect to ``leaves``; None for leaves that the roots do not
-    reach.
+    """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``; None for one not reached.
 
     Args:
         roots, leaves: tensors, or edges of the graph where gradients enter and are taken.
@@ -65,10 +64,10 @@ _Compute = Callable[[torch.Tensor], Sequence[Gradient]]
 
 
 class Product(NamedTuple):
-    """Parameter gradients of one product node.
+    """Formula for the parameter gradients of one node of autograd's graph, a matrix product or a convolution.
 
     Attributes:
-        places: input positions of the parameters, whose gradients are computed together.
+        places: indices of the parameters among the node's inputs; their gradients are computed together.
         compute: maps the gradient of the node's output to the gradients of ``places``.
     """
 
@@ -77,7 +76,7 @@ class Product(NamedTuple):
 
 
 def product_of(node: Any) -> Product | None:
-    """Return the product that a node computes; None if the node is not a supported product."""
+    """Return the formula of a node's parameter gradients; None if the node is no supported product or convolution."""
     match node.name():
         case "MmBackward0":
             return _matrix_product(node, 1, "self")
@@ -89,11 +88,11 @@ def product_of(node: Any) -> Product | None:
 
 
 PLACES = {"MmBackward0": (1,), "AddmmBackward0": (2,), "ConvolutionBackward0": (1, 2)}
-"""Input positions of parameters whose gradients W can compute, by node type; a convolution's two in one call."""
+"""Indices of the inputs whose gradients the weight part of a split backward can compute, by the name of the node."""
 
 
 class _Operand:
-    """Saved tensor without its graph; must not be changed in place until it is used."""
+    """Tensor saved for the backward, without its graph. ``get`` raises RuntimeError if it was changed in place."""
 
     def __init__(self, saved: torch.Tensor) -> None:
         self._tensor, self._version = saved.detach(), saved._version
@@ -116,11 +115,11 @@ def _operand(node: Any, name: str) -> _Operand | None:
 
 
 def _unknown() -> None:
-    """Default for releases of torch that do not expose unpack hooks."""
+    """Represent unknown unpack hooks, for releases of torch that do not expose them."""
 
 
 def _matrix_product(node: Any, place: int, name: str) -> Product | None:
-    """Build the product for the second factor's gradient; ``name`` is the saved first factor."""
+    """Return the formula of a matrix product's second factor, input ``place``; ``name`` is the saved first factor."""
     operand = _operand(node, name)
     if operand is None:
         return None
@@ -159,12 +158,13 @@ _Edge = tuple[Any, int]
 
 
 class SplitBackward(NamedTuple):
-    """Result of I, with the function that runs W.
+    """Result of the input part (I) of a split backward, with the function that runs the weight part (W).
 
     Attributes:
         received: one gradient per received input; None for inputs that the roots do not reach.
         own: one gradient per leaf of the stage's parameters; None for leaves deferred to W.
-        finish: runs W, once; returns one gradient per leaf of the stage's parameters, None for those in ``own``.
+        finish: function that runs W, once. It returns one gradient per leaf of the stage's parameters; None for those
+            in ``own``.
     """
 
     received: Sequence[Gradient]
@@ -173,11 +173,11 @@ class SplitBackward(NamedTuple):
 
 
 class _Island(NamedTuple):
-    """Connected component of the nodes off the path to the received inputs.
+    """Connected component of the nodes from which no received input is reached.
 
     Attributes:
-        edges: edges from the path into the component.
-        leaves: the stage's own leaves that the component leads to.
+        edges: edges into the component from nodes that do lead to a received input.
+        leaves: leaves of the stage's parameters in the component.
     """
 
     edges: list[_Edge]
@@ -185,7 +185,7 @@ class _Island(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """Island that W runs; ``output_grads`` then computes one gradient for each of the island's edges."""
+    """Island whose backward W (the weight part) runs, from the gradients of its edges that ``output_grads`` returns."""
 
     island: _Island
     output_grads: Callable[[], Sequence[Gradient]]
@@ -197,11 +197,12 @@ def input_gradients(
     received: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
 ) -> SplitBackward:
-    """Run I: compute the gradients of sum(roots * output_grads) with respect to ``received``, and defer the rest to W.
+    """Run the input part (I) of a backward of sum(roots * output_grads); defer gradients of ``own`` to the part W.
 
     Args:
-        output_grads: one per root, of its shape and dtype. The roots' graph is freed on the path.
-        received, own: leaves that require a gradient.
+        output_grads: one per root, of its shape and dtype. The graph between roots and ``received`` is freed.
+        received: inputs of the stage that require a gradient.
+        own: leaves of the stage's parameters that require a gradient.
     """
     position = {id(leaf): place for place, leaf in enumerate(own)}
     begins = [get_gradient_edge(root) for root in roots]
@@ -228,7 +229,7 @@ def input_gradients(
 
 @torch.no_grad()
 def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradient]:
-    """Run W, with one engine call per island, so that a hook frees each large gradient before the next is computed."""
+    """Run W, the weight part, with one call per island: hooks free a large gradient before the next is computed."""
     own: list[Gradient] = [None] * len(position)
     while later:
         island, make = later.pop()
@@ -242,7 +243,7 @@ def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradie
 
 
 def _deferred(island: _Island, entries: dict[_Edge, list[tuple[Any, int]]]) -> _Deferred | None:
-    """Return the island, deferred to W, if exactly one product leads to it; None otherwise."""
+    """Defer an island to W if all edges into it come from one supported product; return None otherwise."""
     users = [user for edge in island.edges for user in entries[edge]]
     node = users[0][0]
     if any(other is not node for other, _ in users) or not island.leaves:
@@ -271,7 +272,7 @@ def _leaf(node: Any) -> torch.Tensor | None:
 
 
 def _on_path(begins: Iterable[Any], received: set[int]) -> dict[Any, bool]:
-    """Map each node to True if it leads to one of the leaves ``received`` (by id)."""
+    """Map each node reachable from ``begins`` to True if it leads to a leaf whose id is in ``received``."""
     leads: dict[Any, bool] = {}
     stack = list(begins)
     while stack:
@@ -288,7 +289,7 @@ def _on_path(begins: Iterable[Any], received: set[int]) -> dict[Any, bool]:
 
 
 def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
-    """Map each edge that leaves the path to the path nodes that lead there, each with its input position."""
+    """Map each edge into an island (nodes with False in ``on_path``) to the nodes and input indices that lead there."""
     entries: dict[_Edge, list[tuple[Any, int]]] = {}
     for node, leads in on_path.items():
         if leads:
@@ -299,7 +300,7 @@ def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
 
 
 def _groups(on_path: dict[Any, bool], entries: dict[_Edge, list[tuple[Any, int]]]) -> list[list[_Edge]]:
-    """List the groups of entries whose gradients one product computes at once."""
+    """List the groups of edges into islands whose gradients one formula computes at once, as a convolution's two."""
     groups = []
     for node, leads in on_path.items():
         if leads and len(places := PLACES.get(node.name(), ())) > 1:

@@ -29,7 +29,7 @@ from raypipe.user_lines import quoted, short
 
 
 class MicrobatchData(NamedTuple):
-    """Columns and loss weights of a micro-batch.
+    """Data columns of a micro-batch, and the weights of its loss.
 
     Attributes:
         columns: tensors of shape (samples, ...) by column name.
@@ -43,8 +43,9 @@ class MicrobatchData(NamedTuple):
 
 
 class _Minibatch(NamedTuple):
-    """Columns, weights and shares of each micro-batch; in evaluation also, for each part of the loss, the number of
-    items that it averages over.
+    """Data of a mini-batch, by micro-batch as in MicrobatchData.
+
+    In evaluation, ``items`` is the number of items over which each part of the loss averages.
     """
 
     parts: list[dict[Any, torch.Tensor]]
@@ -64,7 +65,7 @@ class Feed:
         columns: columns that the stage reads, by mode.
         targets: columns that the loss reads.
         weighs: True on the last stage, which needs the losses' weights.
-        owner: (stage, worker), for which a stream is read separately.
+        owner: (stage, worker); each owner has a separate reader of a data stream.
         token_column: column of token ids; None counts no tokens.
         reduction: average of the loss; its items are counted in the last target, or in the column "labels" if the model
             returns its own loss.
@@ -113,7 +114,11 @@ class Feed:
                 self._ahead[key] = error if isinstance(error, Exception) else failed
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
-        """Return the data of a micro-batch, which is numbered within the run; read its mini-batch if necessary."""
+        """Return the data of a micro-batch, given by its number in the run; read its mini-batch if necessary.
+
+        Raises:
+            DataError: the data cannot be read; other exceptions of ``prepare`` are raised here too.
+        """
         mode = "train" if training else "eval"
         columns = self._columns[mode]
         if not columns and not self._weighs:
@@ -143,27 +148,25 @@ class Feed:
         )
 
     def take_tokens(self, segment: Segment, step: int) -> int:
-        """Return the number of tokens in the mini-batch of a finished step, and forget it; 0 if
-        the stage reads none.
-        """
+        """Remove and return the number of tokens in a finished step's mini-batch; 0 if the stage reads no tokens."""
         count = len(segment.microbatch_samples)
         first = segment.first_microbatch + (step - segment.first_step) * count
         return sum(self._tokens.pop(microbatch, 0) for microbatch in range(first, first + count))
 
     def source(self, *, training: bool) -> Source:
-        """Return the data source."""
+        """Return the source of the training or evaluation data."""
         return self._sources["train" if training else "eval"]
 
     def mark(self) -> Mark | None:
-        """Return the mark of a stream of train_data after the newest mini-batch, from which a run can resume.
+        """Return the position in the stream of train_data after the newest mini-batch, from which a run can resume.
 
-        None if train_data is no stream, or if this stage reads none of it.
+        None if train_data is no stream, or if this stage has read none of it.
         """
         reader = self._sources.get("train")
         return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
 
     def learn(self, mark: Mark | None) -> None:
-        """Give the stream of train_data the mark of the checkpoint from which the run resumes."""
+        """Set the position in the stream of train_data from which the run resumes; do nothing if None or no stream."""
         reader = self._sources.get("train")
         if mark is not None and isinstance(reader, StreamReading):
             reader.learn(mark)
@@ -176,9 +179,7 @@ class Feed:
 
     @property
     def items(self) -> Weights:
-        """Number of items that each part of the current mini-batch's loss averages over; only on the last stage, in
-        evaluation.
-        """
+        """Number of items over which each part of the mini-batch's loss averages; last stage and evaluation only."""
         assert self._current is not None
         return self._current[1].items
 

@@ -3,8 +3,8 @@
     vmap      runs batched tensors between two calls that belong together
     choice    torch.cond: one of two bodies, by a value
 
-A region is a subgraph that is one operation of the model's graph, because it must not be partitioned. Each is a
-function of generated source, like a stage, and is sent with the stage that calls it.
+A region is a subgraph that is one operation of the model's graph, because it must not be partitioned. A region is a
+function with generated source, like a stage, and is sent with the stage that calls it.
 
 A custom operation is registered by the user's module, which a worker has to import:
 
@@ -54,7 +54,10 @@ constructor recursion depth mismatch" if two threads build one at once, as stage
 
 
 def names_of(code: Any) -> dict[str, Any]:
-    """Return the other globals of fx code (``Graph.python_code``), and what registers its custom operations."""
+    """Return the globals to send with fx code (``Graph.python_code``): all but modules and TORCH_NAMES.
+
+    A Registered for each custom operation is added, under the text that calls it.
+    """
     used = {name: thing for name, thing in code.globals.items() if name not in TORCH_NAMES}
     things = {name: thing for name, thing in used.items() if not isinstance(thing, ModuleType)}
     return {**things, **foreign_operations(code.src)}
@@ -122,7 +125,7 @@ def _device(place: torch.device, *words: Any, **options: Any) -> torch.device:
 
 
 class Body:
-    """Generated source, which defines ``forward(self, *inputs)``, of a pure function; see ``compiled`` for the rest."""
+    """Pure function with generated source, which defines ``forward(self, *inputs)``; arguments as in ``compiled``."""
 
     def __init__(self, source: str, names: dict[str, Any], place: torch.device | None = None) -> None:
         self.source, self.names, self.place = source, names, place
@@ -138,7 +141,7 @@ class Body:
 
 
 class Region:
-    """Region with one body, called with its inputs."""
+    """Subgraph of a model that is not partitioned; calling it with its inputs runs its first body."""
 
     kind = "region"
 
@@ -157,8 +160,7 @@ class Region:
 
 
 class Conditional(Region):
-    """Conditional (torch.cond): (predicate, *operands) -> the first body's outputs if the predicate is true, else the
-    second's.
+    """Region of torch.cond: (predicate, *operands) -> outputs of the first body if predicate is true, else the second.
 
     As in torch.cond every operand gets one gradient, zeros if the body that ran does not use it. On the meta device,
     which has no values, the first body runs.
@@ -189,16 +191,17 @@ class _Operands(torch.autograd.Function):
 
 _CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)")
 _TORCHS = ("aten", "prims", "higher_order")
-"""Namespaces of most of torch's own operations; its others are not imported either, for every worker has them."""
+"""Namespaces of torch's own operations, which need no import; operations in its other namespaces exist everywhere too.
+"""
 _SCRIPT = "__main__"
 
 
 class Registered:
-    """Module that registers a custom operation; unpickling this record has imported the module.
+    """Record of a custom operation. Unpickling it imports the module that registers the operation, if necessary.
 
     Attributes:
-        operation: qualified name, as "mine::gate".
-        module: "" if unknown.
+        operation: qualified name of the operation, as "mine::gate".
+        module: name of the module; "" if unknown, and then the operation's namespace is imported.
     """
 
     def __init__(self, operation: str, module: str) -> None:
@@ -214,7 +217,7 @@ class Registered:
 
 
 def foreign_operations(source: str) -> dict[str, Registered]:
-    """Find operations in a stage's source that are not torch's, by the text that calls them."""
+    """Return a record of each operation in a stage's source that is not torch's, by the text that calls it."""
     operations = {}
     for namespace, name in sorted({call for call in _CALL.findall(source) if call[0] not in _TORCHS}):
         defined = OPDEFS.get(f"{namespace}::{name}")
@@ -226,7 +229,7 @@ def foreign_operations(source: str) -> dict[str, Registered]:
 
 
 def with_structure(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Unflatten leaves into a structure; dataclasses that this worker has not registered yet are registered."""
+    """Unflatten leaves into the structure ``spec``; dataclasses unknown to pytree in this process are registered."""
     try:
         return pytree.tree_unflatten(leaves, spec)
     except KeyError as error:
@@ -279,7 +282,7 @@ _library.impl("cumulative_batch_norm", _cumulative_batch_norm, "CompositeImplici
 
 @contextmanager
 def cumulative_norms() -> Iterator[None]:
-    """Patch modules to call the operation inside."""
+    """Patch BatchNorm with momentum=None to call ``raypipe::cumulative_batch_norm`` inside the context."""
     original = _BatchNorm.forward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

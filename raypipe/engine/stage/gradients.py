@@ -1,4 +1,4 @@
-"""Gradient accumulation: one accumulator per use site, summed once before the optimizer's step.
+"""Gradient accumulation: one accumulator per use of a parameter (use site), summed once before the optimizer's step.
 
     backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
         |-- a large one, as soon as it is known --^
@@ -7,9 +7,9 @@ A backward returns its gradients all at once, which would hold another copy of t
 a large parameter's gradient is added by a hook on its leaf and freed before the next one is computed; for small ones,
 one call that adds them all is faster.
 
-With several lanes every lane has its own accumulators. The lane of a micro-batch does not depend on the worker, and
-lanes are summed in their order: the same bits for any number of replicas (``all_reduce`` has the exchange). With one
-lane the order is that of the micro-batches, as in plain PyTorch.
+With several lanes, to which micro-batches are assigned in turn, every lane has its own accumulators. Lanes are summed
+in their order, so the bits are equal for any number of replicas (``all_reduce`` has the exchange). With one lane the
+order is that of the micro-batches, as in plain PyTorch.
 
     micro-batches 0 2 4 --> lane 0 --+
     micro-batches 1 3 5 --> lane 1 --+--> sum over sites --> parameter.grad
@@ -30,16 +30,16 @@ from raypipe.engine.stage.stage import Site, StageProgram
 from raypipe.ir.schedule import in_lane_order, lane_of
 
 Accumulators = dict[Site, torch.Tensor | None]
-"""Sums over one update, by use site."""
+"""Gradient sums of one update, by use site; None for a site without a gradient."""
 
 LARGE_BYTES = 1 << 20
-"""Smallest gradient that a hook adds; the 5 us of a hook are short compared with this addition."""
+"""Bytes of the smallest gradient that a hook adds; the 5 us of a hook are short compared with this addition."""
 EARLY_BYTES = 1 << 16
-"""Smaller threshold for stages with replicas: early gradients are exchanged in parallel with the backward."""
+"""LARGE_BYTES for stages with replicas, where gradients are exchanged in parallel with the backward."""
 
 
 class GradientSink:
-    """Gradient sums of one stage: one accumulator per trained use site and lane, and their totals for the optimizer.
+    """Gradient sums of one stage: an accumulator per lane and use of a trained parameter; totals for the optimizer.
 
     Attributes:
         program: program of the stage.
@@ -85,19 +85,20 @@ class GradientSink:
         self._shared = program.trainable - {self._sites[position].parameter for _, position in self._alone}
 
     def use_lane(self, lane: int) -> None:
-        """Add the following gradients to this lane; 0 at first, and after ``close``."""
+        """Select the lane to which the following gradients are added. Lane 0 is the default, also after ``close``."""
         self._sums = self._sums_of_lanes[lane]
 
     def enter(self, microbatch: int, interval: int) -> None:
-        """Select the lane of a micro-batch, counted as in ``lane_of``, to which the following gradients are added.
+        """Select the lane of a micro-batch for the following gradients.
 
-        Micro-batches must increase from call to call; an update has ``interval`` of them.
+        ``microbatch`` counts from the first one of the segment, and must increase from call to call. An update has
+        ``interval`` micro-batches.
         """
         at_once = self._at_once and in_lane_order(microbatch, interval, self.lanes)
         self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
-        """Register a hook on the large leaf of a use site that adds each of its gradients as soon as it is computed."""
+        """Register a hook on a use site's leaf, if it is large, that adds each gradient as soon as it is computed."""
         # Size of the sum: leaves may be of 16 bits.
         if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # Replacement for a gradient that the hook has added: its shape, without its memory.
@@ -105,9 +106,7 @@ class GradientSink:
             leaf.register_hook(partial(self._take, position, nothing))
 
     def observe(self, observer: Callable[[int], None] | None) -> None:
-        """Set the observer that is called with the index in ``trained`` of each gradient that a hook has added; None
-        removes it.
-        """
+        """Set the function that gets the index in ``trained`` of each gradient that a hook adds; None removes it."""
         self._observer = observer
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -157,11 +156,11 @@ class GradientSink:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Parameters of the trained use sites, one per site."""
+        """Parameter of each trained use site, in the order of ``StageFunction.sites``; one entry per use."""
         return [self._parameters[self._sites[position].parameter].detach() for position in self._trained_at]
 
     def close(self) -> None:
-        """Sum the lanes in their order, after the last gradient of this update."""
+        """Sum the lanes of this worker in their order, after the last gradient of an update."""
         self.use_lane(0)
         for position in self._trained_at if self.lanes > 1 else ():
             parts = [sums[position] for sums in self._sums_of_lanes]
@@ -207,16 +206,16 @@ class GradientSink:
         return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
 
     def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
-        """List the sums of parameters shared with these stages, in the order of ``StageProgram.shared_sites``.
+        """List the gradient sums of parameters shared with these stages, one per use, after ``close``.
 
-        They are complete after ``close``.
+        Their order is that of ``StageProgram.shared_sites``.
         """
         return [self._sums[p] for name in self.program.shared_names(stages) for p in self._positions.get(name, ())]
 
     def finish(self, imported: Iterable[Accumulators]) -> None:
-        """Set every ``parameter.grad`` to the sum over its use sites, which is equal on all stages that hold it.
+        """Set every ``parameter.grad`` to the sum over the parameter's uses, equal on all stages that hold it.
 
-        The sums of other stages are ``imported``: their results of ``exported``.
+        ``imported`` has the other stages' sums by use site, from their ``exported``.
         """
         foreign: Accumulators = {}
         for sites in imported:

@@ -28,10 +28,10 @@ IGNORED_TARGET = -100
 SAME_WEIGHT = 1e-9
 """Largest difference between the weights of two terms that is attributed to rounding."""
 _PARTS = 1 << 20
-"""Larger than the number of parts of a loss."""
+"""Bound of the number of parts of a loss: position = micro-batch * _PARTS + part."""
 
 Weights = tuple[float, ...]
-"""Weights of one micro-batch, by part of its loss; most losses have one part."""
+"""Weight of each part of one micro-batch's loss; most losses have one part."""
 Columns = Mapping[Any, torch.Tensor]
 
 
@@ -51,7 +51,7 @@ class LossCounts:
 
     Attributes:
         program: function of the data columns that returns one divisor per counted term.
-        samples_too: True if the loss has one more term, its last, which averages over the samples.
+        samples_too: True if the loss has a further term, its last, which averages over the samples.
         words: description of what is counted, for error messages.
         parts: for each part of the loss, the index of its term, if the last stage returns the parts one by one; empty
             if it returns their sum, whose terms must then all have the same weights.
@@ -64,7 +64,7 @@ class LossCounts:
 
     @property
     def columns(self) -> tuple[Any, ...]:
-        """Data columns that are read."""
+        """Names of the data columns from which the divisors are computed."""
         return self.program.columns
 
     def weights(self, columns: Sequence[Columns], sizes: Sequence[int]) -> tuple[list[list[float]], list[float]]:
@@ -75,7 +75,7 @@ class LossCounts:
             the divisor of the mini-batch.
 
         Raises:
-            DataError: terms of one part weigh differently.
+            DataError: the parts are summed, and micro-batches have other weights in one term than in another.
         """
         whole = {name: torch.cat([some[name] for some in columns]) for name in self.columns}
         totals = self.divisors(whole, sum(sizes))
@@ -97,14 +97,14 @@ class LossCounts:
         return by_term[:1], totals[:1]
 
     def divisors(self, columns: Columns, size: int) -> list[float]:
-        """Return the divisor of each term for ``columns``, which have ``size`` rows."""
+        """Return the divisor of each term of the loss over ``columns``, which have ``size`` samples."""
         numbers = self.program((), (), (), [columns[name] for name in self.columns], None)  # type: ignore[arg-type]
         return [*map(float, numbers), *[float(size)] * self.samples_too]
 
 
 Reduction = str | Callable[[Any], float] | LossCounts
 """Average of a loss within a micro-batch: "mean" over its samples, "sum", "valid_tokens" over the targets other than
--100, (target) -> number of items, or the divisors that were read from the graph of the loss."""
+-100, a function (target) -> number of items, or the divisors that were read from the graph of the loss."""
 
 
 def loss_weights(
@@ -118,12 +118,12 @@ def loss_weights(
             for LossCounts, the data columns of each micro-batch. "mean" and "sum" do not use them.
 
     Returns:
-        One weight per micro-batch, 0 for a micro-batch without a valid target. Its loss must then be left out, because
-        the average over nothing is NaN.
+        One weight per micro-batch. The loss of a micro-batch with weight 0, which has no valid target, must be left
+        out, because an average over nothing is NaN.
 
     Raises:
         DataError: no micro-batch has a valid target, or targets are missing.
-        ConfigError: the function returns something else than a number of items.
+        ConfigError: ``reduction`` is a function that does not return a number of at least 0.
     """
     one = replace(reduction, parts=()) if isinstance(reduction, LossCounts) else reduction
     (weights,), _ = _shares(one, sizes, targets)
@@ -161,8 +161,7 @@ def update_weights(
 
 
 def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[Weights], Weights]:
-    """Compute the micro-batches' shares in the loss of an evaluation's mini-batch, and count the items that this loss
-    averages over.
+    """Compute micro-batches' shares in the loss of an evaluation's mini-batch, and the items over which it averages.
 
     A part of the loss without items has shares of 0, so that it adds nothing to the evaluation.
 
@@ -177,9 +176,7 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
 
 
 def _shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[list[float]], list[float]]:
-    """Return, for each part of the loss, the shares of the micro-batches; and, for each part, the number of items in
-    the mini-batch.
-    """
+    """Return ([the micro-batches' shares, for each part of the loss], [the mini-batch's items, for each part])."""
     if reduction == "sum":
         return [[1.0] * len(sizes)], [float(sum(sizes))]
     if reduction == "mean":
@@ -210,7 +207,7 @@ def _not_empty(weights: list[float], sizes: Sequence[int]) -> list[float]:
 
 
 def _items(reduction: str | Callable[[Any], float], target: Any) -> float:
-    """Count the items that the loss of one micro-batch averages over."""
+    """Count the items of ``target`` over which the loss of one micro-batch averages."""
     if isinstance(reduction, str):
         return int((target != IGNORED_TARGET).sum())
     try:
@@ -262,9 +259,9 @@ class LossTerm(NamedTuple):
     """Weighted part of a micro-batch's loss.
 
     Attributes:
-        microbatch: its number in the run.
+        microbatch: number of the micro-batch in the run.
         part: index of the part of the loss.
-        value: scalar, weighted.
+        value: weighted value, a scalar tensor.
     """
 
     microbatch: int
@@ -276,8 +273,8 @@ def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | No
     """Add up terms in the order of micro-batches, and of parts within a micro-batch; None without terms.
 
     Args:
-        messages: results of ``term_message`` from other replicas. All terms are sorted on the device, because reading
-            their positions on the host would wait for all work that is queued on the device.
+        messages: results of ``term_message`` from other replicas. Terms are sorted on the device: reading positions on
+            the host would wait for all work queued there.
     """
     values: Sequence[torch.Tensor] = [term.value for term in terms]
     if messages:
@@ -292,8 +289,9 @@ def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | No
 
 
 def term_message(terms: Sequence[LossTerm]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (positions among the terms of all replicas, int64; values), both of shape (terms,), to be sent; (None,
-    None) without terms.
+    """Return (sort keys in the order of ``summed``, int64; values), both of shape (terms,), to send to a replica.
+
+    (None, None) without terms.
     """
     if not terms:
         return None, None
@@ -305,7 +303,7 @@ def term_message(terms: Sequence[LossTerm]) -> tuple[torch.Tensor | None, torch.
 
 @lru_cache(maxsize=64)
 def _positions(terms: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the position of each (micro-batch, part) among all terms, shape (terms,).
+    """Return the sort key of each (micro-batch, part), int64 of shape (terms,).
 
     Cached, because a copy from the host would wait for all work that is queued on the device.
     """

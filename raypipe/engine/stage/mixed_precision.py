@@ -23,7 +23,7 @@ from raypipe.ir.precision import FP32, Precision
 
 
 def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ()) -> AbstractContextManager[object]:
-    """Enter torch.autocast for a forward if the precision has it, on the device of its ``tensors`` or the CPU."""
+    """Return the context of a forward: torch.autocast if the precision has it, for the device of ``tensors``."""
     if not precision.autocast:
         return nullcontext()
     device_type = next((x.device.type for x in tensors if x is not None and not (x.is_cpu or x.is_meta)), "cpu")
@@ -31,11 +31,11 @@ def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ())
 
 
 def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an operation of a region in which the model disables autocast, as models do for rotary angles and routers.
+    """Run an operation without autocast, as the model does in a region autocast(kind, enabled=False).
 
     Args:
-        kind: device type that the region names. "cpu", the device of captures, is replaced by the device of the
-            tensors, from which such code usually takes it.
+        kind: device type of the region as traced. "cpu", on which models are traced, means the device of the tensors.
+            Nothing is disabled if ``kind`` is another device type than theirs.
     """
     device_type = next((x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), kind)
     if device_type == "meta" or kind not in ("cpu", device_type):
@@ -45,7 +45,7 @@ def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def leaf_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of leaves that are converted copies of the parameters; None if leaves share their memory."""
+    """Return the dtype to which parameters are converted for forwards; None if forwards use their own memory."""
     dtype: torch.dtype | None = getattr(torch, precision.leaves) if precision.leaves else None
     return dtype
 
@@ -60,14 +60,14 @@ def converted(tensors: Sequence[torch.Tensor], precision: Precision) -> Sequence
 
 @contextmanager
 def model_in(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Run the user's module in this precision: inside, its forward computes what the stages compute."""
+    """Let the user's module compute in this precision inside the context, as the stages of a pipeline do."""
     with model_converted(model, precision), computing(precision):
         yield
 
 
 @contextmanager
 def model_converted(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Convert the tensors of the user's module to this precision inside, without autocast.
+    """Convert the tensors of the user's module to this precision inside the context, without autocast.
 
     The original tensors are restored afterwards, not converted back, so that no bits are lost.
     """
@@ -91,8 +91,9 @@ def model_converted(model: torch.nn.Module, precision: Precision) -> Iterator[No
 
 
 def refuse_other_types(model: torch.nn.Module, precision: Precision) -> None:
-    """Refuse a model that was not built in fp32, if the precision is another one. Under autocast only trained
-    parameters are checked.
+    """Refuse a model that was not built in fp32, unless the precision is FP32.
+
+    If the precision uses autocast, only trained parameters are checked.
 
     Raises:
         CaptureError: names the first parameter or buffer of another floating-point type.

@@ -2,8 +2,8 @@
 
 The old weight_norm and spectral_norm keep the weight as a plain attribute that a hook recomputes before every forward.
 Such a weight has an autograd history, which copy.deepcopy refuses, or shares the memory of a parameter, which a
-skeleton must not contain. torch.nn.utils.parametrize replaces a module's class by a class that exists in this process
-only; the original class is sent instead.
+skeleton (copy on the meta device) must not contain. torch.nn.utils.parametrize replaces a module's class by one that
+exists in this process only; the original class is sent instead.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def skeleton_of(model: M) -> M:
 
 
 def made_by_hooks(module: nn.Module) -> set[str]:
-    """Return the names of the module's attributes that a hook recomputes before every forward; the values that they
-    have before it are never read.
-    """
+    """Return the names of a module's attributes that weight_norm or spectral_norm recomputes before every forward."""
     hooks = module._forward_pre_hooks.values()
     return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
@@ -51,9 +49,7 @@ def _attributes(model: nn.Module) -> list[torch.Tensor]:
 
 
 def portable(model: nn.Module) -> nn.Module:
-    """Return the module itself if it has no parametrizations; else a copy without their classes,
-    which can be pickled.
-    """
+    """Return a module that can be pickled: a copy with the original classes if parametrized, else the module itself."""
     if not any(parametrize.is_parametrized(module) for module in model.modules()):
         return model
     packed = copy.deepcopy(model)

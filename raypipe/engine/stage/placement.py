@@ -19,9 +19,9 @@ class Placement:
     """Assignment of stages to workers, seen from one worker.
 
     Attributes:
-        homes: workers that hold each stage, by stage: ``Wiring.homes``.
+        homes: for each stage, the workers that hold it; several workers are replicas. ``Wiring.homes``.
         worker: index of this worker.
-        lanes: number of gradient-accumulation lanes: ``Wiring.lanes``.
+        lanes: number of gradient-accumulation lanes, to which micro-batches are assigned in turn: ``Wiring.lanes``.
     """
 
     homes: Homes
@@ -42,11 +42,11 @@ class Placement:
         return tuple(stage for stage, workers in enumerate(self.homes) if worker in workers)
 
     def first_stage(self, worker: int) -> int:
-        """Return the lowest stage of a worker, which names messages of the worker as a whole."""
+        """Return the lowest stage of a worker, used in names of messages that belong to no single stage."""
         return self.stages_of(worker)[0]
 
     def home_of(self, stage: int, lane: int = 0) -> int:
-        """Return the worker that computes a stage's micro-batches of this lane; the worker of lane 0 leads."""
+        """Return the worker that computes a stage's micro-batches of this lane; that of lane 0 is the first replica."""
         workers = self.homes[stage]
         return workers[lane % len(workers)]
 
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def leads(self) -> bool:
-        """True if this worker is the first replica of its stages, which saves, evaluates and reports for them."""
+        """True if this worker is the first replica of its stages; it evaluates, and saves what replicas share."""
         return self.replica == 0
 
     @property
@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """First replica of each worker's stages, in increasing order."""
+        """Workers that are the first replica of their stages, in increasing order."""
         return tuple(sorted({workers[0] for workers in self.homes}))
 
     def neighbour_stages(self, stage: int) -> tuple[int, ...]:
@@ -84,9 +84,7 @@ class Placement:
         return frozenset(s for s in self.neighbour_stages(stage) if self.home_of(s) == self.home_of(stage))
 
     def sharing_workers(self, programs: Sequence[StageProgram], stage: int) -> dict[int, frozenset[int]]:
-        """Map every other leading worker that holds a shared parameter of ``stage`` to those of its stages that hold
-        one.
-        """
+        """Map other leading workers to those of their stages that hold a parameter which ``stage`` holds too."""
         home = self.home_of(stage)
         holders = {h for stages in programs[stage].shared_with.values() for h in stages}
         workers = sorted({self.home_of(h) for h in holders} - {home})
@@ -113,9 +111,7 @@ class Placement:
         return peers - {self.worker}
 
     def message_capacity(self, programs: Sequence[StageProgram], peer: int) -> int:
-        """Return the maximum number of tensors in a message between this worker and ``peer``, from which both compute
-        the size of the frame header.
-        """
+        """Return the maximum number of tensors in a message between this worker and ``peer``, to size its header."""
         most = 3  # REDUCE_NORM: positions, norms, loss
         if peer in self.replicas:
             own = self.stages
@@ -149,10 +145,10 @@ def _shared_sites(program: StageProgram, stages: Collection[int]) -> int:
 def channels_by_stage(
     programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
 ) -> dict[int, dict[int, Sequence[Channel]]]:
-    """Map each stage of this worker, and each of its neighbour stages, to one of the workers' channels per lane.
+    """Return the channels of this worker's stages: {stage: {previous or next stage: one channel per lane}}.
 
-    Co-located stages get in-memory channels, which copy: a stage that changes its input in place leaves the previous
-    stage's output unchanged, and strides are kept.
+    Neighbour stages on the same worker get in-memory channels, which copy: a stage that changes its input in place
+    leaves the previous stage's output unchanged, and strides are kept.
     """
     lanes = range(placement.lanes)
     own = placement.lanes_of(placement.worker)

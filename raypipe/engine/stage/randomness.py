@@ -42,7 +42,7 @@ _without_gradients = ContextVar("_without_gradients", default=False)
 
 
 def key_conds() -> None:
-    """Run torch.cond outside of `KeyedRandomness`; without that mode torch.cond is unchanged."""
+    """Patch torch.cond to leave `KeyedRandomness` while it runs, and to run in one thread at a time."""
     global _installed
     if not _installed:
         _installed = True
@@ -52,7 +52,7 @@ def key_conds() -> None:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Disable gradients as an evaluation does. Inside, capture may drop a torch.no_grad of the model's forward."""
+    """Disable gradients inside the context, where a capture accepts torch.cond under the model's own torch.no_grad."""
     token = _without_gradients.set(True)
     try:
         with torch.no_grad():
@@ -86,7 +86,7 @@ def _users_line() -> str:
 
 
 def _enter_around_operators(around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run torch.cond, while_loop and the like inside a new context ``around()`` when eager code calls them.
+    """Patch torch so that torch.cond, while_loop and the like run inside ``around()`` when eager code calls them.
 
     torch 2.11 has no _hop_compile_and_call; there setup_compilation_env is entered instead.
     """
@@ -141,9 +141,7 @@ def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Genera
 
 
 def _seed(key: RandomKey, index: int) -> int:
-    """Compute the seed of one draw. The CPU generator uses only its low 32 bits, which depend on
-    all parts of the key.
-    """
+    """Compute the seed of one draw; its low 32 bits, all that a CPU generator uses, depend on all parts of the key."""
     return mixed(*key, index) & 0x7FFFFFFFFFFFFFFF
 
 
@@ -165,9 +163,7 @@ def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterato
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
-    """Compute ``aten::dropout`` of training, 0 < p < 1, from a keyed draw: to the bits of torch's dropout under
-    `KeyedRandomness`, because the operations are the same.
-    """
+    """Compute training's ``aten::dropout``, 0 < p < 1, from draw ``index``, to the bits of torch's own when keyed."""
     if x.is_cuda and x.numel():
         with _default_seeded(x.device, key, index):
             return torch.native_dropout(x, p, True)[0]
@@ -176,7 +172,7 @@ def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tens
 
 
 def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if this call of an aten operation draws random numbers (dropout with p = 0 does not)."""
+    """Return True if a call of an aten operation with these arguments draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     bound = bind_arguments(op, args, kwargs)
@@ -189,7 +185,7 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Count the draws of this call of an aten operation: a recurrent network draws after every layer but the last."""
+    """Return the number of draws in a call of an aten operation. A recurrent network draws between layers."""
     if not draws_randomness(op, args, kwargs):
         return 0
     bound = bind_arguments(op, args, kwargs)
@@ -199,7 +195,7 @@ def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def bind_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, with defaults filled in."""
+    """Return the arguments of a call of an aten operation by name, with defaults filled in."""
     bound = {}
     for position, argument in enumerate(op._schema.arguments):
         if position < len(args):
@@ -302,7 +298,7 @@ def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, 
 
 @contextmanager
 def _without_cudnn(op: Any, args: Sequence[Any]) -> Iterator[None]:
-    """Disable cuDNN inside, if the operation is a recurrent network on a GPU: cuDNN's random state cannot be keyed.
+    """Disable cuDNN inside the context for a recurrent network on a GPU: cuDNN's random state cannot be keyed.
 
     The switch is global to the process. A worker computes in one thread; with stages in threads of one process, other
     stages may run without cuDNN meanwhile.

@@ -27,10 +27,10 @@ Loss = Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Use site of a parameter; gradients are accumulated per site and summed once before the optimizer's step.
+    """One use of a parameter in the model; gradients are accumulated per site, and sites summed before the step.
 
-    Sums over the sites of a shared parameter do not commute with sums over micro-batches, so one
-    accumulator per site is what makes every partition give the same bits.
+    Rounding depends on whether sites or micro-batches are summed first. So one accumulator per site is what makes
+    every partition give the same bits.
 
     Attributes:
         parameter: canonical name, the first of named_parameters().
@@ -65,7 +65,7 @@ class StageFunction(Protocol):
 
     @property
     def tried_constant(self) -> tuple[str, ...]:
-        """Names of the ``changing_buffers`` that no forward of the trial changed; a later forward may change them."""
+        """Names of the ``changing_buffers`` that did not change when the model was tried; later forwards may do so."""
 
     def __call__(
         self,
@@ -160,9 +160,9 @@ class StageProgram:
     def shared_sites(
         self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
     ) -> dict[Site, torch.Tensor | None]:
-        """Map this stage's use sites of parameters shared with ``stages`` to their gradient sums.
+        """Map this stage's use sites of parameters shared with ``stages`` to their gradient sums ``tensors``.
 
-        The sums are in the order of ``GradientSink.exported(stages)``, which this stage has sent.
+        ``tensors`` is the result of ``GradientSink.exported(stages)`` on this stage.
         """
         wanted = self.shared_names(stages)
         sites = [site for name in wanted for site in self.train.sites if site.parameter == name]
@@ -170,7 +170,7 @@ class StageProgram:
 
 
 def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:
-    """Create the error for a column that has not the traced shape.
+    """Create the error for a data column of another shape than the traced one, whose sizes are None for any size.
 
     Sizes of the traced shape are constants of the generated code, which may fail or compute wrong values for others.
     """
@@ -265,7 +265,7 @@ class StageBuffers:
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
-        """Prepare the buffers of a segment, with which an evaluation begins if ``anew``."""
+        """Prepare the buffers for training or for (a part of) an evaluation, which begins here if ``anew`` is True."""
         if training:
             self._evaluation = None
         elif anew or self._evaluation is None:
@@ -286,11 +286,10 @@ class StageBuffers:
             x.copy_(kept)
 
     def check(self, stage: int) -> None:
-        """Check, after a step that began with ``keep`` on a stage with replicas, that buffers assumed constant did not
-        change.
+        """Check after a step on a stage with replicas that buffers assumed constant have the values of ``keep``.
 
         Raises:
-            StageError: a forward changed a buffer that no forward of the trial changed.
+            StageError: a buffer changed that did not change when the model was tried (``tried_constant``).
         """
         for name, x, kept in zip(self._names, self._trained, self._before, strict=True):
             if name in self._constant and not same_bits(x, kept):

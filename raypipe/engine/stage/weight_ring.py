@@ -30,10 +30,10 @@ class _Slot:
     """Weights of one version.
 
     Attributes:
-        version: number of updates since the stage was created.
+        version: number of updates of the weights since the ring was created.
         tensors: weights of the trainable parameters, in their order.
-        leaves: one per use site, in the order of ``program.train.sites``; each shares the memory of its tensor and is
-            a separate leaf, so that autograd returns a gradient per site.
+        leaves: one per use of a parameter, in the order of ``program.train.sites``. Each is a separate autograd leaf in
+            the memory of its tensor, so that autograd returns a gradient per use.
         trained: leaves that require a gradient.
         users: number of micro-batches between their forward and their backward.
     """
@@ -52,10 +52,10 @@ class WeightRing:
     """Ring of weight versions of one stage: the leaves that forwards use, and the slots that updates write.
 
     Args:
-        parameters: parameters of the stage; they share the memory of the newest slot.
-        rule: selects the version of a forward.
-        capacity: maximum number of slots.
-        ahead: number of forwards that stage 0 runs ahead; the lag of stamps under STAMPED.
+        parameters: parameters of the stage; in fp32 they share the memory of the newest slot.
+        rule: rule that selects the version of a forward.
+        capacity: maximum number of slots, each with the weights of one version.
+        ahead: number of forwards that stage 0 runs ahead of its backwards; used by the rule STAMPED.
         replicas: number of replicas of the stage; after micro-batch k a replica computes k + replicas.
         watch: called with (index of the use site, leaf) for every new leaf.
     """
@@ -137,7 +137,7 @@ class WeightRing:
         return self._used[microbatch].trained
 
     def version(self, microbatch: int) -> int:
-        """Return the version that a micro-batch in flight uses; 0 if it uses none of the ring."""
+        """Return the version that a micro-batch in flight uses; 0 if ``enter`` was not called for it."""
         slot = self._used.get(microbatch)
         return 0 if slot is None else slot.version
 
@@ -154,9 +154,7 @@ class WeightRing:
         return not self._needed(self._newest) or len(self._slots) < self._capacity or self._spare() is not None
 
     def advance(self) -> None:
-        """Begin the next version, in another slot if a micro-batch needs the newest one. The optimizer may then change
-        the parameters in place.
-        """
+        """Begin the next version, in another slot if a micro-batch needs the newest; the optimizer may then step."""
         if self._needed(self._newest):
             slot = self._spare()
             if slot is None:
@@ -173,8 +171,9 @@ class WeightRing:
         self._newest.version += 1
 
     def follow(self) -> None:
-        """Update the newest slot after a step: some optimizers assign ``parameter.data`` instead of changing it in
-        place. Slots of another dtype are filled from the parameters.
+        """Update the newest slot after a step, if the optimizer assigned ``parameter.data`` instead of changing it.
+
+        A slot of another dtype than the parameters is filled from them.
         """
         if self._dtype is not None:
             self._fill_newest()
@@ -202,7 +201,7 @@ class WeightRing:
             torch._foreach_copy_(self._newest.tensors, [self._parameters[name].detach() for name in self._names])
 
     def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's memory, or a copy in the dtype of leaves."""
+        """Return a parameter's data, or a copy in the 16-bit dtype of the forwards (``leaf_dtype``)."""
         return parameter.data if self._dtype is None else parameter.data.to(self._dtype)
 
     def _late(self, microbatch: int) -> int:
@@ -210,7 +209,7 @@ class WeightRing:
         return self._base + max(0, (microbatch - self._first) // self._interval)
 
     def _needed(self, slot: _Slot) -> bool:
-        """Return True if a micro-batch uses this version, or will."""
+        """Return True if a micro-batch in flight uses the version in this slot, or a later micro-batch may."""
         return slot.users > 0 or (self._rule is not VersionRule.NEWEST and slot.version >= self._wanted)
 
     def _spare(self) -> _Slot | None:

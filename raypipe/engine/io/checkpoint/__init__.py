@@ -1,5 +1,7 @@
-"""Checkpoints: files of parameters, buffers and optimizer state by parameter name. Each stage writes the tensors that
-it owns; the manifest is written last and completes the checkpoint.
+"""Checkpoints: files of parameters, buffers and optimizer state by parameter name.
+
+Each stage writes its buffers, and the parameters that no earlier stage holds. The manifest is written last and
+completes the checkpoint.
 
 <run>/checkpoints/step_0000100/   stage_0.safetensors             parameters and persistent buffers by name
                                   stage_0.optimizer.safetensors   "exp_avg/transformer.h.0.weight"

@@ -31,17 +31,17 @@ from raypipe.errors import CheckpointError
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 28
 MOST_STAGES = 4096
-"""A manifest with more stages is refused before they are read."""
+"""Maximum number of stages in a manifest; a longer list is refused before its entries are read."""
 FORMAT = 3
 WITH_PIECES = 4
-"""Format of manifests with pieces: older releases, which ignore pieces, must refuse it."""
+"""Format of manifests with ``StageEntry.pieces``: older releases do not know the field, and refuse this number."""
 NEW_IN_3: dict[str, Any] = {"generation": 0, "holder": ""}
 POSITION = ("step", "microbatch", "epoch", "offset", "updates")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """File of tensors: its size, the SHA-256 of its bytes, and the names of the tensors."""
+    """File of tensors: its name, its size, the SHA-256 of its bytes in hexadecimal, and the names of the tensors."""
 
     file: str
     size_bytes: int
@@ -66,12 +66,13 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """Files and options of one stage.
+    """Files and optimizer options of one stage in a checkpoint.
 
     Attributes:
+        tensors: file of parameters and buffers.
         optimizer: file of the optimizer's state, with names "key/parameter"; None if the stage trains nothing.
         scalars: optimizer state that is not a tensor, as JSON, by parameter and key.
-        pieces: files of further replicas, if replicas shard the optimizer's state.
+        pieces: optimizer files of all replicas but the first, if replicas shard the optimizer's state.
     """
 
     stage: int
@@ -92,7 +93,7 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Settings that determine the samples and random keys of every step; a saved position is valid only with these."""
+    """Settings that determine the samples and random keys of every step; a saved position is valid with these only."""
 
     seed: int
     minibatch_size: int
@@ -102,7 +103,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a checkpoint, except for the tensors themselves.
+    """Description of a checkpoint: position of the run, files of the stages, and names of the tensors in them.
 
     Attributes:
         step: number of optimizer steps done.
@@ -137,9 +138,7 @@ class Manifest:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Stage whose file holds each parameter and buffer; the first such stage for a constant buffer in several
-        files.
-        """
+        """Stage whose file holds each parameter and buffer, by name; the first one if several files hold a buffer."""
         return {name: entry.stage for entry in reversed(self.stages) for name in entry.tensors.names}
 
 
@@ -153,8 +152,8 @@ def file_name(stage: int, kind: str) -> str:
 def files_folder(generation: int) -> str:
     """Return the folder of the stages' files, relative to the checkpoint's folder; "" for a run's first process.
 
-    Two processes may save the same step before the first one notices that the second has taken over the run. So each
-    has its own folder.
+    ``generation`` counts the processes that have trained the run. Each has its own folder, because two may save the
+    same step before the older one notices that the newer one has taken over the run.
     """
     return f"generation_{generation}" if generation > 1 else ""
 
@@ -172,7 +171,7 @@ def make_manifest(
     """Create the manifest of a checkpoint.
 
     Args:
-        entries: results of ``write_snapshot`` on every stage, and on all replicas that hold slices, in any order.
+        entries: results of ``write_snapshot`` of every stage, on all replicas that have ShardWriters, in any order.
         position: see Manifest; ``dataclasses.asdict`` of a planner's Position.
         metrics: metrics of the step, by which ``prune`` compares checkpoints.
         generation, holder: see Manifest.
@@ -198,7 +197,7 @@ def make_manifest(
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace numbers that are not finite by None, for JSON."""
+    """Replace NaN and infinite numbers by None, because strict JSON has neither."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -248,7 +247,7 @@ def from_json(data: bytes, what: str) -> Manifest:
 
 
 def check_position(manifest: Manifest, order: SampleOrder) -> None:
-    """Check that a resumed run has the samples and random keys of an uninterrupted one.
+    """Check that a resumed run has the settings on which samples and random keys depend.
 
     Raises:
         CheckpointError: a setting differs; names the field and both values.
@@ -263,9 +262,7 @@ def check_position(manifest: Manifest, order: SampleOrder) -> None:
 
 
 def _check_entry(entry: StageEntry, what: str) -> None:
-    """Check that the files have the names of ``file_name``, and that option groups and optimizer state are of
-    parameters in the stage's file.
-    """
+    """Check the file names of a stage, and that its option groups and optimizer state are of parameters in its file."""
     what = f"{what}, stage {entry.stage}"
     kinds = ["tensors", "optimizer", *(f"optimizer.{replica}" for replica in range(1, 1 + len(entry.pieces)))]
     for kind, shard in zip(kinds, (entry.tensors, entry.optimizer, *entry.pieces), strict=True):
@@ -306,13 +303,13 @@ def _check_whole(manifest: Manifest, what: str) -> None:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of the content in canonical form (sorted keys, no spaces), in hexadecimal."""
+    """Compute the SHA-256 of JSON content, written with sorted keys and without spaces, in hexadecimal."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def together(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the entries of further replicas into the entry of each stage's first replica; return one entry per stage.
+    """Merge each stage's entries of several replicas into the entry of the first one; return one entry per stage.
 
     Args:
         entries: results of ``write_snapshot`` on every stage and replica, in any order.

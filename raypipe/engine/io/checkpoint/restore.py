@@ -1,4 +1,4 @@
-"""Restore of a stage from a checkpoint of any number of stages: each stage reads the tensors whose names it holds.
+"""Restore of a stage from a checkpoint of any number of stages: the stage reads the tensors that it holds, by name.
 
     saved by 2 stages    stage_0: a b c       stage_1: d e f
                                | |  \\___________  |  \\ \\
@@ -28,19 +28,17 @@ from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CheckpointError
 
 _SCHEDULED = ("lr", "momentum", "betas")
-"""Options that torch's schedulers change. Schedulers also add options to a group, which no
-optimizer's defaults have.
-"""
+"""Optimizer options that torch's schedulers change. Schedulers also add options, such as initial_lr, to each group."""
 
 
 class FreshOptions(NamedTuple):
-    """Set of optimizer options that keep their present value in a restore; all others are restored.
+    """Selection of optimizer options that keep their present value in a restore; all others are restored.
 
     Attributes:
-        names: names of options in the set.
-        scheduled: True adds the options that a scheduler changes; the new scheduler sets them, by as many steps as the
-            saved run had made.
-        every: True adds all options.
+        names: names of selected options.
+        scheduled: True selects also the options that a scheduler changes. The new scheduler then sets them, in as many
+            steps as the saved run had made.
+        every: True selects all options.
     """
 
     names: frozenset[str] = frozenset()
@@ -51,7 +49,7 @@ class FreshOptions(NamedTuple):
         return FreshOptions(self.names | other.names, self.scheduled or other.scheduled, self.every or other.every)
 
     def takes(self, option: str, defaults: Collection[str]) -> bool:
-        """Return True if an option keeps its present value; ``defaults`` are the optimizer's own options."""
+        """Return True if an option keeps its present value; ``defaults`` has the keys of ``Optimizer.defaults``."""
         turned = self.scheduled and (option in _SCHEDULED or option not in defaults)
         return self.every or option in self.names or turned
 
@@ -64,17 +62,17 @@ def load_stage(
     fresh: FreshOptions = FreshOptions(),  # noqa: B008  (immutable)
     crossing: DeviceTransfer | None = None,
 ) -> None:
-    """Restore the state of a stage. Only files of a checkpoint that hold its names are opened.
+    """Restore the state of a stage. Files of a checkpoint that hold none of its tensors are not opened.
 
-    Parameters and buffers are filled in place. The scheduler takes as many steps as the run had taken, then the
-    saved options of the optimizer are set.
+    Parameters and buffers are filled in place. The scheduler takes as many steps as it had taken in the saved run; then
+    the saved options of the optimizer are set.
 
     Args:
-        source: source of state, a checkpoint of ``find_checkpoint``, or the folder of one.
+        source: source of state, a checkpoint of ``find_checkpoint``, or the folder of a checkpoint.
         state: state to change in place, before any step; unusable if this raises.
         persistent: names of all parameters and persistent buffers of the model. None restores all buffers that the
             source has, and skips the check that the source has no other names.
-        fresh: options of the optimizer that are not restored, because they were changed since.
+        fresh: options of the optimizer that keep their present values, because the user has changed them since.
         crossing: transfer to the device of the state; None for the CPU.
 
     Raises:
@@ -100,7 +98,10 @@ def load_stage(
 def _targets(
     program: StageProgram, state: StageState, persistent: frozenset[str] | None, stored: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Collect the state's tensors to fill, by name: all parameters, and the buffers that the source has."""
+    """Collect the state's tensors to fill, by name: all parameters, and the buffers that ``persistent`` names.
+
+    If ``persistent`` is None, the buffers in ``stored``, the names in the source, are filled.
+    """
     kept = stored if persistent is None else persistent
     buffers = {name: state.buffers[name] for name in program.buffers if name in kept}
     return {**{name: state.parameters[name].data for name in program.parameters}, **buffers}
@@ -128,9 +129,7 @@ def _check_like(name: str, saved: TensorInfo, target: torch.Tensor) -> None:
 
 
 def _replay(scheduler: Any, steps: int) -> None:
-    """Step a new scheduler ``steps`` times: this restores its state, which depends only on the number of steps and is
-    not saved.
-    """
+    """Step a new scheduler ``steps`` times, which restores its state: the state depends only on the number of steps."""
     if scheduler is None:
         return
     with warnings.catch_warnings():
@@ -141,9 +140,7 @@ def _replay(scheduler: Any, steps: int) -> None:
 
 
 def _load_optimizer(state: StageState, source: StoredState, fresh: FreshOptions, crossing: DeviceTransfer) -> None:
-    """Restore the optimizer's options and state by parameter name, with its ``load_state_dict``, which subclasses may
-    override.
-    """
+    """Restore the optimizer's options and state by parameter name, through its (perhaps overridden) load_state_dict."""
     optimizer, slices = state.optimizer, state.slices
     assert optimizer is not None
     title = type(optimizer).__name__
@@ -180,11 +177,12 @@ def _load_optimizer(state: StageState, source: StoredState, fresh: FreshOptions,
 
 
 def _refuse_incomplete(title: str, optimizer: torch.optim.Optimizer, fresh: FreshOptions) -> None:
-    """Refuse new options, such as amsgrad=True, that need state which the saved run did not have: make a step of a copy
-    of the optimizer with one parameter.
+    """Refuse new options, such as amsgrad=True, that need optimizer state which the saved run did not have.
+
+    This is tried in a step of a copy of the optimizer with one parameter.
 
     Raises:
-        CheckpointError: that step lacks state; names it.
+        CheckpointError: the step lacks state; names its key.
     """
     held = [(x, group) for group in optimizer.param_groups for x in group["params"] if optimizer.state.get(x)]
     if not held:
@@ -208,7 +206,7 @@ def _refuse_incomplete(title: str, optimizer: torch.optim.Optimizer, fresh: Fres
 
 
 def _saved_states(state: StageState, source: StoredState) -> tuple[list[torch.nn.Parameter], dict[int, dict[str, Any]]]:
-    """Read the saved optimizer state of each parameter, or slice of a parameter, that the optimizer steps.
+    """Read the saved state of each parameter, or slice of a parameter's elements, that the optimizer steps.
 
     Returns:
         (parameters and slices in the order of the optimizer's groups, {index in that list: state by key}).
@@ -228,8 +226,9 @@ def _saved_states(state: StageState, source: StoredState) -> tuple[list[torch.nn
 
 
 def _read_state(trained: Mapping[str, torch.nn.Parameter], source: StoredState) -> Kept:
-    """Read the saved optimizer state of whole parameters, by name. Every tensor is a copy; a tensor of the parameter's
-    shape gets the parameter's layout, as a step of the optimizer would create it.
+    """Read the saved optimizer state of whole parameters, by name, into new tensors.
+
+    A tensor of the parameter's shape gets the parameter's strides, as if a step of the optimizer had created it.
     """
     states = source.kept(trained.keys())
     for name, values in states.items():
@@ -246,14 +245,16 @@ def _read_state(trained: Mapping[str, torch.nn.Parameter], source: StoredState) 
 def _options(
     title: str, mine: Sequence[str], group: Mapping[str, Any], groups: Mapping[str, OptionGroup]
 ) -> dict[str, Any]:
-    """Return the options of a group: its present ones, replaced by the saved options of its parameters.
+    """Return the options of a parameter group: the saved options of its parameters, and present values of all others.
 
     Args:
+        title: class name of the optimizer.
         mine: names of the group's parameters.
         groups: saved options by parameter name.
 
     Raises:
-        CheckpointError: a parameter was saved without optimizer, with another one, or with other options than the rest.
+        CheckpointError: a parameter was not trained, was trained by another optimizer, or was saved with other options
+            than the rest of the group.
     """
     saved: OptionGroup | None = None
     for name in mine:
@@ -278,7 +279,7 @@ def _options(
 
 
 def _kept_options(group: OptionGroup, fresh: FreshOptions, defaults: Collection[str]) -> OptionGroup:
-    """Return the saved group without the options that ``fresh`` leaves at their present value."""
+    """Return the saved group without the options that ``fresh`` selects; the loss scale is always kept."""
     if not (fresh.names or fresh.scheduled or fresh.every):
         return group
     kept = {

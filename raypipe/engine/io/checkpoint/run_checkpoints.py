@@ -1,4 +1,4 @@
-"""The checkpoints of a run: find the newest good one or the best one, read it, score it, delete the surplus.
+"""The checkpoints of a run: find the newest good or the best one, add results to its manifest, delete the surplus.
 
 step_0000100   loss 0.9   deleted           num_to_keep=2, by loss, "min"
 step_0000200   loss 0.3   kept: best        best_checkpoint(run, "loss", "min")
@@ -28,11 +28,7 @@ from raypipe.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Complete checkpoint.
-
-    Attributes:
-        place: folder of the checkpoint.
-    """
+    """Complete checkpoint: its folder ``place``, and its manifest."""
 
     place: Place
     manifest: Manifest
@@ -49,7 +45,7 @@ class Checkpoint:
 
 
 class Refusal(NamedTuple):
-    """Folder that was refused, and the reason."""
+    """Folder of a checkpoint that was refused, by its name in the run's folder, and the reason."""
 
     name: str
     reason: str
@@ -59,10 +55,10 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
     """Find the newest good checkpoint of a run: one whose files were all read and have the right checksums.
 
     Returns:
-        (the checkpoint, or None; the newer folders that were refused).
+        (the checkpoint, or None; the newer checkpoint folders that were refused).
 
     Raises:
-        PlaceError: no good checkpoint was found, and storage failed.
+        PlaceError: storage failed, and no good checkpoint was found.
     """
     refusals = []
     failure: PlaceError | None = None
@@ -82,7 +78,7 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
 
 
 def find_for_reading(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]:
-    """Call ``find_checkpoint``, and warn if the result is an older checkpoint because newer ones are damaged."""
+    """Return the result of ``find_checkpoint``; warn if newer checkpoints than the found one are damaged."""
     checkpoint, refusals = find_checkpoint(run)
     damaged = [(name, reason) for name, reason in refusals if (run / name).exists(MANIFEST)]
     if checkpoint is not None and damaged:
@@ -123,7 +119,7 @@ def read_manifest(place: Place) -> Manifest:
     """Read and check the manifest of a checkpoint; its files are not read.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     if place.size_bytes(MANIFEST) is None:
         raise CheckpointError(
@@ -173,7 +169,7 @@ def _damaged(file: Place, reason: str) -> CheckpointError:
 
 
 def _rank(manifest: Manifest, metric: str | None, mode: str) -> float:
-    """Return a key by which checkpoints are sorted, the best last; those without the metric are first."""
+    """Return a sort key of checkpoints that puts the best one last, and those without the metric first."""
     score = manifest.metrics.get(metric) if metric else None
     if score is None:
         return float("-inf")
@@ -181,7 +177,7 @@ def _rank(manifest: Manifest, metric: str | None, mode: str) -> float:
 
 
 def best_checkpoint(run: Place, metric: str, mode: str) -> str:
-    """Return the folder of the best checkpoint of a run; the newest one if several are equally good, as in ``prune``.
+    """Return the address of the best checkpoint of a run; if several are equally good, that of the newest of them.
 
     Args:
         metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
@@ -263,7 +259,7 @@ def prune(
 
 
 def score(checkpoint: Place, metrics: Mapping[str, float]) -> bool:
-    """Add the results of an evaluation to the manifest of a checkpoint; return False if it has them already.
+    """Add the results of an evaluation to the manifest of a checkpoint; return False if it already had them.
 
     Raises:
         CheckpointError: the manifest is damaged, or the place is full, forbidden or unreachable.
@@ -277,10 +273,10 @@ def score(checkpoint: Place, metrics: Mapping[str, float]) -> bool:
 
 
 def checkpoint_at(place: Place, nor: str = "") -> Checkpoint:
-    """Open the checkpoint ``place``, or the newest good checkpoint of the run ``place``.
+    """Open the checkpoint in the folder ``place``, or the newest good one if ``place`` is a run's folder.
 
     Args:
-        nor: other files that the caller has not found, for the error message.
+        nor: end of the first sentence of the error message, on other files that the caller has not found there.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged; names the file.

@@ -12,8 +12,8 @@ Optimizer state that replicas shard is written by slice; the number after "@" is
     replica 0   stage_0.optimizer.safetensors     exp_avg@0/weight       elements 0 to 2048
     replica 1   stage_0.optimizer.1.safetensors   exp_avg@2048/weight    the rest
 
-The mark of the stream that a stage reads is in stage_0.stream.json. With it a run resumes without reading the stream
-from its beginning; if the mark is missing, resuming takes longer, but gives the same samples.
+If a stage reads a data stream, stage_0.stream.json has its mark: the position in the stream. A run resumes from the
+mark, without reading the stream from its beginning. If it is missing, resuming takes longer, but gives the same data.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _STEP = re.compile(r"step_([0-9]{7,18})")
 
 @dataclass(frozen=True, slots=True)
 class StageSnapshot:
-    """Copies of everything that a stage owns.
+    """Copies of what one stage, or one replica of it, writes into a checkpoint.
 
     Attributes:
-        tensors: parameters that this stage is the first to hold, and persistent buffers, by name.
+        tensors: parameters that no earlier stage holds, and persistent buffers, by name.
         optimizer: tensors of the optimizer's state by "key/parameter"; None if the stage trains nothing.
         groups, scalars: see StageEntry.
-        mark: mark of the stream that the stage reads; None if it reads no stream.
-        replica: index of this replica if replicas shard the optimizer's state, else 0; only replica 0 has parameters,
-            buffers and options.
+        mark: position in the data stream that the stage reads; None if it reads no stream.
+        replica: index of this replica if replicas shard the optimizer's state, else 0. Replicas other than 0 have
+            optimizer state only.
     """
 
     stage: int
@@ -97,11 +97,11 @@ def take_snapshot(
 
     Args:
         persistent: names of the parameters and buffers that a checkpoint contains.
-        crossing: transfer from the device that computes; None for the CPU.
-        mark: returns the mark of the stream that the stage reads.
+        crossing: transfer from the device that holds the state; None for the CPU.
+        mark: returns the position in the data stream that the stage reads; None if it reads no stream.
 
     Raises:
-        CheckpointError: optimizer state that is neither a tensor nor JSON; names its key.
+        CheckpointError: the optimizer has state that is neither a tensor nor JSON; names its key.
     """
     replica = 0 if state.slices is None else state.slices.replica
     owned = owned_tensors(program, state, persistent)
@@ -142,10 +142,10 @@ def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[s
 
 
 def commit(place: Place, folder: str, manifest: Manifest) -> None:
-    """Complete a checkpoint by its manifest, after ``write_snapshot`` on every stage.
+    """Complete a checkpoint by writing its manifest, after ``write_snapshot`` on every stage.
 
-    Manifests of later steps are renamed: the run has refused those checkpoints, so neither ``find_checkpoint`` nor
-    ``prune`` may select one of them as the newest.
+    Manifests of later steps are renamed, because the run has refused those checkpoints. So neither ``find_checkpoint``
+    nor ``prune`` selects one of them as the newest.
 
     Raises:
         CheckpointError: storage is full, forbidden or unreachable; the checkpoint then stays incomplete.
@@ -159,18 +159,17 @@ def commit(place: Place, folder: str, manifest: Manifest) -> None:
 
 
 def clear(place: Place, folder: str) -> None:
-    """Delete a complete or unfinished checkpoint; its manifest first, so that no partly deleted one seems complete."""
+    """Delete a checkpoint, complete or not; the manifest first, so that a partly deleted one never seems complete."""
     target = place / folder
     target.delete(MANIFEST)
     target.delete()
 
 
 def discard(place: Place, folder: str, files: str) -> None:
-    """Delete the files of a failed checkpoint; do nothing if the folder has a manifest, from an earlier checkpoint of
-    the same step.
+    """Delete the files of a failed checkpoint, unless its folder has the manifest of an earlier one of the same step.
 
     Args:
-        files: folder to which the stages wrote: ``folder``, or the folder of their generation below it.
+        files: folder to which the stages wrote: ``folder``, or one below it, as in ``files_folder``.
 
     Raises:
         CheckpointError: the place is forbidden or unreachable.
@@ -199,7 +198,7 @@ def _copies(tensors: Mapping[str, torch.Tensor], crossing: DeviceTransfer) -> di
 
 
 class OptimizerParts(NamedTuple):
-    """State of an optimizer, in the form of a checkpoint.
+    """Optimizer state and options of one stage, in the form of a checkpoint.
 
     Attributes:
         tensors: tensors by "key/parameter"; not copied, so the next step changes them.
@@ -214,16 +213,16 @@ class OptimizerParts(NamedTuple):
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Collection[str], slices: Slices | None = None
 ) -> OptimizerParts:
-    """Collect an optimizer's state and options of the parameters in ``owned``.
+    """Collect the optimizer's state and options for the parameters named in ``owned``.
 
     Args:
-        names: names of the stage's parameters, by id.
-        owned: names of the parameters whose state is collected.
-        slices: slices that the optimizer steps, if replicas shard its state. State of a parameter's shape is collected
-            by slice, other state on the replica that steps the parameter's first element.
+        names: names of the stage's parameters, by the id of the parameter object.
+        slices: slices of parameters that this replica's optimizer steps; None without sharded optimizer state. State
+            with the shape of a slice is collected by slice. Other state of the parameter, as a step count, is collected
+            only on the replica that steps the first element.
 
     Raises:
-        CheckpointError: state that is neither a tensor nor JSON; names its key.
+        CheckpointError: the optimizer has state that is neither a tensor nor JSON; names its key.
     """
     title = type(optimizer).__name__
     state_dict = optimizer.state_dict()
@@ -273,7 +272,10 @@ def _keep(
     title: str, name: str, key: Any, value: Any,
     tensors: dict[str, torch.Tensor], scalars: dict[str, dict[str, Any]], part: ParameterSlice | None,
 ) -> None:  # fmt: skip
-    """Put one entry of the optimizer's state into ``tensors`` or ``scalars``."""
+    """Add one entry of a parameter's optimizer state to ``tensors`` or ``scalars``.
+
+    ``part`` is the slice to which the entry belongs; None for a whole parameter.
+    """
     if not isinstance(key, str) or "/" in key:
         raise CheckpointError(f"{title} keeps {key!r} for {name!r}: a key must be a text without a slash.")
     if part is not None and isinstance(value, torch.Tensor) and value.shape == (part.stop - part.first,):
@@ -296,7 +298,7 @@ MARK = "@"
 
 
 def name_in_file(key: str, part: ParameterSlice) -> str:
-    """Return the name in a file for a slice of the optimizer state ``key``.
+    """Return the name in a checkpoint file, as "exp_avg@2048/weight", of the optimizer state ``key`` of a slice.
 
     Raises:
         CheckpointError: the key contains MARK.
@@ -309,8 +311,9 @@ def name_in_file(key: str, part: ParameterSlice) -> str:
 
 
 def split_name(stored: str) -> tuple[str, int | None, str]:
-    """Split a name in a file into (key of the optimizer state, first element of the slice, parameter); the first
-    element is None for the state of a whole parameter.
+    """Split a name in a file, as "exp_avg@2048/weight", into (state key, first element of the slice, parameter name).
+
+    The first element is None for the state of a whole parameter, as "exp_avg/weight".
     """
     title, _, name = stored.partition("/")
     key, _, first = title.rpartition(MARK)
@@ -322,7 +325,7 @@ MOST_BYTES = 1 << 26
 
 
 def write_mark(folder: Place, stage: int, mark: Mark) -> None:
-    """Write the mark of the stream that a stage reads, next to the stage's files.
+    """Write a stage's position in its data stream to a file next to the stage's other files.
 
     Raises:
         CheckpointError: the place is full, forbidden or unreachable.
@@ -332,7 +335,7 @@ def write_mark(folder: Place, stage: int, mark: Mark) -> None:
 
 
 def read_mark(checkpoint: Place) -> Mark | None:
-    """Read the first valid mark of a checkpoint, from any stage; None without a valid mark."""
+    """Read a data stream's position from a checkpoint, written by any stage; None if no file with it is valid."""
     try:
         entries = checkpoint.list()
         folders = [checkpoint, *(checkpoint / entry.name for entry in entries if entry.is_folder)]
@@ -362,7 +365,7 @@ class ShardWriter:
 
     Args:
         run: folder of the run.
-        snapshot: takes a snapshot of the stage; called between two steps.
+        snapshot: function that takes a snapshot of the stage; called between two steps.
     """
 
     def __init__(self, run: Place, snapshot: Callable[[], StageSnapshot]) -> None:
@@ -373,22 +376,24 @@ class ShardWriter:
         self._last: Future[dict[str, Any]] | None = None
 
     def begin(self, folder: str) -> None:
-        """Take a snapshot now, and write it to ``folder``, relative to the run's, in the background; see ``entry``."""
+        """Take a snapshot now, and write it in the background to ``folder``, a path below the run's folder.
+
+        Waits until the snapshot before is written.
+        """
         if self._last is not None:
             self._last.exception()  # waits for the one before; ``entry`` raises its error
         snapshot = self._snapshot()
         self._last = self._entries[folder] = self._pool.submit(self._write, folder, snapshot)
 
     def wait(self, folder: str, wait_s: float) -> bool:
-        """Wait until the files in ``folder`` are written or have failed; return False if that takes longer than
-        ``wait_s`` seconds.
-        """
+        """Wait until the write to ``folder`` ends or fails. False after ``wait_s`` seconds, or without such a write."""
         future = self._entries.get(folder)
         return future is not None and not wait([future], wait_s).not_done
 
     def entry(self, folder: str, wait_s: float) -> dict[str, Any] | None:
-        """Return this stage's entry in the manifest of ``folder``, once; None if the files are not written within
-        ``wait_s`` seconds.
+        """Return this stage's manifest entry of the snapshot in ``folder``, at most once, when its files are written.
+
+        None if they are not written within ``wait_s`` seconds, or if ``begin`` was not called for this folder.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -396,7 +401,7 @@ class ShardWriter:
         return self._entries.pop(folder).result() if self.wait(folder, wait_s) else None
 
     def close(self) -> None:
-        """Wait for the running write."""
+        """Wait until the snapshot in progress is written, and end the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write(self, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
@@ -412,11 +417,10 @@ class ShardWriter:
 
 
 def entries_of(writers: Sequence[ShardWriter], folder: str, wait_s: float) -> list[dict[str, Any] | None]:
-    """Return ``ShardWriter.entry`` of all writers. If it raises, each writer was waited for, for up to ``wait_s``
-    seconds.
+    """Return ``ShardWriter.entry`` of each writer, after waiting up to ``wait_s`` seconds for each.
 
     Raises:
-        CheckpointError: a writer has failed; the error of the first one.
+        CheckpointError: a writer has failed; the error of the first one, after all others have been waited for.
     """
     entries, failure = [], None
     for writer in writers:

@@ -1,9 +1,9 @@
-"""Sources from which a stage's state is read by name, whichever stages wrote it.
+"""Sources of state: a stage reads its state from them by tensor name, whatever the stages that wrote it.
 
-files of a checkpoint, blocks of copies   StoredState     parameters, buffers, optimizer
+files of a checkpoint, in-memory copies   StoredState     parameters, buffers, optimizer
 tensors of a user                         GivenTensors    parameters and buffers, before any step
-safetensors files, initialisers           engine/initial, the same
-object store                              runtime/worker/packing.py::StoredTensors, the same from another process
+safetensors files, initialisers           engine/initial  parameters and buffers, before any step
+object store                              runtime/worker/packing.py::StoredTensors, from another process
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from raypipe.errors import CheckpointError
 
 T = TypeVar("T")
 Kept = dict[str, dict[str, Any]]
-"""Optimizer state by parameter: tensors, numbers and texts by key."""
+"""Optimizer state as {parameter name: {key, as "exp_avg": tensor, number or text}}."""
 Fetch = Callable[[Sequence[TensorInfo]], Iterator[torch.Tensor]]
-"""Function that returns the tensors at these positions, in the same order; they may be views of other memory."""
+"""Function that reads the tensors at given positions of a file or of memory, in their order.
+
+Tensors may be views of memory that changes later, so a caller that keeps them must clone them.
+"""
 
 
 class StateSource(Protocol):
-    """Parameters and buffers by name.
+    """Source of parameters and buffers by name.
 
     Attributes:
-        title: name of the source, for messages.
-        names: names of its parameters and buffers.
-        updates: number of scheduler steps done; a restored scheduler makes as many.
+        title: name of the source, for error messages.
+        names: names of the parameters and buffers in the source.
+        updates: number of scheduler steps that the run had made; a restored scheduler makes as many.
     """
 
     @property
@@ -50,17 +53,15 @@ class StateSource(Protocol):
     def updates(self) -> int: ...
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype and shape of a tensor."""
+        """Return dtype and shape of a tensor by its name."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor), in the order that is quickest to read; tensors may be views of
-        other memory, see Fetch.
-        """
+        """Yield (name, tensor) in any order; tensors may be views of memory that changes later, see Fetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenTensors:
-    """Tensors of this process, before any step."""
+    """Source of state from tensors in this process; ``read`` clones them. No scheduler steps have been made."""
 
     tensors: Mapping[str, torch.Tensor]
     title: str = "The initial state"
@@ -80,15 +81,17 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Part of the state of one stage: a file of a checkpoint, or the block of a copy.
+    """Part of the stored state of one stage: a file of a checkpoint, or the memory of an in-memory copy.
+
+    The table of the file or memory has the dtype, shape and position of each tensor, by the stored name.
 
     Attributes:
-        title: name of the piece, for messages.
+        title: name of the piece, for error messages.
         tensors: maps the names of parameters and buffers to their names in the table.
         optimizer: maps names in the table to (key of the optimizer state, first element of a slice or None for a whole
             parameter, parameter).
-        table: reads the table: dtype, shape and position of each tensor.
-        fetch: reads tensors at positions.
+        table: function that reads the table.
+        fetch: function that reads tensors at given positions.
         groups, scalars: see StageEntry.
     """
 
@@ -102,10 +105,10 @@ class StatePiece:
     scalars: Mapping[str, Mapping[str, Any]] | None = None
 
     def info(self, stored: str) -> TensorInfo:
-        """Return the entry of the table.
+        """Return dtype, shape and position of a tensor by its stored name.
 
         Raises:
-            CheckpointError: the table has no such entry.
+            CheckpointError: the table has no such tensor.
         """
         info = self.table().get(stored)
         if info is None:
@@ -116,7 +119,10 @@ class StatePiece:
 
 
 class _Entry(NamedTuple):
-    """Optimizer entry of a parameter in a piece; ``first`` is None for whole state."""
+    """One tensor of a parameter's optimizer state in a piece, by its ``stored`` name.
+
+    ``first`` is the first element of the slice to which the tensor belongs; None for the state of a whole parameter.
+    """
 
     piece: StatePiece
     key: str
@@ -125,13 +131,15 @@ class _Entry(NamedTuple):
 
 
 class StoredState(AbstractContextManager["StoredState"]):
-    """State of stages that is stored in pieces. A tensor that several stages hold is read from the first of them.
+    """Stored state of several stages, as a StateSource with optimizer state; a context manager.
+
+    A tensor that several stages hold is read from the first of ``pieces`` that has it.
 
     Args:
         files: files that pieces have opened; closed when the context ends.
 
     Attributes:
-        groups: option group of the optimizer, by parameter.
+        groups: optimizer options by parameter name.
     """
 
     def __init__(self, title: str, updates: int, pieces: Sequence[StatePiece], files: ExitStack | None = None) -> None:
@@ -170,8 +178,7 @@ class StoredState(AbstractContextManager["StoredState"]):
         return ((name, tensor) for name, _, tensor in _fetched(wanted))
 
     def kept(self, trained: Collection[str]) -> Kept:
-        """Read the whole optimizer state of these parameters, with slices joined. Parameters without state are left
-        out.
+        """Read the optimizer state of whole parameters, joining slices. Parameters without state are left out.
 
         Raises:
             CheckpointError: a slice is missing.
@@ -194,10 +201,10 @@ class StoredState(AbstractContextManager["StoredState"]):
         return states
 
     def kept_part(self, part: ParameterSlice) -> dict[str, Any]:
-        """Read the optimizer state of a slice of a parameter into memory of its own, and no other elements.
+        """Read the optimizer state of one slice of a parameter into new memory. Only its own elements are read.
 
         Raises:
-            CheckpointError: some elements are missing.
+            CheckpointError: elements of the slice are missing.
         """
         state, filled = self._decoded(part.name), dict[str, int]()
         shape = self.info(part.name).shape
@@ -238,7 +245,7 @@ class StoredState(AbstractContextManager["StoredState"]):
 
 
 def _fetched(wanted: Iterable[tuple[StatePiece, TensorInfo, T]]) -> Iterator[tuple[T, TensorInfo, torch.Tensor]]:
-    """Read tensors piece by piece, in the order of their positions, so that neighbours are fetched together."""
+    """Yield (label, info, tensor) for each of ``wanted`` (piece, info, label), by increasing position in each piece."""
     by_piece: dict[int, list[tuple[StatePiece, TensorInfo, T]]] = {}
     for one in wanted:
         by_piece.setdefault(id(one[0]), []).append(one)
@@ -249,10 +256,9 @@ def _fetched(wanted: Iterable[tuple[StatePiece, TensorInfo, T]]) -> Iterator[tup
 
 
 def checkpoint_source(checkpoint: Checkpoint | Place) -> StoredState:
-    """Create the source of a checkpoint. A file is opened when its first tensor is read, and closed with the source.
+    """Create the source of state of a checkpoint. Files are opened when first read, and closed with the source.
 
-    Args:
-        checkpoint: result of ``find_checkpoint``, or a checkpoint's folder; checksums are not compared.
+    ``checkpoint`` is a result of ``find_checkpoint``, or the folder of a checkpoint, whose checksums are not compared.
     """
     if isinstance(checkpoint, Place):
         checkpoint = Checkpoint(checkpoint, read_manifest(checkpoint))
@@ -273,7 +279,7 @@ def checkpoint_source(checkpoint: Checkpoint | Place) -> StoredState:
 
 
 class _LazyFile:
-    """File that is opened at the first read."""
+    """safetensors file that is opened when ``table`` or ``fetch`` is first called, and closed with ``files``."""
 
     def __init__(self, place: Place, files: ExitStack) -> None:
         self._place, self._files = place, files
@@ -292,15 +298,15 @@ class _LazyFile:
 
 
 def load_state_dict(path: str | os.PathLike[str], *, storage_filesystem: Any = None) -> dict[str, torch.Tensor]:
-    """Read a checkpoint of any number of stages as {original name: tensor}.
+    """Read parameters and persistent buffers of a checkpoint of any number of stages, by the names in the user's model.
 
     Args:
-        path: a local path or a URI such as s3://bucket/runs/lm of a checkpoint ``step_...``, which must be good, or
-            of a run, for its newest good one.
-        storage_filesystem: a pyarrow.fs.FileSystem on which ``path`` is.
+        path: local path or URI, such as s3://bucket/runs/lm, of a checkpoint's folder ``step_...``, or of a run's
+            folder, for its newest good checkpoint.
+        storage_filesystem: a pyarrow.fs.FileSystem on which ``path`` is; None selects it by the URI.
 
     Raises:
-        CheckpointError: missing, incomplete or damaged; names the file.
+        CheckpointError: the checkpoint is missing, incomplete or damaged; names the file.
     """
     checkpoint = checkpoint_at(Place.of(path, storage_filesystem))
     with checkpoint_source(checkpoint) as source:
@@ -327,5 +333,5 @@ def read_all(sources: Iterable[StateSource], names: Collection[str]) -> dict[str
 
 
 def opened(source: StateSource | Checkpoint | Place) -> AbstractContextManager[StateSource]:
-    """Open a checkpoint as a source; sources are returned as they are."""
+    """Return a context whose value is a source of state: the checkpoint opened as one, or the given source itself."""
     return checkpoint_source(source) if isinstance(source, Checkpoint | Place) else nullcontext(source)

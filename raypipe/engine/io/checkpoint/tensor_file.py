@@ -3,8 +3,8 @@
     8 bytes: length of the header | header, JSON | the bytes of the tensors
     header: {"layer.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
-The library safetensors writes to local paths only, or needs the whole file in memory. It can read files of
-``write_tensors``, and ``TensorFile`` can read its files. Copies of state in memory have the same table.
+The library safetensors is not used, because it writes to local paths only or needs the whole file in memory. It can
+read files of ``write_tensors``, and ``TensorFile`` can read its files. In-memory copies of state have the same table.
 
 JSON is read strictly: a value of the wrong type is an error that names the field. Small values of an optimizer are
 stored exactly:
@@ -55,15 +55,15 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def refuse(what: str, wanted: str, value: Any) -> CheckpointError:
-    """Create the error for a field of a manifest that has the wrong value."""
+    """Create the error for the field ``what`` of a manifest, which has ``value`` and should be ``wanted`` (words)."""
     return CheckpointError(f"{what}: {str(value)[:80]!r} is not {wanted}. The manifest is damaged; use an older one.")
 
 
 def read_strictly(kind: type[T], value: Any, what: str) -> T:
-    """Build a dataclass from parsed JSON with exactly its fields.
+    """Build a dataclass from parsed JSON with exactly its fields; ``what`` names the JSON in the message.
 
     Raises:
-        CheckpointError: names the field.
+        CheckpointError: a field is missing, unknown or of another type; names the field.
     """
     try:
         return cast(T, from_plain(kind, value))
@@ -75,10 +75,10 @@ _ODD_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, what: str) -> Any:
-    """Encode a value as JSON; ``what`` names it in the message.
+    """Encode an optimizer's value as JSON; ``what`` names the value in the message.
 
     Raises:
-        CheckpointError: it is neither number, text, None, a tensor of one element nor a sequence of these.
+        CheckpointError: the value is neither number, text, None, a tensor without dimensions nor a sequence of these.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -119,10 +119,10 @@ def decode(value: Any, what: str) -> Any:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """Parse strict JSON: no NaN, no infinity (1e999 is one), no name twice in an object.
+    """Parse strict JSON: no NaN, no infinity (also not as 1e999), no name twice in an object.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: ``data`` is not strict JSON; ``what`` names it in the message.
     """
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refused, parse_float=_finite)
@@ -153,7 +153,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Type, shape and position of a tensor."""
+    """Dtype, shape and position of a tensor; ``begin`` counts bytes after a file's header, or in a copy's memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -180,12 +180,13 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, Any]:
-    """Create the header's table of tensors, the first at byte ``begin``, as JSON values, in the order of their bytes.
+    """Create the table of a safetensors header, {name: dtype, shape, data_offsets}, in the order of the tensors' bytes.
 
-    Dtypes with large elements come first, as in the library, so that every tensor is aligned to its elements.
+    The first tensor begins at byte ``begin``. Dtypes with large elements come first, as in the library safetensors, so
+    that every tensor is aligned to its elements.
 
     Raises:
-        CheckpointError: a tensor cannot be stored; names it.
+        CheckpointError: a tensor cannot be stored; names the tensor.
     """
     table = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
@@ -198,7 +199,7 @@ def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, A
 
 
 def read_table(table: Any, size_bytes: int) -> dict[str, TensorInfo]:
-    """Parse a table, whose tensors must fill ``size_bytes`` without gaps or overlaps.
+    """Parse a table of tensors, as in ``table_of``, which must fill ``size_bytes`` without gaps or overlaps.
 
     Raises:
         ValueError: the table is not valid; the message is the reason, without the name of the file.
@@ -241,7 +242,7 @@ MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
 def header_of(table: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file before those of its tensors."""
+    """Return the beginning of a safetensors file: the length of the header, and the header with table and metadata."""
     text = json.dumps({METADATA: dict(metadata), **table}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -251,8 +252,8 @@ def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tenso
     """Write a safetensors file piece by piece; return (its size in bytes, its SHA-256 in hexadecimal).
 
     Args:
-        write: called with each piece.
-        tensors: tensors in host memory. Only those that are not contiguous are copied, one at a time.
+        write: function that writes bytes; called with pieces of at most CHUNK_BYTES.
+        tensors: tensors in host memory, by name. Those that are not contiguous are copied, one at a time.
     """
     digest, size_bytes = hashlib.sha256(), 0
 
@@ -276,10 +277,10 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     """Opened safetensors file; a context manager.
 
     Attributes:
-        tensors: type, shape and position of each tensor, by name.
+        tensors: dtype, shape and position of each tensor, by name.
 
     Raises:
-        CheckpointError: the file is not valid: its header does not describe exactly the bytes that follow it.
+        CheckpointError: the header is not valid, or does not describe exactly the bytes that follow.
     """
 
     def __init__(self, place: Place) -> None:
