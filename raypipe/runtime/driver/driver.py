@@ -133,10 +133,7 @@ class _DriverActor:
         Stages of a submission with other settings only save a checkpoint, from which new stages resume.
 
         Args:
-            submission: None in a driver that Ray has restarted.
-
-        Raises:
-            StageError: the driver was restarted, and no stages are left that can continue.
+            submission: None in a driver that Ray has restarted; without stages that can continue, StageError is raised.
         """
         owner = Owner(self._name, lease.held.generation)
         left = find_left(owner.name)

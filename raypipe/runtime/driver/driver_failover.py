@@ -89,14 +89,9 @@ class Left(NamedTuple):
 
 
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
-    """Find the stages and the Charter (inputs and plan) that a lost driver left, without changing anything.
+    """Find the stages and the Charter (inputs and plan) of a lost driver; None if no stage answers with the Charter.
 
-    Args:
-        owner: name of the driver.
-        patience_s: seconds to wait for an answer, while Ray lists living stages; a broken link may cut them off.
-
-    Returns:
-        None if no living stage that answers has the Charter.
+    Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a broken link may cut them off.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):

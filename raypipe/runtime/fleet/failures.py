@@ -40,8 +40,7 @@ SETTLE_TIMES = 2.0
 def settle_s(workers: Sequence[Member], planned_s: float) -> float:
     """Return the seconds that these workers may take to end their work before they count as stuck.
 
-    Args:
-        planned_s: predicted seconds of a step's longest action; 0 without a prediction.
+    ``planned_s``: predicted seconds of a step's longest action; 0 without a prediction.
     """
     longest_s = max((member.heartbeat.longest_s for member in workers if member.heartbeat is not None), default=0.0)
     return max(SETTLE_S, SETTLE_TIMES * max(longest_s, planned_s))
@@ -56,7 +55,6 @@ def leave_work(
         works: worker of each call of ``work`` that may still be running, by the call's reference.
         term: number of this driver, which grows with each driver of the run.
         links: number of the workers' links; see StageActor.configure.
-        planned_s: see ``settle_s``.
 
     Raises:
         LeaseError: a later driver has taken the workers over.
@@ -127,7 +125,7 @@ def root_cause(
     either, but only the last worker has the loss.
 
     Args:
-        works: worker of each call of ``work``, by the call's reference; a running call counts as one that does not stop.
+        works: worker of each call of ``work``, by the call's reference; a running call counts as not stopping.
         names: names of the workers for messages, by worker.
         segments: number of segments (orders) that every worker has carried out, for the message.
         explain: called with (worker, Ray's message) to find out why a worker died.
@@ -141,10 +139,7 @@ def root_cause(
 def _failure(
     ref: Any, worker: int, name: str, segments: int, explain: Callable[[int, str], Diagnosis]
 ) -> tuple[int, RaypipeError] | None:
-    """Return (rank, failure) of a worker's call of ``work``, or None if the call succeeded; see ``root_cause``.
-
-    Rank 0 is the likeliest cause of the other failures.
-    """
+    """Return (rank, failure) of a worker's call of ``work``, rank 0 the likeliest cause; None if the call succeeded."""
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:

@@ -5,8 +5,8 @@ placement_group_table()    runs of raypipe, and other placement groups         R
 ray.util.state             actors and tasks outside of groups, jobs            Ray's dashboard, which may not run
 
 Ray has no public interface that shows if an autoscaler may add nodes. The head node always runs Ray's monitor, whose
-report has a type for each node (Ray 2.60): ``node_<id>`` without an autoscaler, a type of the autoscaler's configuration
-with one. If there is no report, the cluster counts as one without an autoscaler.
+report has a type for each node (Ray 2.60): ``node_<id>`` without an autoscaler, a type of its configuration with one.
+If there is no report, the cluster counts as one without an autoscaler.
 """
 
 from __future__ import annotations

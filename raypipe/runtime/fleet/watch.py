@@ -113,11 +113,7 @@ class Watch:
         return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, message: str) -> Diagnosis:
-        """Find out why a member died; the first call for a member marks it lost and calls ``on_event``.
-
-        Args:
-            message: Ray's message about the death of the actor.
-        """
+        """Find out why a member died, also from Ray's message; the first call marks it lost and calls ``on_event``."""
         with self._explaining:
             if member.finding is not None:
                 return member.finding

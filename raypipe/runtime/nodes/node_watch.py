@@ -374,11 +374,11 @@ class RemoteNodeWatch:
         return self._looks if self._silent_s < ANSWER_S else {}
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
-        """Request the states of these processes unless a request is unanswered; store an answer.
+        """Request the states of these processes unless a request is open; store an answer.
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
-            awake_s: seconds in which the caller was awake since its last call; only these count for ``looks``' ANSWER_S.
+            awake_s: seconds in which the caller was awake since its last call; only these count for ANSWER_S.
         """
         self._silent_s += awake_s
         if self._request is not None and ray.wait([self._request], timeout=0)[0]:

@@ -131,12 +131,10 @@ class WorkerCopies:
     ) -> None:
         """Set the stages that are copied from now on.
 
-        If generation and state objects are those of the last call, the stages' copies are kept as they are. Otherwise
-        these copies count as older ones, which the second ``take`` drops.
+        If generation (number of the plan) and state objects are those of the last call, the stages' copies are kept as
+        they are. Otherwise these copies count as older ones, which the second ``take`` drops.
 
         Args:
-            generation: number of the plan.
-            programs, states: the stages, and the state that is copied of each.
             holder: actor to which the copies are sent; None sends none.
             holds: (stage, piece) of the copies that other workers send to this one. The second ``take`` drops received
                 copies of this plan that are not listed.

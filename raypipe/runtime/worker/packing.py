@@ -139,11 +139,7 @@ HAND_OVER_TIMEOUT_S = 300.0
 
 
 class ActorOutputs:
-    """Collector of an evaluation's outputs: an actor that stores them until ``take`` fetches all.
-
-    Attributes:
-        give: called in a stage actor with an output, which it stores; can be sent to other processes.
-    """
+    """Collector of an evaluation's outputs, in an actor; ``give``, called by stages, adds one, ``take`` fetches all."""
 
     def __init__(self) -> None:
         self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(ListOutputs).remote()
