@@ -97,7 +97,7 @@ class CutCosts(NamedTuple):
     Attributes:
         graph: graph whose nodes have the seconds at this size.
         positions: first node of each stage, and the number of nodes; shape (cuts, stages + 1).
-        first: lowest stage with trainable parameters; shape (cuts,).
+        first: lowest stage with trainable parameters, 0 if no stage has any; shape (cuts,).
         forward_s, backward_s: seconds of one micro-batch.
         weight_s: seconds of the part of the backward for which no other stage waits (gradients of parameters).
         crossing_bytes: bytes of one sample that cross a hop; shape (cuts, stages - 1).

@@ -1,6 +1,6 @@
 """Watcher of the stages on one node: reads the states of their processes from the kernel, and the cloud's notices.
 
-LocalNodeWatch     the driver's own node: reads process states in the driver's process, at each call of ``ask``
+LocalNodeWatch     the driver's own node: reads process states in the driver's process, on request
 RemoteNodeWatch    another node: requests states from an actor on it, one request at a time; the actor requests no
                    resources of Ray, and reads states ten times a second
 
