@@ -1,11 +1,11 @@
-"""A run on many processes: Ray, and only here; its loop is in run/.
+"""Runtime: runs the stages of a pipeline in Ray actors. Almost all use of Ray is here; the training loop is in run/.
 
-driver/      the process that owns a run; the client's line to it; what Prometheus sees
+driver/      the process that owns a run; the client's connection to it; metrics for Prometheus
   |
-fleet/       stage actors: placed, wired, fed, and ended
+fleet/       starts stage actors, connects them, sends them work, replaces and ends them
   |
-nodes/       machines and processes, and notices of their end
-worker/      one stage actor
+nodes/       states of processes on a node, and notices that a machine is about to go
+worker/      the stage actor: process of one worker, with one or more stages
   |
 transport/   channels between workers: TCP and Unix sockets, Ray's object store, gloo groups
 """

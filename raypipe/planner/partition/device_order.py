@@ -1,17 +1,17 @@
-"""Orders of unequal devices in a pipeline, as a small automaton walked from the last stage to the first.
+"""Orders of unequal devices in a pipeline, as a graph of states that is walked from the last stage to the first.
 
-    2 fast, 1 slow, equal links          state = (fast, slow) in use, one stage per step
+    2 fast, 1 slow, equal links          state = numbers of (fast, slow) devices in use; each arrow adds a stage
 
         (0,0) --fast--> (1,0) --fast--> (2,0)
-          |               |               |          A stage's depth is the number of steps taken.
-         slow            slow            slow        Equal devices are interchangeable, so that four and four
-          v               v               v          of two kinds are 25 states and not 8! orders.
+          |               |               |          A stage's depth is its distance from the end: 1 for the last.
+         slow            slow            slow        Equal devices are interchangeable: four devices of each of two
+          v               v               v          kinds give 25 states, not 8! orders.
         (0,1) --fast--> (1,1) --fast--> (2,1)
 
-Walking from the end makes the depth, and with it the micro-batches in flight, known before the number of stages.
-If links differ, the host is part of the kind, and a state includes the last device. If there are too many states,
-kinds stay in the order of the cluster, and a pipeline may only leave devices out. If stages are placed already
-(``Limits.in_order``), there is a single path.
+A stage's depth determines its micro-batches in flight. Walking from the end, the depth is known before the number of
+stages is. If links differ, devices on different hosts are of different kinds, and a state includes the kind that was
+added last. If there are too many states, kinds keep the order of the cluster: a pipeline can only leave devices out. If
+the device of each stage is given (``Limits.in_order``), there is a single path.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from raypipe.ir.cluster import Cluster
 from raypipe.planner.partition.costs import Limits
 
 MAX_STATES = 128
-"""Maximum number of states in free order; beyond it, kinds stay in the order of the cluster."""
+"""Maximum number of states with kinds in any order; beyond it, kinds keep the order of the cluster."""
 MOST_DEVICES = 16
-"""Most devices whose orders are listed one by one."""
+"""Most devices whose orders ``device_orders`` lists."""
 
 
 class DeviceKind(NamedTuple):
-    """Interchangeable devices.
+    """Kind of interchangeable devices: equal speed, memory and, if links differ, host.
 
     Attributes:
         speed: speed of each, relative to the profiled device.
-        capacity_bytes: limit for the nodes of one stage, None for no limit.
+        capacity_bytes: bytes that the nodes of one stage may use on such a device; None for no limit.
         devices: positions in the cluster.
     """
 
@@ -44,11 +44,11 @@ class DeviceKind(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Transition of the automaton: one more stage before those that are placed already.
+    """Transition between two states: adds one stage in front of those that have devices already.
 
     Attributes:
-        before, after: states; 0 is the start.
-        kind: index of the device's kind.
+        before, after: indices of the states; 0 is the start, without stages.
+        kind: index of the kind of the added stage's device.
         bandwidth_bytes_s: bandwidth to the next stage; infinite for the last stage.
     """
 
@@ -59,12 +59,12 @@ class Step(NamedTuple):
 
 
 class Lineup(NamedTuple):
-    """Automaton of the possible orders of devices.
+    """Possible orders of devices in a pipeline, as states and steps between them (see the module).
 
     Attributes:
         kinds: kinds of devices.
-        depths: number of stages so far, by state.
-        used_speed, free_speed: upper bounds of the summed speed of the devices in use, and of those that may still be
+        depths: number of stages that have devices, by state.
+        used_speed, free_speed: upper bounds of the summed speeds of the devices in use, and of those that may still be
             added, by state.
         steps: transitions in order of depth.
     """
@@ -76,32 +76,32 @@ class Lineup(NamedTuple):
     steps: tuple[Step, ...]
 
     def goals(self, num_stages: int | None) -> list[int]:
-        """List the states in which a pipeline may be complete, fewest stages first."""
+        """List the states with ``num_stages`` stages; None lists all but the start, fewest stages first."""
         ends = [s for s, depth in enumerate(self.depths) if depth and num_stages in (None, depth)]
         return sorted(ends, key=lambda s: self.depths[s])
 
     def depths_by_kind(self) -> list[list[int]]:
-        """List the depths at which a device of each kind may be."""
+        """List, for each kind, the depths (1 for the last stage) at which a device of it may be."""
         by_kind: list[set[int]] = [set() for _ in self.kinds]
         for step in self.steps:
             by_kind[step.kind].add(self.depths[step.after])
         return [sorted(depths) for depths in by_kind]
 
     def assign(self, kinds: list[int]) -> list[int]:
-        """Choose a device for each stage, given its kind; devices of a kind are used in the order of the cluster."""
+        """Choose a device for each stage, given the stage's kind; devices of a kind are used in cluster order."""
         left = [list(kind.devices) for kind in self.kinds]
         return [left[kind].pop(0) for kind in kinds]
 
 
 class _Place(NamedTuple):
-    """State of the automaton."""
+    """State while the orders are built: number of devices in use by kind, and the kind added last (-1 for none)."""
 
     counts: tuple[int, ...]
     last: int
 
 
 def line_up(cluster: Cluster, limits: Limits) -> Lineup:
-    """Build the automaton of a cluster."""
+    """Build the possible orders of a cluster's devices."""
     if limits.in_order:
         return _straight(cluster, limits)
     alike = len({link.bandwidth_bytes_s for link in cluster.links}) == 1 or len({d.host for d in cluster.devices}) == 1
@@ -115,7 +115,7 @@ def line_up(cluster: Cluster, limits: Limits) -> Lineup:
 
 
 def _straight(cluster: Cluster, limits: Limits) -> Lineup:
-    """Build the automaton with a single path from the last device to the first, each a kind of its own."""
+    """Build the single order of a cluster whose stage s is on device s; each device is its own kind."""
     devices = cluster.devices
     kinds = tuple(DeviceKind(d.speed, limits.capacity_bytes(d), (i,)) for i, d in enumerate(devices))
     last = len(devices) - 1
@@ -128,9 +128,11 @@ def _straight(cluster: Cluster, limits: Limits) -> Lineup:
 
 
 def _walk(cluster: Cluster, limits: Limits, kinds: tuple[DeviceKind, ...], alike: bool, free: bool) -> Lineup:
-    """Build the automaton breadth first, so that steps are in order of depth.
+    """Build states and steps breadth first, so that steps are in order of depth.
 
-    ``alike`` is True if all links are equal, ``free`` if kinds may come in any order.
+    Args:
+        alike: True if links do not distinguish devices, so that a state need not include the last kind.
+        free: True if kinds may come in any order; False keeps the order of the cluster.
     """
     most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
     start = _Place((0,) * len(kinds), -1)
@@ -169,23 +171,23 @@ def _next_kinds(place: _Place, kinds: tuple[DeviceKind, ...], free: bool) -> Ite
 
 
 def _bandwidth(cluster: Cluster, kinds: tuple[DeviceKind, ...], kind: int, behind: int) -> float:
-    """Return the bandwidth between a device of one kind and the device of the next stage."""
+    """Return the bandwidth (bytes/s) between a device of ``kind`` and the next stage's device, of kind ``behind``."""
     first, second = kinds[kind].devices, kinds[behind].devices
     return cluster.link(first[0], second[-1]).bandwidth_bytes_s
 
 
 def _free_speed(place: _Place, kinds: tuple[DeviceKind, ...], stages: int) -> float:
-    """Compute an upper bound of the speed of ``stages`` more devices."""
+    """Compute an upper bound of the summed speeds of ``stages`` more devices."""
     speeds = [kind.speed for kind, n in zip(kinds, place.counts, strict=True) for _ in range(len(kind.devices) - n)]
     return math.fsum(sorted(speeds, reverse=True)[: max(0, stages)])
 
 
 def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of ``count`` devices that differ in speeds, memory or links, that of the cluster first.
+    """Yield orders of ``count`` devices (indices into the cluster), the cluster's own order first.
 
-    Devices are alike if they have equal speed, memory, links to the devices before them, and links to those that are
-    left. Of alike devices, the first in the cluster comes first. Of more than ``MOST_DEVICES`` only the cluster's order
-    is yielded.
+    Of two orders that differ only by alike devices, one is yielded. Devices are alike at a position if they have equal
+    speed, memory, and distances to the devices before them and to those that are left. A cluster of more than
+    ``MOST_DEVICES`` devices yields only its own order.
     """
     devices = cluster.devices
     if len(devices) > MOST_DEVICES:

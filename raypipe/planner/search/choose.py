@@ -6,8 +6,9 @@
     take the decision with the least step time; of equals the one with the fewest stages
     cut that one with all nodes, also in other orders of execution, and simulate it
 
-t(b) is the time of a micro-batch of b samples. Settings of the user are kept. A number of stages at which nothing fits
-is skipped. If nothing fits at any number, the error is that of the largest number, which has the most memory.
+A cut divides the model's nodes into stages. t(b) is the time of a micro-batch of b samples. Slack is the number of
+additional micro-batches in flight on a hop. Settings of the user are kept. A number of stages at which nothing fits is
+skipped. If nothing fits at any number, the error is that of the largest number, which has the most memory.
 
 Two functions make a decision for one kind of schedule and one number of stages:
 
@@ -61,10 +62,10 @@ from raypipe.planner.search.solvers import FEW_NODES, WORTH, branches, own_order
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
-"""Approximate TCP on one machine; assumed if no cluster is described, and never changes the schedule."""
+"""Link that is assumed if no cluster is described, about TCP on one machine. It never changes the schedule."""
 FEW = 8
-"""Largest number of stages for which every smaller number is tried too; above it, only the largest number halved
-repeatedly.
+"""Largest number of stages for which every smaller number is tried too. Above it, the largest number, half of it, a
+quarter of it and so on are tried.
 """
 
 
@@ -75,7 +76,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         cluster: described devices and links; None assumes equal workers, joined by ``ASSUMED_LINK``.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be cut into so many stages; names stage or field, and numbers.
+        PlanError: nothing fits, or the model cannot be cut into so many stages; the message has the numbers.
     """
     places = len(profile.graph.cut_positions()) + 1
     request = settled_workers(request, places, len(cluster.devices) if cluster else None)
@@ -94,7 +95,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
 def _best_of(problem: Problem, decisions: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
     """Choose the decision with the least step time (of equals the one with the fewest workers), and complete it.
 
-    The table of compared shapes becomes part of it; it is empty if shapes were not compared.
+    The result includes ``table``, the compared shapes; empty if shapes were not compared.
     """
     chosen = min(as_quick(decisions, step_s_of), key=lambda decision: sum(decision.partition.replicas))
     best = _completed(settled(problem, chosen.request.recomputes), chosen)
@@ -127,7 +128,7 @@ def _of_any_shape(problem: Problem) -> Decision:
 
 
 def _of_given_shape(problem: Problem) -> Decision:
-    """Find the best cut for the workers that num_replicas gives each stage."""
+    """Find the best decision for the number of workers that num_replicas gives each stage."""
     request = problem.request
     assert request.num_stages is not None, "num_replicas needs num_stages"
     try:
@@ -139,7 +140,7 @@ def _of_given_shape(problem: Problem) -> Decision:
 
 
 def _replicated(problem: Problem, decision: Decision) -> Decision:
-    """Drop recomputation that memory does not need, and add the whole prediction."""
+    """Drop recomputation on stages that fit without it, and make the whole prediction of a decision."""
     decision = only_where_needed(problem, dataclasses.replace(decision, prediction=predicted(decision, problem.links)))
     return dataclasses.replace(decision, prediction=predicted(decision, problem.links))
 
@@ -154,7 +155,7 @@ def _check_replicas(request: Request, cluster: Cluster | None) -> None:
 
 
 def _compared(problem: Problem) -> list[Decision]:
-    """List the best decision for each number of stages that fits and could be the best of all."""
+    """List the best decision for each number of stages that may be the best; PlanError if nothing fits at any."""
     decisions: list[Decision] = []
     counts, best_s = _stage_counts(problem), math.inf
     for count in reversed(counts):
@@ -177,7 +178,7 @@ def _compared(problem: Problem) -> list[Decision]:
 
 
 def _quickest(problem: Problem, num_stages: int | None) -> Decision:
-    """Find the best decision with this number of stages, for comparison only."""
+    """Find the best decision with this number of stages (None: the solver's choice), for comparison with others."""
     if num_stages is None or not _by_simulation(problem, num_stages):
         return _best_kind(problem, num_stages, attempt)
     search, shape, rough = ShapeSearch(problem), (1,) * num_stages, None
@@ -197,7 +198,7 @@ def _quickest(problem: Problem, num_stages: int | None) -> Decision:
 
 
 def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
-    """Try other values of slack with the cut and the micro-batches of a decision."""
+    """Try other slack with a decision's cut and micro-batches; return the fastest decision."""
     partition, best = decision.partition, decision
     if problem.request.schedule != "auto" or not problem.described or partition.num_stages == 1:
         return decision
@@ -220,7 +221,7 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
 
 
 def _on_all_nodes(problem: Problem, rough: Decision) -> Decision | None:
-    """Make a decision of ``attempt`` again with the cut of all nodes; None if that does not fit."""
+    """Make a decision of ``attempt`` again, by a cut of all nodes, not of the coarse graph; None if nothing fits."""
     graph, request = problem.profile.graph, rough.request
     if problem.short is graph:
         return rough
@@ -234,8 +235,8 @@ def _on_all_nodes(problem: Problem, rough: Decision) -> Decision | None:
 def _by_simulation(problem: Problem, num_stages: int) -> bool:
     """Return True if plans with this number of stages are compared by ``ShapeSearch``.
 
-    Those are plans of few nodes and stages, with one worker per stage, on devices that are described or whose memory is
-    limited.
+    This is so for few nodes and stages, with one worker per stage and a synchronous schedule, on devices that are
+    described or whose memory is limited, if the user has not chosen the cut.
     """
     request = problem.request
     return (
@@ -254,8 +255,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     """Build the plan of a decision.
 
     Args:
-        first_trainable: lowest stage with a backward, if it is known from the built stages; None takes it from the
-            graph.
+        first_trainable: lowest stage with a backward, as found in the built stages; None takes it from the graph.
         notes: further notes for the plan.
     """
     expected = first_trainable_stage(decision.graph, decision.partition)
@@ -270,7 +270,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
 
 
 def _assumed(request: Request, graph: ModelGraph) -> Cluster:
-    """Build a cluster of equal workers: as many as were offered, else as many as the requested stages need."""
+    """Build a cluster of equal workers: as many as offered, else as the requested stages need, else DEFAULT_STAGES."""
     stages = request.requested_stages
     wanted = stages and request.workers_in_all(stages)
     places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
@@ -301,8 +301,8 @@ def _stage_counts(problem: Problem) -> list[int | None]:
 def _at_least_s(problem: Problem, num_stages: int) -> float:
     """Compute a lower bound, in seconds, of the step of plans with this number of stages.
 
-    It is the time of a step without a bubble or messages; if the number of micro-batches is open, of a single
-    micro-batch with all samples.
+    The bound is the time of a step without bubbles and messages on the fastest devices. If the number of micro-batches
+    is open, it is that of a single micro-batch with all samples.
     """
     request = problem.request
     minibatch, size, count = microbatches(request, num_stages)
@@ -314,11 +314,10 @@ def _at_least_s(problem: Problem, num_stages: int) -> float:
 
 
 def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
-    """List the request for every kind of schedule that may be the best, the preferred one first.
+    """List the request with each kind of schedule that may be the best, the preferred one first.
 
-    Slack costs memory, so "auto" also tries 1F1B if memory is limited. On a described cluster zb-h1 is a candidate
-    too, as it is for the controller of a run. The cost of split backwards is not measured yet; the run measures it,
-    and switches back if it is too high.
+    Slack costs memory, so "auto" also tries 1F1B if memory is limited. On a described cluster zb-h1 is a candidate too.
+    It splits backwards, whose cost is unknown before training: the run measures it, and switches back if too high.
     """
     request = problem.request
     if request.schedule != "auto" or num_stages == 1:
@@ -332,7 +331,7 @@ def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
 def _best_kind(
     problem: Problem, num_stages: int | None, settle: Callable[[Problem, Request, int | None], Decision]
 ) -> Decision:
-    """Find the best of the decisions that ``settle`` (``attempt`` or ``in_full``) makes for each kind of schedule.
+    """Make a decision for each kind of schedule with ``settle`` (``attempt`` or ``in_full``); return the best.
 
     Raises:
         PlanError: no kind fits; the error is that of the last kind tried, which needs the least memory.
@@ -350,7 +349,7 @@ def _best_kind(
 
 
 def _completed(problem: Problem, decision: Decision) -> Decision:
-    """Make the best of the compared decisions again with all nodes, the full solver, and the whole prediction."""
+    """Complete the best of the compared decisions: all nodes, other execution orders, and the whole prediction."""
     if decision.prediction.source:
         return decision
     if decision.of_all:
@@ -365,7 +364,7 @@ def _completed(problem: Problem, decision: Decision) -> Decision:
 
 
 def _in_another_order(problem: Problem, decision: Decision) -> Decision | None:
-    """Make the decision with a solver that may execute nodes in another order; None if no such cut fits."""
+    """Make the decision again by a solver that may execute nodes in another order; None if no such cut fits."""
     sizes = Sizes(decision.minibatch_size, decision.microbatch_size, decision.num_microbatches, decision.choice)
     try:
         return in_full(problem, decision.request, decision.partition.num_stages, sizes)
@@ -374,7 +373,7 @@ def _in_another_order(problem: Problem, decision: Decision) -> Decision | None:
 
 
 def _closed_form(problem: Problem, decision: Decision) -> MicrobatchChoice | None:
-    """Return the closed form's choice of micro-batches, corrected to the number that simulation found."""
+    """Return the formula's choice of micro-batches, with the number that simulation found; None without a choice."""
     if problem.request.num_microbatches is not None or problem.times is None:
         return None
     try:
@@ -385,14 +384,14 @@ def _closed_form(problem: Problem, decision: Decision) -> MicrobatchChoice | Non
 
 
 def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decision:
-    """Make a decision for this request with a number of stages, to be compared with others.
+    """Make a decision that is compared with others: a cut of the coarse graph, and the seconds of a step only.
 
     Args:
         request: the problem's request, with a chosen schedule.
-        num_stages: None leaves the number to the solver.
+        num_stages: number of stages; None leaves it to the solver.
 
     Raises:
-        PlanError: no cut fits; names stage, action and numbers.
+        PlanError: no cut fits; the message names stage, action and numbers.
     """
     sizes = sizes_of(problem, request, num_stages)
     decision = _settled(problem, request, num_stages, sizes, own_order_solver(request), problem.short)
@@ -400,7 +399,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None) -> Decis
 
 
 def in_full(problem: Problem, request: Request, num_stages: int | None, sizes: Sizes | None = None) -> Decision:
-    """Make a decision from all nodes, by a solver that may try other orders of execution, with the whole prediction.
+    """Make a decision from all nodes, by a solver that may try other execution orders, with the whole prediction.
 
     Args:
         sizes: mini-batch and micro-batches that ``attempt`` chose; None chooses them here.
@@ -414,7 +413,7 @@ def in_full(problem: Problem, request: Request, num_stages: int | None, sizes: S
 def _settled(
     problem: Problem, request: Request, num_stages: int | None, sizes: Sizes, solver: Solver, graph: ModelGraph
 ) -> Decision:
-    """Cut the graph for these micro-batches, and choose the slack that suits the cut; makes no prediction."""
+    """Cut the graph for these micro-batches, and choose the slack that suits the cut; make no prediction."""
     stages = num_stages or len(problem.cluster.devices)
     graph = problem.at(sizes.microbatch, graph)
     limits = limits_of(request, num_stages, stages, sizes.num_microbatches, sizes.microbatch)
@@ -440,7 +439,7 @@ def _settled(
 
 
 def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
-    """Choose the best slack that fits into memory, from the same candidates as the controller of a run."""
+    """Set the best slack that fits into memory, of the candidates of a run's controller; unchanged if none fits."""
     stages, hops = (
         stages_of(graph, partition, problem.cluster, limits),
         hops_of(partition, problem.cluster, limits.memory.microbatch_size, request.codecs),

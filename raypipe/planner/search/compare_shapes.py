@@ -4,13 +4,13 @@ A shape is the number of workers of every stage:
 
     4 workers, up to 3 stages      2  3  4  |  1-2  2-1  1-3  3-1  2-2  |  1-1-2  1-2-1  2-1-1
 
-More workers add shapes and take none away, so the best plan for fewer workers is still a candidate with more.
+More workers add shapes and remove none, so that the best plan for fewer workers is still a candidate with more.
 
-    one worker per stage      decided as with num_replicas=1
-    every other shape         ``ShapeSearch.best``, unless a lower bound shows that it cannot be the best
-    the shape with the least step time is taken; of equals the one with the fewest workers, then the fewest replicas
+    one worker per stage      planned as with num_replicas=1
+    every other shape         ``ShapeSearch.best``, unless a lower bound shows that the shape cannot be the best
+    best shape                least step time; of equals the one with the fewest workers, then the fewest replicas
 
-The table of compared shapes is part of the plan, with the reason for each refused shape.
+The plan includes the table of compared shapes, with the reason for each shape that is not possible.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 from raypipe.planner.search.solvers import WORTH, branches
 
 FEW = 3
-"""Number of quickest shapes for which other orders of execution are tried."""
+"""Number of quickest shapes for which other execution orders of the model's nodes are tried."""
 WEIGHTS = (1.0, 4.0, 16.0)
-"""Weights of the seconds of summing gradients, against those of computing, that ``with_branches`` tries. Weight 1 is
-right only if no stage waits for another. The first stage sums its gradients after everything else.
+"""Weights, relative to computing, of the seconds in which replicas sum gradients; ``with_branches`` tries each. Weight
+1 is right only if no stage waits for another. The first stage sums its gradients after everything else.
 """
 FEW_WORKERS = 8
 """Largest number of workers for which every shape is compared."""
@@ -47,11 +47,11 @@ MOST_ROWS = 12
 
 
 def shapes(workers: int, most_stages: int, most_each: int | None = None, num_stages: int | None = None) -> list[Shape]:
-    """List the shapes on at most ``workers`` workers in which some stage has several workers.
+    """List the shapes on at most ``workers`` workers in which some stage has several workers, most workers first.
 
-    For more than ``FEW_WORKERS`` workers only these are listed, besides all shapes on up to ``FEW_WORKERS``: one stage;
-    two stages; three stages, the last with one worker; stages with equal numbers of workers; and one stage with several
-    workers among stages with one.
+    Up to ``FEW_WORKERS`` workers, all shapes are listed. Shapes on more workers are listed only if they have one stage;
+    two stages; three stages, the last with one worker; stages with equal numbers of workers; or one stage with several
+    workers, first, last or in the middle of stages with one.
 
     Args:
         most_stages: largest number of stages that the model can be cut into.
@@ -94,7 +94,7 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
         single: decisions with one worker per stage, made before; may be empty.
 
     Returns:
-        the quickest decision, or None if one of ``single`` is as good; and the table of compared shapes.
+        (the quickest decision, or None if one of ``single`` is as good; the table of compared shapes).
 
     Raises:
         PlanError: nothing fits, not even with one worker per stage.
@@ -141,11 +141,11 @@ def of_shape(problem: Problem, shape: Shape) -> Decision:
 
 
 def with_branches(decision: Decision) -> Decision:
-    """Try another order of execution for the same shape, and return it if it is faster.
+    """Cut the graph for the same shape with other execution orders of its nodes; return the fastest decision.
 
-    PipeDream's optimizer searches stages of a graph and their replicas together. Here the antichain method gets the
-    workers of each stage, and their seconds to sum gradients. How much of those overlaps with other stages' work is
-    unknown before a plan is simulated, so the method runs with several weights.
+    The antichain method gets the workers of each stage, and their seconds to sum gradients. The part of these that
+    overlaps with other stages' work is unknown before a plan is simulated, so the method runs once for each of WEIGHTS.
+    A graph without branches has one order: the decision is returned unchanged.
     """
     request, graph = decision.request, decision.graph
     if request.split_points or request.partitioner not in ("auto", "antichain") or not branches(graph):
@@ -171,10 +171,10 @@ def with_branches(decision: Decision) -> Decision:
 
 
 def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
-    """Explain the number of workers of each stage, compared with the best plan of another kind.
+    """Explain the number of workers of each stage, compared with the best plan of another kind of parallelism.
 
     Args:
-        table: table of ``best_shape``.
+        table: table of compared shapes from ``best_shape``.
     """
     chosen = next(each for each in table if each.chosen)
     what = f"{chosen.kind} on {'-'.join(map(str, chosen.workers))} workers"
@@ -191,7 +191,7 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
 
 
 def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
-    """Pick data parallelism on the most workers, and the most promising other shape: the table has both kinds."""
+    """Pick the shapes to compare in any case: data parallelism on the most workers, and the other of least bound."""
     bounds_s: dict[Shape, float] = {}
     for shape in wanted:
         if len(shape) > 1 and search.at_least_s(shape) < min(bounds_s.values(), default=math.inf):
@@ -202,7 +202,7 @@ def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
 
 
 def _with_recompute(problem: Problem) -> list[Problem]:
-    """List the problem with the least recomputation that the request allows, then with the most."""
+    """List the problem with the least recomputation that the request allows; if memory is limited, also the most."""
     if not is_open(problem.request):
         return [problem]
     none = problem.request.recompute
@@ -211,10 +211,10 @@ def _with_recompute(problem: Problem) -> list[Problem]:
 
 
 def _first(searches: Sequence[ShapeSearch], shape: Shape, below_s: float) -> Decision | None:
-    """Return the result of the first search in which the shape is possible; None if no step is below ``below_s``.
+    """Return the result of the first search in which the shape is possible; see ``ShapeSearch.best``.
 
     Raises:
-        ShapeError: the shape is possible in no search.
+        ShapeError: the shape is possible in no search; the reason is that of the last one.
     """
     for search in searches[:-1]:
         try:
@@ -231,9 +231,9 @@ def _row(decision: Decision) -> Candidate:
 
 
 def _table(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
-    """Sort the table, and shorten it to MOST_ROWS: the quickest shapes first, then refused shapes.
+    """Sort the table and shorten it to MOST_ROWS: possible shapes, quickest first, then impossible ones.
 
-    The chosen shape and the best of each kind are always kept.
+    The chosen shape and the best of each kind of parallelism are always kept.
     """
     slowest_first = sorted((row for row in rows if not row.refused), key=lambda row: -row.step_s)
     quick = [*{row.workers: row for row in slowest_first}.values()]

@@ -1,14 +1,17 @@
-"""Cuts to compare, with their costs, memory and lower bounds at once as arrays.
+"""Cuts of a graph into stages, with the costs, memory and lower bounds of all cuts as arrays.
 
-Lower bounds of the step order the candidates before simulation. For a stage, let
+A lower bound of a candidate's step avoids the simulation of most candidates. For a stage, let F and B be the seconds of
+one forward and backward of a micro-batch, and
 
     arrives    sum of F and messages of the stages before it: its first F cannot begin earlier
     returns    sum of B and messages of the stages before it: the step ends no sooner than this after its last B
 
-Then a step takes at least arrives + all computation of the stage + returns. It also takes at least arrives + rounds +
-returns: a round is the path of one micro-batch from the stage to the last one and back, and at most as many
-micro-batches as the stage holds in flight share a round. Both bounds also hold with the messages of a hop, which are
-sent one after the other, in place of a stage's computation.
+A step takes at least
+
+    arrives + all computation of the stage + returns
+    arrives + rounds + returns           a round is the path of one micro-batch from the stage to the last one and back;
+                                         a round serves at most the micro-batches that the stage has in flight
+    the first, with all messages of a hop, which are sent one after the other, in place of the stage's computation
 """
 
 from __future__ import annotations
@@ -40,20 +43,21 @@ Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 """Devices by stage."""
 MOST_CUTS = 7000
-"""Most cuts into one number of stages that are compared; see ``cuts_into``."""
+"""Default limit of the number of cuts that ``cuts_into`` lists."""
 ROUNDING = 1 - 1e-9
-"""Factor of lower bounds, since sums in another order differ by rounding."""
+"""Factor by which lower bounds are lowered, because sums in another order differ by rounding."""
 
 
 def cuts_into(graph: ModelGraph, num_stages: int, most: int = MOST_CUTS) -> Ints | None:
     """List cuts into ``num_stages`` stages.
 
-    All cuts are listed if there are at most ``most``. Otherwise a subset of places is cut: the graph is divided into
-    equal shares of seconds, parameters and activations, and the place with the fewest cut bytes is taken in each.
+    All cuts are listed if there are at most ``most``. Otherwise only some of the positions between nodes are used: the
+    graph is divided into equal shares of seconds, parameters and activations, and in each share the position that the
+    fewest bytes cross is used.
 
     Returns:
-        indices into the places of the graph, its two ends included, shape (cuts, stages + 1); None if the graph has too
-        few places.
+        first position of each stage, and the end: indices into ``columns_of(graph).places``, shape (cuts, stages + 1).
+        None if the graph can be cut at too few positions.
     """
     inner = len(columns_of(graph).places) - 2
     if inner < num_stages - 1:
@@ -91,11 +95,11 @@ class CutCosts(NamedTuple):
     Arrays have shape (cuts, stages) if no other shape is given.
 
     Attributes:
-        graph: graph with the seconds of this size.
+        graph: graph whose nodes have the seconds at this size.
         positions: first node of each stage, and the number of nodes; shape (cuts, stages + 1).
-        first: lowest stage that trains; shape (cuts,).
+        first: lowest stage with trainable parameters, 0 if no stage has any; shape (cuts,).
         forward_s, backward_s: seconds of one micro-batch.
-        weight_s: seconds of the part of a split backward that no other stage waits for.
+        weight_s: seconds of the part of the backward for which no other stage waits (gradients of parameters).
         crossing_bytes: bytes of one sample that cross a hop; shape (cuts, stages - 1).
         held_bytes: bytes of parameters, of trainable parameters, of buffers, and of one sample's activations; shape
             (4, cuts, stages).
@@ -111,7 +115,7 @@ class CutCosts(NamedTuple):
     held_bytes: Ints
 
     def take(self, rows: Ints) -> CutCosts:
-        """Return the costs of some of the cuts."""
+        """Return the costs of the cuts with these indices."""
         return self._replace(
             positions=self.positions[rows],
             first=self.first[rows],
@@ -124,10 +128,10 @@ class CutCosts(NamedTuple):
 
 
 def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> CutCosts:
-    """Compute the costs of cuts.
+    """Compute the costs of cuts, on devices of speed 1 and without links.
 
     Args:
-        cuts: indices into the places of the graph, shape (cuts, stages + 1).
+        cuts: result of ``cuts_into``, shape (cuts, stages + 1).
         recompute: by stage, True if it recomputes activations; empty if no stage does.
     """
     columns = columns_of(graph)
@@ -154,12 +158,12 @@ def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> 
 def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints, slots: Ints) -> Ints:
     """Compute the bytes of every stage of all cuts for a synchronous schedule, shape (cuts, stages).
 
-    They equal those of ``memory.stage_memory`` without the workspace.
+    They equal those of ``memory.stage_memory`` without the workspace and without buffers for summing gradients.
 
     Args:
         model: model of sizes and factors; its counts of micro-batches in flight are not used.
-        in_flight, sets, slots: micro-batches in flight, activation sets and message slots as in MemoryModel; broadcast
-            to (cuts, stages).
+        in_flight, sets, slots: micro-batches in flight, activation sets and message slots as in MemoryModel, each
+            broadcast to (cuts, stages).
     """
     params, trainable, buffers, activations = costs.held_bytes
     depths = range(trainable.shape[1], 0, -1)
@@ -182,11 +186,11 @@ class PlacedCuts:
 
     Attributes:
         groups: devices of each stage, one per replica.
-        number, size: number of micro-batches, and samples of each.
+        number, size: number of micro-batches, and samples in each.
         costs: costs of the cuts, at speed 1 and without links.
         forward_s, backward_s, weight_s: seconds of one micro-batch, by cut and stage, on the slowest worker of a stage.
         reduce_s: seconds for which replicas sum gradients after their last backward, by cut and stage.
-        hops_s: latency and occupancy of a forward message, then of a backward one; each by cut and hop.
+        hops_s: seconds of a message: latency, occupancy forward, then latency, occupancy backward; each by cut and hop.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -200,7 +204,7 @@ class PlacedCuts:
     hops_s: tuple[Floats, ...]
 
     def take(self, rows: Ints) -> PlacedCuts:
-        """Return the costs of some of the cuts."""
+        """Return the costs of the cuts with these indices."""
         arrays = {name: getattr(self, name)[rows] for name in ("forward_s", "backward_s", "weight_s", "reduce_s")}
         hops_s = tuple(way_s if len(way_s) == 1 else way_s[rows] for way_s in self.hops_s)
         return replace(self, costs=self.costs.take(rows), hops_s=hops_s, **arrays)
@@ -222,7 +226,7 @@ class PlacedCuts:
         )
 
     def least_s(self, kind: ScheduleKind, in_flight: Ints | None = None) -> Floats:
-        """Compute a lower bound of the simulated step of each cut, in seconds, as in the module's docstring.
+        """Compute a lower bound of the simulated step of each cut, in seconds, shape (cuts,); see the module.
 
         Args:
             kind: properties of the schedule.
@@ -275,7 +279,7 @@ class CutTables:
         self._reduced: dict[tuple[object, ...], Floats] = {}
 
     def cuts_into(self, num_stages: int, most: int) -> Ints | None:
-        """List cuts like the function ``cuts_into``, or the only one of the request's split points."""
+        """List cuts like the function ``cuts_into``; with split points of the request, only the cut at these."""
         if (num_stages, most) not in self._cuts:
             graph, points = self._problem.profile.graph, self._problem.request.split_points
             if points:
@@ -291,7 +295,8 @@ class CutTables:
 
         Args:
             groups: devices by stage.
-            lanes: number of partial sums of gradients.
+            cuts: result of ``cuts_into``.
+            lanes: number of partial sums in which the step's gradients are accumulated.
         """
         problem = self._problem
         costs, cluster = self._costs_of(cuts, size), problem.cluster
@@ -325,9 +330,9 @@ class CutTables:
         """Compute, by cut, the seconds for which a stage's replicas sum gradients after their last backward.
 
         Args:
-            lanes: number of partial sums of gradients.
-            replicas: workers of the stage.
-            speed: speed of the slowest of them.
+            lanes: number of partial sums in which the step's gradients are accumulated.
+            replicas: number of workers of the stage.
+            speed: speed of the slowest of these workers.
             link: slowest link between them.
         """
         key = (id(costs), stage, lanes, replicas, speed, link)
@@ -353,9 +358,10 @@ class CutTables:
 
 
 def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) -> tuple[Floats, Floats]:
-    """Compute latency and occupancy of messages of ``sent`` bytes before encoding, by cut and hop.
+    """Compute (latency, occupancy) in seconds of messages of ``sent`` bytes before encoding, by cut and hop.
 
-    See ``CodecCost.taken_s``.
+    Args:
+        latency_s, bandwidth: seconds and bytes per second of each hop's link; see ``CodecCost.taken_s``.
     """
     sending_s = sent / codec.ratio / bandwidth
     parts = np.stack([codec.encode_s_per_byte * sent, sending_s, codec.decode_s_per_byte * sent])

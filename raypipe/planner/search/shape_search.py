@@ -1,14 +1,14 @@
 """Search for the best plan of one shape (the number of workers of each stage), by simulation of its step.
 
     1. list candidates: orders of unlike devices x cuts x numbers of micro-batches x schedules
-    2. compute lower bounds of their steps; drop those that do not fit into memory
-    3. simulate them in the order of their bounds, until the next bound is no better than the best simulated step
+    2. compute lower bounds of their steps; drop candidates that do not fit into memory
+    3. simulate candidates by increasing bound, until the next bound is no better than the best simulated step
     4. if cuts were left out, move the boundaries of the best cut while that shortens the step
 
-The candidates depend neither on memory nor on links: more memory only adds some that fit, and a faster link delays no
-message, so neither makes the best step longer. All cuts of a short graph are listed, and all orders of few devices; see
-``exact``. Steps include the seconds in which replicas sum gradients. Nodes keep their own order here;
-``with_branches`` of compare_shapes.py tries others.
+A cut divides the model's list of nodes into stages. The candidates depend neither on memory nor on links: more memory
+only adds candidates that fit, and a faster link delays no message, so neither makes the best step longer. All cuts of a
+short graph are listed, and all orders of few devices; see ``exact``. Steps include the seconds in which replicas sum
+gradients. Nodes keep their own order here; ``with_branches`` of compare_shapes.py tries other orders of execution.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from raypipe.planner.simulator import program_makespan_s
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _Cell = tuple[Groups, Ints, int, int]
-"""Devices by stage, cuts, number of micro-batches, and samples of each."""
+"""Arguments of ``_placed``: devices by stage, cuts, number of micro-batches, and samples in each."""
 MOST_ORDERS = 128
 """Most orders of unlike devices that are compared."""
 MOST_PLACED = 300_000
@@ -56,21 +56,22 @@ MOST_PLACED = 300_000
 FEW_PLACED = 50_000
 """Most combinations that are compared if those are not all."""
 LEAST_CUTS = 200
-"""Number of cuts that are compared in any case."""
+"""Least number of cuts that are compared for each order and number of micro-batches."""
 MOST_EACH = 16
 """Most micro-batches per worker in the comparison of shapes with replicas."""
 SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Values of r that are tried."""
+"""Values of a hop's slack (additional micro-batches in flight) that are tried."""
 FEW_HOPS = 2
-"""Most hops for which every combination of these values is tried."""
+"""Most hops between stages for which every combination of SLACKS is tried."""
 MOST_SIMULATED = 4000
-"""Most candidates of one shape that are simulated."""
+"""Most candidates with enough memory that one comparison of a shape simulates."""
 NEAR = 1.03
-"""Ratio to the best step up to which all cuts are compared with a number of micro-batches, if all are with none."""
+"""Greatest ratio of a step to the best found for which its number of micro-batches is tried with all cuts too. Used if
+all cuts can be listed, but not for all numbers of micro-batches."""
 MOST_STARTS = 6
-"""Most candidates whose cuts are improved if not all cuts were listed, each of another order of devices."""
+"""Most candidates, each with another order of devices, whose cuts are improved if not all cuts were listed."""
 MOST_ROUNDS = 20
-"""Most rounds of moving to a better neighbouring cut."""
+"""Most times that a candidate's cut is replaced by a better neighbouring cut."""
 
 
 class ShapeError(PlanError):
@@ -82,10 +83,10 @@ class _Batch(NamedTuple):
 
     Attributes:
         placed: costs of all cuts, also of those that do not fit.
-        cuts: indices of the cuts that fit; the next three have one value for each of them.
+        cuts: indices of the cuts that fit; the other attributes have one value for each of these.
         bounds_s: lower bound of the step, in seconds.
         requests: request with the schedule.
-        held: activations and messages that all stages hold together, in mini-batches.
+        held: activation sets (one per micro-batch and stage) of all stages, and message slots, per micro-batch.
     """
 
     placed: PlacedCuts
@@ -96,7 +97,12 @@ class _Batch(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Simulated candidate."""
+    """Simulated candidate.
+
+    Attributes:
+        placed: costs of cuts on devices; ``cut`` is the index of this candidate's cut in them.
+        held: see _Batch.
+    """
 
     step_s: float
     request: Request
@@ -109,7 +115,7 @@ class ShapeSearch:
     """Search over orders, cuts, micro-batches and schedules for one shape at a time; costs are cached across shapes.
 
     Args:
-        problem: problem whose request leaves no recomputation open; its replicas are ignored if a shape has several.
+        problem: problem whose request leaves no recomputation open; a shape with replicas overrides its replicas.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -124,7 +130,7 @@ class ShapeSearch:
         return min(self._problem.seconds(size) * count for count, size in self._sizes(shape)) / math.fsum(fastest)
 
     def bound_s(self, shape: Shape) -> float:
-        """Compute a tighter lower bound of the step of plans of this shape, in seconds: the least over all cuts.
+        """Compute a tighter lower bound of the step in seconds: the least over the cuts that ``best`` lists at first.
 
         Raises:
             ShapeError: no plan of this shape is possible.
@@ -132,17 +138,17 @@ class ShapeSearch:
         return min(float(self._least_s(self._placed(*cell)).min()) for cell in self._cells(shape, self._few(shape)))
 
     def exact(self, shape: Shape) -> bool:
-        """Return True if all cuts of the nodes' own order and all orders of the devices are compared."""
+        """Return True if ``best`` lists all cuts for all orders of ``device_orders``; nodes keep their order."""
         return max(shape) == 1 and self._number(shape) * len(self._sizes(shape)) <= MOST_PLACED
 
     def best(self, shape: Shape, below_s: float = math.inf, start: Decision | None = None) -> Decision | None:
         """Find the best plan of this shape; None if every step takes ``below_s`` seconds or more.
 
-        Of equally quick candidates, one whose micro-batches divide the mini-batch is preferred, then the one that holds
-        least. Of the prediction, only ``step_s`` is filled in.
+        Of equally quick candidates, those whose number of micro-batches divides the mini-batch are preferred, then the
+        one that holds the fewest activations. The decision's prediction has only ``step_s``.
 
         Args:
-            start: a plan of this shape, whose cut is improved if there are too many to compare them all.
+            start: a plan of this shape, whose cut is improved if there are too many cuts to compare all.
 
         Raises:
             ShapeError: no plan of this shape is possible, whatever its step time.
@@ -172,7 +178,9 @@ class ShapeSearch:
         return self._decision(best, exact=exact)
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
-        """Simulate candidates of these cells until no bound is below the best step, or ``below_s``."""
+        """Simulate candidates of these cells while their bounds are below ``below_s`` and the best step; list those
+        that fit.
+        """
         least_s = [np.where(self._may_fit(cell), self._least_s(self._placed(*cell)), np.inf) for cell in cells]
         first_s = [float(bounds_s.min()) for bounds_s in least_s]
         found: list[_Found] = []
@@ -186,10 +194,11 @@ class ShapeSearch:
         return found
 
     def _cells(self, shape: Shape, most_cuts: int) -> list[_Cell]:
-        """List the arguments of ``_placed``: cuts, for each number of micro-batches and order of the devices.
+        """List arguments of ``_placed``: the cuts, with each order of devices and number of micro-batches.
 
         Raises:
-            ShapeError: the model cannot be cut so, there are too few micro-batches, or buffers forbid it.
+            ShapeError: the model cannot be cut into so many stages, a stage has more workers than micro-batches, or a
+                stage with several workers would change buffers in every forward.
         """
         cuts = self._tables.cuts_into(len(shape), most_cuts)
         if cuts is None:
@@ -224,8 +233,8 @@ class ShapeSearch:
     def _schedules(self, placed: PlacedCuts) -> Iterator[list[Request]]:
         """Yield the schedules to try, each as a list with one request per cut.
 
-        For a described cluster and one worker per stage these include slack: every combination on few hops, and slack
-        in proportion to the bytes of each hop on more.
+        On a described cluster with one worker per stage, other values of slack (additional micro-batches in flight on a
+        hop) are included: every combination of SLACKS on few hops, else slack in proportion to the bytes of each hop.
         """
         shape = tuple(map(len, placed.groups))
         kinds = self._kinds(shape)
@@ -255,14 +264,14 @@ class ShapeSearch:
                 yield [with_slack[slack] for slack in slacks]
 
     def _orders(self, shape: Shape) -> list[Groups]:
-        """List the devices of each stage; several orders only with one worker per stage."""
+        """List the devices of each stage, in several orders if each stage has one worker."""
         if max(shape) > 1:
             return [tuple(groups_of(shape))]
         orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
         return [tuple((device,) for device in order) for order in orders]
 
     def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
-        """List (micro-batches, samples of each) to compare for a shape, by increasing number."""
+        """List (number of micro-batches, samples in each) to compare for a shape, fewest micro-batches first."""
         request = self._request(shape)
         minibatch, size, count = microbatches(request, len(shape))
         if request.num_microbatches is not None or self._problem.times is None or not request.kind.synchronous:
@@ -274,14 +283,14 @@ class ShapeSearch:
         return sizes or [(count, size)]
 
     def _number(self, shape: Shape) -> int:
-        """Count the pairs of a cut and an order of the devices; more than ``MOST_PLACED`` if there are many orders."""
+        """Count the pairs of a cut and an order of devices; ``MOST_PLACED`` + 1 if there are MOST_ORDERS or more."""
         places = len(columns_of(self._problem.profile.graph).places) - 2
         cuts = 1 if self._problem.request.split_points else math.comb(places, len(shape) - 1)
         orders = len(self._orders(shape))
         return cuts * orders if orders < MOST_ORDERS else MOST_PLACED + 1
 
     def _few(self, shape: Shape) -> int:
-        """Return the number of cuts to compare if there are too many to compare them all."""
+        """Return the number of cuts to compare if there are too many to compare all."""
         if max(shape) > 1:
             return MOST_CUTS
         return max(LEAST_CUTS, FEW_PLACED // (len(self._orders(shape)) * len(self._sizes(shape))))
@@ -296,7 +305,7 @@ class ShapeSearch:
         return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
 
     def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
-        """Mask the cuts that keep all nodes with changing buffers in stages of one worker; shape (cuts,)."""
+        """Mask cuts without a stage that has several workers and nodes whose buffers change; shape (cuts,)."""
         counts = self._changing[placed.costs.positions]
         changes = (counts[:, 1:] - counts[:, :-1]) > 0
         several = np.array([len(group) > 1 for group in placed.groups])
@@ -311,12 +320,12 @@ class ShapeSearch:
         return np.array([min([of_all, *caps]) for caps in own])
 
     def _total_bytes(self, placed: PlacedCuts, request: Request) -> Ints:
-        """Compute the bytes by cut and stage, without workspace and exchange, which are not sums over nodes."""
+        """Compute the bytes by cut and stage, without workspace and buffers for summing gradients (see ``_fits``)."""
         model = memory_model(request, len(placed.groups), placed.number, placed.size)
         return stage_bytes(placed.costs, model, *map(np.array, _held(model, len(placed.groups))))
 
     def _may_fit(self, cell: _Cell) -> NDArray[np.bool_]:
-        """Mask the cuts that fit, without workspace and exchange, with the schedule that needs least; shape (cuts,)."""
+        """Return True for each cut whose ``_total_bytes`` fit, with the schedule that needs least; shape (cuts,)."""
         placed = self._placed(*cell)
         fitting, caps = self._whole(placed), self._caps(placed.groups)
         if not np.isinf(caps).all():
@@ -325,7 +334,7 @@ class ShapeSearch:
         return fitting
 
     def _unfit(self, cell: _Cell) -> str:
-        """Describe the stage that lacks memory in the cut of a cell that is nearest to fitting."""
+        """Describe the stage that lacks most memory, in that cut of a cell which is nearest to fitting."""
         placed = self._placed(*cell)
         thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
         total, caps = self._total_bytes(placed, thriftiest), self._caps(placed.groups)
@@ -337,7 +346,7 @@ class ShapeSearch:
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
     def _simulated(self, placed: PlacedCuts, best_s: float) -> Iterator[_Found]:
-        """Simulate candidates that fit and whose bounds are below the best step, in the order of their bounds."""
+        """Simulate candidates by increasing bound, up to ``best_s`` or a better step; yield those that fit."""
         if not len(placed.forward_s):
             return
         batches = [self._batch(placed, requests) for requests in self._schedules(placed)]
@@ -382,7 +391,7 @@ class ShapeSearch:
         return (more - fewer) / (STEADY[1] - STEADY[0])
 
     def _fits(self, request: Request, placed: PlacedCuts, cut: int) -> bool:
-        """Return True if a candidate fits with workspace and exchange, which ``_batch`` has not counted."""
+        """Return True if a candidate fits, with the workspace and summing buffers that ``_batch`` does not count."""
         caps, graph = self._caps(placed.groups), placed.costs.graph
         if np.isinf(caps).all():
             return True
@@ -408,7 +417,7 @@ class ShapeSearch:
         return _Found(self._step_s(decision.request, placed, 0), decision.request, placed, 0, 0.0)
 
     def _moved(self, best: _Found) -> _Found:
-        """Improve the cut of a candidate by moving its boundaries."""
+        """Improve the cut of a candidate by moving one boundary after the other, while that shortens the step."""
         if len(best.placed.groups) == 1 or self._problem.request.split_points:
             return best
         places = columns_of(self._problem.profile.graph).places
@@ -461,7 +470,7 @@ def _starts(found: Sequence[_Found]) -> list[_Found]:
 
 
 def _held(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[int]]:
-    """Return micro-batches in flight by stage, activation sets by stage, and message slots (a list of one)."""
+    """Return micro-batches in flight by stage, activation sets by stage, and [message slots]; see MemoryModel."""
     depths = range(stages, 0, -1)
     return [model.in_flight(d) for d in depths], [model.activation_sets(d) for d in depths], [model.message_slots]
 
@@ -472,7 +481,7 @@ def _program(spec: ScheduleSpec, num_stages: int, repeats: int = 1) -> Program:
 
 
 def _neighbours(cut: Sequence[int]) -> Iterator[list[int]]:
-    """Yield cuts with one boundary moved by a power of two places, which stays between its neighbours."""
+    """Yield cuts with one boundary moved by a power of two, to a position between its neighbours."""
     for at in range(1, len(cut) - 1):
         room = cut[at + 1] - cut[at - 1]
         for move in (1 << power for power in range(room.bit_length())):

@@ -1,4 +1,4 @@
-"""Driver: the process that owns a run on Ray.
+"""Driver: the Ray actor that owns a run, its client in the user's process, and the connection to Ray.
 
     trainer  --client.py-->  DriverActor (driver.py)  -->  loop (raypipe/run), fleet (runtime/fleet)
                  |                |

@@ -66,13 +66,13 @@ class RayConnection:
         self._status = RunStatus(name=name, path=path, state="starting")
 
     def news(self, since: int, wait_s: float) -> News:
-        """Return news of the run, see Journal.news.
+        """Return the records from number ``since`` on, and the run's status; wait up to ``wait_s`` for the first one.
 
-        If a living driver does not answer in time, the news has no records, and its status has a message with the
-        duration of the silence.
+        If the driver lives but does not answer within ANSWER_S more seconds, there are no records, and the status has a
+        message with the duration of the silence.
 
         Raises:
-            StageError: the driver is gone, or could not begin.
+            StageError: the driver is lost and Ray does not restart it, or it could not begin.
         """
         if self._question is None or self._question.since != since:
             self._question = _Question(since, self._driver.news.remote(since, wait_s), time.monotonic())
@@ -105,10 +105,10 @@ class RayConnection:
         return News([], dataclasses.replace(self._status, message=message), None, None, self._question.since)
 
     def _comes_back(self, error: BaseException | None) -> bool:
-        """Return True if a call failed because Ray cannot reach the driver at the moment, but has not given it up.
+        """Return True if a call failed with ``error`` although Ray still has or restarts the driver.
 
-        When a draining node ends, pending calls fail with ActorDiedError although Ray restarts the actor. In that case
-        the actor's name still exists. All names are listed, because Ray caches the lookup of a single name.
+        When a draining node ends, pending calls fail with ActorDiedError although Ray restarts the actor. The actor's
+        name still exists then. All names are listed, because Ray caches the lookup of a single name.
         """
         if not isinstance(error, RayActorError):
             return False
@@ -192,9 +192,9 @@ class RayConnection:
         return self._driver
 
     def close(self) -> None:
-        """Disconnect from the driver; an owner's connection also ends the driver, and its stages if the run goes on.
+        """Disconnect from the driver. If this process started the run, also end the driver, and a running run's stages.
 
-        After the end of the run, the driver has ended its stages itself. Other stages under this name then belong to
+        After a run's end no stages are ended here: the driver has ended its own, and others under this name belong to
         another driver.
         """
         if self._owner and self._driver is not None:
@@ -217,10 +217,10 @@ class RayConnection:
 
 
 def find_run(name: str) -> RayConnection:
-    """Connect to a run on the cluster; a process that is not connected to Ray connects to RAY_ADDRESS first.
+    """Connect to a running run; a process that is not connected to Ray connects to RAY_ADDRESS first, else to "auto".
 
     Raises:
-        ConfigError: there is no cluster, or no run of this name on it; the message lists the names of its runs.
+        ConfigError: there is no cluster, or no run of this name on it; the message lists the runs of the cluster.
     """
     if not ray.is_initialized():
         join_cluster(os.environ.get("RAY_ADDRESS", "auto"))
@@ -248,10 +248,12 @@ def start_run(
     For a detached run, wait until the driver needs nothing more from this process.
 
     Args:
+        charter: the driver's inputs, with the first plan.
         initial: sources of the parameters and buffers. Tensors of this process are put into the object store, from
             which each worker reads those of its stages.
-        check: raises RaypipeError if the run may not begin. It is called before a detached driver is started, and
-            while the stages of other drivers start.
+        check: raises RaypipeError if the run may not begin. For a detached run it is called before the driver starts,
+            else while the driver starts the stages.
+        detached: True if the run goes on after the end of this process.
 
     Raises:
         ConfigError: a run of this name is on the cluster, or its stages would leave no CPU to tasks that read its data.
@@ -324,7 +326,7 @@ def _begun(driver: Any, charter: Charter, initial: Sequence[StateSource], *, det
 
 
 def _started(driver: Any) -> bool:
-    """Return True if a detached driver needs nothing more from this process; False also if it does not answer soon."""
+    """Return True if a detached driver needs nothing more from this process; False also without an answer."""
     call = driver.wait_started.remote(1.0)
     return bool(ray.wait([call], timeout=ANSWER_S)[0] and ray.get(call))
 
@@ -332,8 +334,9 @@ def _started(driver: Any) -> bool:
 def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
     """Put the initial tensors into the object store; those of a detached run outlive this process.
 
-    An object dies with the process that put it there. So a detached driver starts a task that copies each parcel, and
-    owns the copy. Parcels are copied one at a time: the store never holds more than the model and one parcel.
+    An object of the store dies with the process that put it there. So a detached driver makes a copy of each object (a
+    parcel of tensors) and owns it. Parcels are copied one at a time: the store never holds more than the model and one
+    parcel.
     """
 
     def put(packed: Any) -> Any:

@@ -5,12 +5,12 @@
             --stop(), checkpoint() ------>     |
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
 
-The submission has the plan, and all data for making another one (run/plans/planning.py). The controller of the schedule
-runs in the actor too, see run/controller_thread.py.
+The submission has the plan, and all data for making another one (run/plans/planning.py). The controller that adapts the
+schedule runs in the actor too, see run/controller_thread.py.
 
-The actor's name is ``raypipe/<run>``. It belongs to the process that started it, unless it is detached. It ends its
-stages when the run ends. If the actor is killed, they wait for driver_grace_s for another driver of this name, which
-takes them over.
+The actor's name is ``raypipe/<run>``. Unless the actor is detached, it ends with the process that started it. The
+driver ends its stages when the run ends. If the driver is killed, its stages wait for driver_grace_s for another driver
+of this name, which takes them over.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ LOST = "the driver of this run was lost"
 LINGER_S = 60.0
 """Seconds for which a detached driver still answers calls after its run has ended."""
 FOLDER_SHARE = 0.5
-"""Timeout of a restarted driver's wait for the lease of the run's folder, as a share of driver_grace_s. It waits since
-Ray does not restart a driver that gives up; the share is below 1 since the stages must outlive the wait."""
+"""Timeout of a restarted driver's wait for the lease of the run's folder, as a share of driver_grace_s. The driver
+waits, because Ray would not restart it if it gave up. The share is below 1, because the stages must outlive the wait.
+"""
 
 
 def driver_name(run: str) -> str:
@@ -99,7 +100,7 @@ class _DriverActor:
             threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
 
     def run(self, submission: Submission) -> None:
-        """Carry out the whole run; afterwards no stage is left. ``news`` returns progress, outcome and errors."""
+        """Carry out the whole run, and end its stages; ``news`` returns progress, outcome and errors."""
         self._live(submission)
 
     def _live(self, submission: Submission | None) -> None:
@@ -127,12 +128,12 @@ class _DriverActor:
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
     def _train(self, submission: Submission | None, lease: Lease) -> Outcome:
-        """Continue with the stages that a lost driver left, if there are any and they can; else begin with new ones.
+        """Train with the stages that a lost driver left, if there are any that can continue; else with new ones.
 
-        If they belong to a submission with other settings, they only save a checkpoint, from which new stages resume.
+        Stages of a submission with other settings only save a checkpoint, from which new stages resume.
 
         Args:
-            submission: None in a driver that Ray has restarted; without stages that can continue, it raises StageError.
+            submission: None in a driver that Ray has restarted; without stages that can continue, StageError is raised.
         """
         owner = Owner(self._name, lease.held.generation)
         left = find_left(owner.name)
@@ -238,7 +239,7 @@ class _DriverActor:
         return fleet
 
     def _waiting(self, fleet: Fleet, blueprint: Blueprint, lease: Lease, requests: Requests) -> Waiting:
-        """Create the Waiting of this run; its waits raise if this driver has lost the lease of the run's folder."""
+        """Create the Waiting of this run; its waits also end, by an error, if another driver takes the run's folder."""
         patience, spec = blueprint.pipeline.resource_timeout_s, blueprint.spec
         if patience == "auto" and spec.workers is not None:  # the run is configured for workers that come and go
             patience = None
@@ -263,7 +264,7 @@ class _DriverActor:
         growth: Growth | None,
         waiting: Waiting,
     ) -> Recovery:
-        """Create the Recovery of this run, with its Growth if the number of workers may change, else with Spares."""
+        """Create the Recovery of this run, with Spares if ``growth`` is None (the number of workers is fixed)."""
         blueprint = charter.blueprint
         wanted = wanted_workers(blueprint.basis.request, made.plan, charter.requested)
         spares = growth or spares_of(fleet, blueprint.spec, wanted, self._requests.join, self._event)
@@ -302,7 +303,7 @@ class _DriverActor:
         raise AssertionError("unreachable: closing() swallows nothing")
 
     def _on_event(self, event: MemberEvent) -> None:
-        """Alert all clients of a lost or slow stage at once, and record the event in events.jsonl."""
+        """Alert all clients that a worker is lost or slow, and record the event in events.jsonl."""
         numbers = {"seconds": round(event.after_s, 3), "process": event.process, "host": event.host}
         name = "a spare worker" if event.worker is None else f"worker {event.worker}"
         self._journal.alert(f"{name}: {event.means}", event.reason)
@@ -320,7 +321,7 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def keep(self, packed: list[Any]) -> Any:
-        """Copy an object of Ray's store, so that this process owns the copy; return the reference to the copy.
+        """Copy an object of Ray's store, so that it outlives its first owner; return the reference to the copy.
 
         A task makes the copy, so that no tensor passes through this process.
 
@@ -343,7 +344,7 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        """Request that the run saves a checkpoint and stops after the current segment."""
+        """Request that the run saves a checkpoint and stops after the mini-batches in progress."""
         self._journal.stopping(reason)
         self._requests.stop(reason)
 
@@ -354,16 +355,20 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
-        """Resize the run, and return when the new plan is in force; see Requests.resize.
+        """Change the number of stages or replicas, and return when the new plan is in force.
+
+        Args:
+            timeout_s: maximum seconds to wait; see Requests.resize.
+            num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
 
         Raises:
-            PlanError: no such plan exists, or there are not enough workers for it.
+            PlanError: no such plan exists, there are not enough workers for it, or the wait timed out.
         """
         self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:
-        """Return the simulated timeline of one step of the plan in force; None if that has no predicted times."""
+        """Return the simulated timeline of one step of the plan in force; None if the plan has no predicted times."""
         return self._journal.predicted
 
 
@@ -396,15 +401,15 @@ NO_KERNELS = (
 def fit_devices(
     fleet: Fleet, blueprint: Blueprint, planned: Planned, waiting: Waiting, event: Callable[..., None]
 ) -> tuple[Blueprint, Planned, tuple[int, ...] | None] | None:
-    """Make a plan that fits the memory of the members' devices, and wait for more workers if it needs more.
+    """Make a plan that fits the memory of the fleet's devices, and wait for more workers if the plan needs more.
 
     Args:
         planned: plan that is kept if it fits.
         event: called with (decision, reason, ...) to record an event of the run.
 
     Returns:
-        Blueprint, plan, and roster positions of the members that become workers 0, 1, ... (None keeps their order);
-        None if the run was stopped.
+        (blueprint, plan, indices into ``fleet.roster`` of workers 0, 1, ..., or None for the roster's order); None if
+        the run was stopped.
 
     Raises:
         PlanError: no plan fits, or too few workers came in time.

@@ -1,7 +1,7 @@
 """Failover of a driver: the next driver takes over the stages of a lost one, and a driver leaves a node that drains.
 
-driver 1  --Charter--> every stage        in memory: nothing in the run's folder is ever unpickled
-   x
+driver 1  --Charter--> every stage        the driver's inputs and plan, in the stages' memory only: no file is unpickled
+   x                                      driver 1 is lost
 driver 2  <--find_left-- any living stage
           same settings: adopts the stages, which roll back to their newest common copies    (Fleet.adopt)
           other settings: has the stages save a checkpoint of these copies and end, and resumes from it
@@ -13,7 +13,7 @@ moves    normally: first the stages move away from the node; after a step the dr
 stays    if the run survives no failures, on the head node, or if Ray would restart it on the same node: it saves a
          checkpoint at once, and another one shortly before the node goes
 
-Without this, a driver would die with its node, and stages would wait until Ray's health checks notice.
+Otherwise the driver would die with its node, and the stages would wait until Ray's health checks notice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from raypipe.runtime.worker.places import living, release_orphans, release_unuse
 ASK_S = 10.0
 POLL_S = 0.5
 FIND_S = 60.0
-"""Seconds for which a restarted driver waits for an answer of any stage, as long as Ray lists living ones."""
+"""Seconds for which a restarted driver waits for an answer of any stage, as long as Ray lists living stages."""
 
 NOTHING_LEFT = (
     "The driver of this run was lost, and no stage outlived it that knows the run. Start the run again under the same "
@@ -58,7 +58,7 @@ class Submission(NamedTuple):
     """Argument of ``DriverActor.run``.
 
     Attributes:
-        charter: inputs of the driver.
+        charter: the driver's inputs, with the first plan.
         tensors: initial parameters and buffers; each worker fetches those of its stages.
     """
 
@@ -70,7 +70,7 @@ class Left(NamedTuple):
     """State that a lost driver has left on the cluster.
 
     Attributes:
-        roster: its stage actors that answered.
+        roster: its stage actors that answered and listen, so that they may have a part in the run.
         charter: inputs of the lost driver, with its last plan.
         tensors: initial tensors of the run that are in no checkpoint.
         starting: stage actors that do not listen yet, so that they have no part in the run.
@@ -89,9 +89,9 @@ class Left(NamedTuple):
 
 
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
-    """Find the state that a lost driver left, without changing it; None if no living stage has the run's charter.
+    """Find the stages and the Charter (inputs and plan) of a lost driver; None if no stage answers with the Charter.
 
-    Living stages may be cut off by a broken link: for their answer it waits ``patience_s``.
+    Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a broken link may cut them off.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
@@ -100,10 +100,12 @@ def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
 
 
 def known_to_stages(owner: str) -> Blueprint:
-    """Return the blueprint of a restarted driver's run, as stored on its stages.
+    """Return the blueprint (settings) of a restarted driver's run, as stored on its stages.
+
+    If no stage has it within FIND_S, this function ends all stages of the driver, which are useless then.
 
     Raises:
-        StageError: no living stage has the blueprint; all stages of the driver have been ended.
+        StageError: no living stage has the blueprint.
     """
     left = find_left(owner, FIND_S)
     if left is None:
@@ -113,7 +115,7 @@ def known_to_stages(owner: str) -> Blueprint:
 
 
 def _answered(owner: str) -> Left | None:
-    """Fetch facts and charter of this driver's living stages; None if no stage that answers has the charter."""
+    """Fetch facts and Charter of this driver's living stages; None if no stage that answers has the Charter."""
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
     calls = [(member.actor.facts.remote(), member.actor.charter.remote()) for member in roster]
     answered, starting, stored_charter = [], [], None
@@ -141,8 +143,8 @@ def _answered(owner: str) -> Left | None:
 def term_left(owner: str) -> int | None:
     """Return the highest term that living stages of the driver of this name obey; None if no stage answers.
 
-    The caller is the present driver of this name. Ray has one actor of a name at a time, so that the driver of the
-    returned term must have ended.
+    A term is a number that grows with each driver of a run. The caller is the present driver of this name. Ray has one
+    actor of a name at a time, so that the driver of the returned term must have ended.
     """
     calls = [actor.term.remote() for actor, _ in living(owner).values()]
     answered, _ = ray.wait(calls, num_returns=len(calls), timeout=ASK_S) if calls else ([], [])
@@ -154,10 +156,10 @@ def term_left(owner: str) -> int | None:
 
 
 def continued(submission: Submission | None, left: Left) -> RunSpec | None:
-    """Return the spec with which the run continues on the stages that were left; None if its settings have changed.
+    """Return the spec with which the run continues on the stages that a lost driver left; None if settings changed.
 
     Args:
-        submission: new submission of the run; None in a restarted driver, which continues the spec of the stages.
+        submission: new submission of the run; None in a restarted driver, which uses the spec stored on the stages.
         left: state of the lost driver.
 
     Raises:
@@ -183,17 +185,18 @@ def continued(submission: Submission | None, left: Left) -> RunSpec | None:
 
 
 BEFORE_S = 20.0
-"""Seconds before the deadline at which the second checkpoint is saved."""
+"""Seconds before a node's deadline at which a driver that stays on it saves the second checkpoint."""
 HEAD = "node:__internal_head__"
 """Ray's resource by which the head node is recognized."""
 
 
 class Departure:
-    """Departure of the driver from a node that is about to go; DrainWatch calls ``goes``.
+    """Reaction of the driver when its own node is about to go: moves or saves checkpoints; DrainWatch calls ``goes``.
 
     Args:
         stays: reason why the driver cannot move to another node, for messages; "" if it can.
-        end: ends this process, so that Ray restarts the driver.
+        end: ends this process, so that Ray restarts the driver on another node.
+        alert: called with a sentence for all clients.
         event: called with (decision, reason, ...) to record an event of the run.
     """
 
@@ -210,7 +213,7 @@ class Departure:
         self._timer: threading.Timer | None = None
 
     def goes(self, deadline_s: float | None, stays: str) -> None:
-        """Request that the driver moves to another node after a step; if it has to stay, request checkpoints instead.
+        """Request that the driver moves to another node after a step, or checkpoints if it has to stay.
 
         Args:
             deadline_s: Unix seconds at which the node goes; None if unknown.
@@ -235,7 +238,7 @@ class Departure:
             self._timer.cancel()
 
     def _move(self) -> None:
-        """End the driver; the loop calls this once all its state is written."""
+        """End the driver's process; the training loop calls this once all its state is written."""
         self._event(
             "driver moves",
             "its node is about to go; the next driver adopts the stages, which go back to their newest copies",
@@ -244,7 +247,7 @@ class Departure:
 
 
 def why_it_stays(node: str, max_failures: int) -> str:
-    """Return why Ray would not restart a driver of this node, by Ray's id, on another one; "" if it would."""
+    """Return the reason why Ray would not restart the driver of this node (Ray's id) on another one; "" if it would."""
     if not max_failures:
         return "FailureConfig(max_failures=0) has Ray start no driver again"
     nodes: list[dict[str, Any]] = ray.nodes()

@@ -36,7 +36,7 @@ class Publisher:
 
     Args:
         run: value of the tag "run".
-        homes: workers of each stage in the first plan; ``resized`` sets those of another plan.
+        homes: numbers of the workers of each stage in the first plan; ``resized`` sets those of another plan.
     """
 
     def __init__(self, run: str, homes: Homes) -> None:
@@ -47,7 +47,7 @@ class Publisher:
         self.resized(homes)
 
     def resized(self, homes: Homes) -> None:
-        """Set the workers of each stage of a new plan; series of former stages and links are not repeated any more."""
+        """Set the workers of each stage of a new plan; gauges of former stages and links are not repeated any more."""
         self._standing = {key: value for key, value in self._standing.items() if len(key[1]) == 1}
         stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
@@ -63,7 +63,7 @@ class Publisher:
         ]
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        """Publish the metrics of a step that has ended on all stages."""
+        """Publish the metrics of a completed step; those by stage and link at most every DETAILS_EVERY_S."""
         self._set("raypipe_step_seconds", record.seconds, self._run)
         self._set("raypipe_samples_per_second", record.samples_per_s, self._run)
         if record.tokens:
@@ -140,12 +140,12 @@ class Publisher:
 
 
 class Published:
-    """Watcher of the loop that passes everything to a Journal and also publishes the run's metrics, until ``close``.
+    """Observer of the training loop (protocol Watcher): passes all to a Journal, and publishes the run's metrics.
 
     Args:
         plan: plan in force, for metrics that are known before its first step.
         max_failures: number of failures that the run may survive; -1 for no limit.
-        resident_bytes: returns (process, its resident bytes) by worker number.
+        resident_bytes: returns (id of the process, its resident bytes) by worker number.
         meter: counts the run's cost, and is closed by its creator; None if workers have no price.
     """
 

@@ -1,6 +1,6 @@
 """Ray cluster of a run: connects to a cluster or starts a local one, and checks its CPUs and GPUs.
 
-Stages keep their CPUs for the whole run, so that tasks which read a ray.data.Dataset need others:
+Stages keep their CPUs for the whole run, so that Ray's tasks that read a ray.data.Dataset need additional CPUs:
 
 cluster of 3 CPUs   [ stage 0 ][ stage 1 ][ task that reads ]
 cluster of 2 CPUs   [ stage 0 ][ stage 1 ]                       the task would wait for ever: ConfigError
@@ -33,12 +33,12 @@ OF_A_TASK = 1.0
 def refuse_without_cpus(sources: Mapping[str, Any], workers: tuple[int, int], resources: Mapping[str, float]) -> None:
     """Raise if the stages of a run would leave no CPU to the tasks that read its data.
 
-    Two kinds of clusters pass: those that are too small even for the fewest workers, since the run waits for more nodes
-    there, and those with an autoscaler, which adds nodes for the tasks too.
+    Clusters with an autoscaler pass, because it adds nodes for the tasks too. Clusters that are too small even for the
+    fewest workers also pass: such a run waits for more nodes anyway.
 
     Args:
         sources: the run's data sources, by name ("train", "eval").
-        workers: smallest and largest number of workers.
+        workers: smallest and largest number of workers of the run.
         resources: resources of one worker.
 
     Raises:
@@ -65,8 +65,8 @@ QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_
 def connected(num_workers: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
     """Connect to Ray inside the context: by the caller's connection, else to RAY_ADDRESS, else to a new local cluster.
 
-    A local cluster has one logical CPU for each worker, or more if workers request more; the driver takes none. It ends
-    with the context. Ray protects it with a token, as it does for every cluster that it starts in a process.
+    The local cluster has one logical CPU for each worker, or more if workers request more; the driver needs no CPU. The
+    cluster ends with the context.
 
     Args:
         num_workers: number of workers of the run.
@@ -106,7 +106,7 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
 
 @contextlib.contextmanager
 def _warnings_left_to_this_process() -> Iterator[None]:
-    """Hide PYTHONWARNINGS=error from processes started inside: Ray's daemons import modules that warn."""
+    """Hide PYTHONWARNINGS=error from processes started inside the context: Ray's daemons import modules that warn."""
     warnings = os.environ.get("PYTHONWARNINGS", "")
     if "error" not in warnings:
         yield
@@ -120,10 +120,10 @@ def _warnings_left_to_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hang_up_blocked() -> Iterator[None]:
-    """Start processes inside with SIGHUP blocked; a SIGHUP to this process is handled after the context.
+    """Block SIGHUP inside the context, also in processes that are started there; this process handles it afterwards.
 
-    GCS and raylet are in this process's group, to which the kernel sends SIGHUP when the terminal is closed: without
-    them the stages could not save anything. Ray protects them from SIGINT in the same way.
+    When the terminal is closed, the kernel sends SIGHUP to this process's group, which includes Ray's daemons (GCS and
+    raylet). The stages need these daemons to save their state. Ray protects them from SIGINT in the same way.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
@@ -133,7 +133,7 @@ def _hang_up_blocked() -> Iterator[None]:
 
 
 def _check_gpus(wanted: float) -> None:
-    """Raise ConfigError if a local cluster has fewer than ``wanted`` GPUs; pass on others, where nodes may join."""
+    """Raise ConfigError if a local cluster has fewer than ``wanted`` GPUs; other clusters pass, as nodes may join."""
     there = ray.cluster_resources().get("GPU", 0.0) if wanted and not os.environ.get("RAY_ADDRESS") else wanted
     if wanted > there:
         why = f" {why_not()}" if why_not() else ""

@@ -63,7 +63,7 @@ def cluster_address(address: str) -> str:
 
 
 def token_place() -> str:
-    """Return where Ray would find a token, searched in Ray's order: "RAY_AUTH_TOKEN" or a path; "" without a token."""
+    """Return the source of Ray's token, searched in Ray's order: "RAY_AUTH_TOKEN" or a path; "" without a token."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):

@@ -1,11 +1,12 @@
-"""Fleet of a run: starts, configures, watches, replaces and ends its stage actors, from the driver's process.
+"""Fleet of a run: starts, configures, watches, replaces and ends the run's stage actors, from the driver's process.
 
     fleet.py  --places.py-->  ../worker/worker.py   one actor per worker: its stages, links and segments
        |
        +--watch.py---------> ../nodes/              process states on a node, notices of its end
        v
-    failures.py               release of workers, the failure that caused the others, how a process ended
+    failures.py               ends work after a failure, finds the failure that caused the others
 
-``recovery.py`` applies every change of the members or of the plan. ``growth.py`` adds workers to a run whose number of
-workers may change. ``spares.py`` keeps started workers ready as replacements.
+A *member* is an actor of the fleet: a *worker*, which has stages of the plan, or a *spare*, which has none.
+``recovery.py`` applies every change of the workers or of the plan. ``growth.py`` adds workers to a run whose number of
+workers may change. ``spares.py`` keeps spares ready as replacements.
 """

@@ -1,10 +1,10 @@
-"""Configuration of a fleet: turns members into the workers of a plan, and calls methods of all workers.
+"""Configuration of a fleet: makes its members (actors) the workers of a plan, and calls methods of all workers.
 
 A plan is applied by three calls to stage actors, each finished on all workers before the next one begins:
 
 join        send the run's setup to members that do not have it yet
-load        workers that need other state read it, while the present holders of that state still have it
-configure   open links and make executors; the stage programs are only sent to workers that do not have them
+load        workers that need other state read it, while the workers that have it still hold it
+configure   open links and make executors; workers get the stage programs here if ``load`` has not sent them
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from raypipe.runtime.worker.stage_process import holder_of
 
 SAVE_TIMEOUT_S, COME_TIMEOUT_S = 3600.0, 300.0
 COPIES_TIMEOUT_S = 10.0
-"""Seconds to wait for the workers' lists of copies, long enough for a worker starved of CPU. Without its copies, all
+"""Seconds to wait for the workers' lists of copies. A worker starved of CPU needs as long: without its copies, all
 workers may have to roll back to a checkpoint."""
 
 
 class Configuring:
-    """Workers of a plan: assignment of members to workers, and calls to all workers at once.
+    """Workers of a plan: assignment of members (actors) to workers, and calls to all workers at once.
 
     Args:
-        term: the driver's term; see Fence.
+        term: number of the driver, sent with every call; stages obey the driver of the highest term only.
 
     Attributes:
-        places: members, and requested placement groups of members that are not started yet.
+        places: roster of the members, and of requested placement groups for further ones.
         in_use: members that are workers of the current plan, indexed by worker number.
         moved_bytes: bytes of state that workers read from other workers' copies during the last ``configure``.
     """
@@ -83,9 +83,9 @@ class Configuring:
         Args:
             run: setup of the run; sent once to each member, when a plan first uses that member.
             setup: setup of the plan, in which this method fills in the addresses.
-            sources: where workers read their state, see StageActor.load. A sequence is for all workers. A mapping from
-                worker to sequence is for these workers, while the others keep their state.
-            members: roster positions of workers 0, 1, ...; None takes the workers in use, then spares.
+            sources: sources from which workers read their state, see StageActor.load: a sequence for all workers, or a
+                mapping from worker number to sequence. Workers without sources keep their state.
+            members: indices into ``roster`` of workers 0, 1, ...; None takes the workers in use, then spares.
 
         Raises:
             PlanError: there are fewer members than workers, or a node has another folder at the run's path.
@@ -112,13 +112,13 @@ class Configuring:
     def living(
         self, step: int | None = None, *, linked: bool = True, without: Collection[str] = (), ready: bool = False
     ) -> list[Living]:
-        """List living members, workers and spares, as the planner's Living.
+        """List living members, workers and spares, in the planner's form.
 
         Args:
             step: optimizer steps done in the workers' state; None if unknown.
             linked: True if the links between the workers still work.
-            without: Ray's ids of nodes; members on them get ``stays=False``.
-            ready: leave out spares that have not joined the run yet.
+            without: Ray's ids of nodes that are to be left; members on them get ``stays=False``.
+            ready: leave out spares that do not have the run's setup yet.
         """
         return [
             Living(at, m.worker, None if m.worker is None else step, m.facts.get("node") not in without, linked)
@@ -175,7 +175,7 @@ class Configuring:
 
         Args:
             step: optimizer steps done.
-            send: also send the copies, in the background, to the workers that hold them.
+            send: also send the copies to other workers, in the background.
             workers: numbers of the workers that copy; None for all.
         """
         actors = [actor for at, actor in enumerate(self.actors) if workers is None or at in workers]
@@ -205,7 +205,7 @@ class Configuring:
         return frozenset(worker for worker, member in enumerate(self.in_use) if member.lost)
 
     def reached(self) -> list[WorkerProgress]:
-        """Return the progress of every living worker, in the order of their numbers; call ``settle`` before."""
+        """Return the progress of every living worker, by increasing worker number; call ``Fleet.settle`` before."""
         calls = [member.actor.reached.remote(self._term) for member in self.in_use if not member.lost]
         return results(calls, COME_TIMEOUT_S, "reporting how far they are")
 
@@ -213,7 +213,7 @@ class Configuring:
         """Bring all living workers to the same step; see StageActor.come_to.
 
         Args:
-            step: newest step that a worker has completed.
+            step: largest number of optimizer steps that any worker has completed.
             totals: gradient norm and loss of that step; None if all workers have completed it.
 
         Returns:
@@ -232,10 +232,10 @@ class Configuring:
         results([actor.save.remote(self._term, folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until all workers have written checkpoint ``folder``; return its entries for ``make_manifest``.
+        """Wait until all workers have written checkpoint ``folder``; return the entries for its manifest.
 
-        A replica that writes nothing returns no entries: the first replica of a stage writes, and others only if they
-        hold slices of the optimizer state.
+        The first replica of a stage writes the stage. Other replicas write, and have entries, only if they hold slices
+        of the optimizer state.
 
         Raises:
             CheckpointError: a worker failed to write its part, did not finish in time, or was configured anew.
@@ -272,7 +272,7 @@ class Configuring:
         results(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
 
     def spans(self) -> list[Any]:
-        """Return the spans of all stages for the last segment that was run with keep_spans."""
+        """Return the timed actions (Span) of all stages in the last order with keep_spans."""
         return [
             span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
         ]

@@ -1,7 +1,7 @@
 """Failures of workers: ends the work of the others, finds the root cause, and describes how a process ended.
 
-          abort --> waits of the segment end --> work() ends     within settle_s(), else the worker is killed as stuck
-fence --> abort                                                 a later driver fences the workers that it adopts first
+          abort --> waits for messages end --> work() ends     within settle_s(), else the worker is killed as stuck
+fence --> abort --> ...                                        by a later driver, which adopts the workers
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from raypipe.runtime.nodes.node_watch import Ended
 from raypipe.runtime.worker.orders import Attached
 
 SETTLE_S, ANSWER_S = 10.0, 10.0
-"""Shortest time to finish an action, and time to answer a call on a busy machine, before a worker counts as stuck. They
-are long because killing a healthy worker would lose its copies of state."""
+"""Limits in seconds before a worker counts as stuck: least time to finish an action (such as a forward), and time to
+answer a call. They are long, because killing a healthy worker would lose its copies of state."""
 ADOPTED = "being adopted by another driver"
 SETTLE_TIMES = 2.0
-"""Time to finish an action, as a multiple of the longest action so far: an action cannot be interrupted."""
+"""Time to finish an action, which cannot be interrupted, as a multiple of the longest action so far."""
 
 
 def settle_s(workers: Sequence[Member], planned_s: float) -> float:
-    """Return how many seconds these workers may take to end their work before they count as stuck.
+    """Return the seconds that these workers may take to end their work before they count as stuck.
 
-    ``planned_s`` are the predicted seconds of a step's longest action; 0 without a prediction.
+    ``planned_s``: predicted seconds of a step's longest action; 0 without a prediction.
     """
     longest_s = max((member.heartbeat.longest_s for member in workers if member.heartbeat is not None), default=0.0)
     return max(SETTLE_S, SETTLE_TIMES * max(longest_s, planned_s))
@@ -49,10 +49,11 @@ def settle_s(workers: Sequence[Member], planned_s: float) -> float:
 def leave_work(
     workers: Sequence[Member], works: Mapping[Any, int], term: int, links: int, planned_s: float = 0.0
 ) -> None:
-    """Have workers end their work; kill those that are dead or stuck, and mark them lost.
+    """Have workers end their calls of ``work``; kill those that do not, and mark them lost.
 
     Args:
-        works: maps each call of ``work`` that may still be running to its worker.
+        works: worker of each call of ``work`` that may still be running, by the call's reference.
+        term: number of this driver, which grows with each driver of the run.
         links: number of the workers' links; see StageActor.configure.
 
     Raises:
@@ -76,12 +77,15 @@ def leave_work(
 
 
 def adopted(members: Sequence[Member], term: int) -> list[tuple[Member, Attached]]:
-    """Fence members that this driver found, have them end their work, and return those that did.
+    """Take over members of a lost driver: have them obey this driver only, and end their work.
 
-    Members that are dead or stuck are killed and marked lost.
+    Members that do not answer or do not end their work are killed and marked lost.
+
+    Args:
+        term: number of this driver, higher than that of the lost one.
 
     Returns:
-        (member, its worker number, links and run) of each member that obeys this driver now.
+        (member, numbers that it has from the lost driver) of each member that was taken over.
 
     Raises:
         LeaseError: a driver of a higher term has adopted a member.
@@ -115,14 +119,15 @@ def root_cause(
 ) -> RaypipeError:
     """Return the failure that caused the others.
 
-    It is the first of these kinds that occurred: an error in a stage, such as the user's; a death; a broken link; an
-    aborted link; a worker that does not stop. Within a kind, the failure of the highest worker number is returned: a
-    loss that is not finite makes the gradients of all stages non-finite, and only the last worker has the loss.
+    Kinds of failures, the likeliest cause first: an error in a stage, such as the user's; a death; a broken link; an
+    aborted link; a worker that does not stop. The result is of the first kind in this list that occurred; within a
+    kind, it is that of the highest worker number: if the loss is not finite, the gradients of all stages are not finite
+    either, but only the last worker has the loss.
 
     Args:
-        works: maps each running or ended call of ``work`` to its worker; running ones count as not stopping.
+        works: worker of each call of ``work``, by the call's reference; a running call counts as not stopping.
         names: names of the workers for messages, by worker.
-        segments: number of segments that every worker has carried out, for the message.
+        segments: number of segments (orders) that every worker has carried out, for the message.
         explain: called with (worker, Ray's message) to find out why a worker died.
     """
     gone = (5, StageLostError("A stage died after its last segment, before its reports were fetched."))
@@ -134,7 +139,7 @@ def root_cause(
 def _failure(
     ref: Any, worker: int, name: str, segments: int, explain: Callable[[int, str], Diagnosis]
 ) -> tuple[int, RaypipeError] | None:
-    """Return (rank, failure) of a worker's call of ``work``, rank 0 being the likeliest cause; None if it succeeded."""
+    """Return (rank, failure) of a worker's call of ``work``, rank 0 the likeliest cause; None if the call succeeded."""
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:
@@ -167,9 +172,9 @@ _MONITOR = "running low on memory"
 
 
 def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
-    """Return the resident bytes of a process that was killed for lack of memory; 0 if they are unknown.
+    """Return the resident bytes of a process that was killed for lack of memory; None for another end.
 
-    None if the process ended for another reason. For the arguments see ``ending``.
+    0 if the bytes are unknown. For the arguments see ``ending``.
     """
     if _MONITOR in message:
         return 0 if ended is None else ended.resident_bytes
@@ -179,7 +184,10 @@ def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
 def ending(ended: Ended | None, message: str, host: str) -> str:
     """Describe how a process ended, with a remedy, as the end of a sentence that begins with the stage's name.
 
-    Known are what the watcher of its node found out, or None, and Ray's message about the actor's death.
+    Args:
+        ended: end as its node's watcher saw it; None if unknown.
+        message: Ray's message about the actor's death.
+        host: name of its node.
     """
     if _MONITOR in message:
         return f"was killed by Ray's memory monitor on {host}, which ran out of memory. {LESS_MEMORY}"

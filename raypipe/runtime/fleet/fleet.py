@@ -1,4 +1,4 @@
-"""Fleet: starts the stage actors of a run, configures them, feeds them segments, handles failures, and ends them."""
+"""Fleet: starts the stage actors of a run, configures them, sends them orders, handles failures, and ends them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Flight:
     """State of one ``Fleet.run`` in progress.
 
     Attributes:
-        run: number of this ``Fleet.run``.
-        works: maps each running call of ``StageActor.work`` to its worker.
-        polls: maps each running call of ``StageActor.reports`` to its worker.
-        received: reports received so far, one window for each worker with one item for each segment.
+        run: number of this ``Fleet.run``, with which its calls of ``StageActor.work`` are made.
+        works: worker of each running call of ``StageActor.work``, by the call's reference.
+        polls: worker of each running call of ``StageActor.reports``, by the call's reference.
+        received: reports received so far: by worker, with one item for each segment (one for each order).
     """
 
     run: int
@@ -43,9 +43,9 @@ class Flight:
     polls: dict[Any, int]
     received: list[Window[list[list[StepReport]]]]
     last: bool = False
-    """True if this run completes steps that a halt left unfinished, so that ``halt`` does not end it early."""
+    """True if this run completes steps that a ``halt`` left unfinished; another ``halt`` does not end it early."""
     limit: float = math.inf
-    """Number of segments after which the stages end; finite once ``halt`` was called."""
+    """Number of segments after which the workers end this run; finite once ``halt`` was called."""
 
     @property
     def complete(self) -> int:
@@ -54,7 +54,7 @@ class Flight:
 
 
 REHEARSE_TIMEOUT_S = 150.0
-"""Timeout of a spare's imports, which take a minute in a starved process; no step waits for them."""
+"""Timeout in seconds of a spare's imports, which take a minute in a starved process; no step waits for them."""
 LEAVE_S = 0.5
 """Seconds after a first failure in which the other workers may process messages already sent and end their work."""
 
@@ -62,18 +62,20 @@ LEAVE_S = 0.5
 class Fleet(Configuring):
     """Stage actors of a run. ``configure`` applies a plan, and later others; ``stop`` ends the actors.
 
+    A member is one of these actors: a worker, which has stages of the plan, or a spare, which has none.
+
     Args:
-        num_workers: number of actors to have; a plan may use fewer.
-        terms: settings of each actor.
+        num_workers: number of members to have; a plan may use fewer.
+        terms: settings of each member.
         roster: members that are alive already; others are started until there are ``num_workers``.
-        on_event: called from another thread with each event of a member; must not raise.
+        on_event: called from another thread when a member is lost or slow; must not raise.
 
     Attributes:
         recovering: True from a failure until the next step. Spares are not started meanwhile: the imports of a process
             take seconds of a core, which the replacement of the lost worker needs.
 
     Raises:
-        ConfigError: the transport cannot be restricted to ``link_ports``.
+        ConfigError: the transport cannot be restricted to ``terms.link_ports``, or resources are all 0.
         PlanError: a worker got no placement group in time, or versions of packages differ between nodes.
     """
 
@@ -94,7 +96,7 @@ class Fleet(Configuring):
 
     @property
     def members(self) -> list[Mapping[str, Any]]:
-        """Facts that every member reported of itself, in the roster's order."""
+        """Facts of each member (see ``facts_of`` in stage_process.py), in the roster's order."""
         return [member.facts for member in self.roster]
 
     @property
@@ -104,9 +106,9 @@ class Fleet(Configuring):
 
     @property
     def facts(self) -> Stages:
-        """Facts of each worker for display.
+        """Facts of each worker for display; of all members if no worker has facts yet.
 
-        The address is left out: it may contain a handle, which would keep the actor alive.
+        The address is left out: it may contain an actor handle, which would keep the actor alive.
         """
         return tuple(map(_shown, [member for member in self.in_use if member.facts] or self.roster))
 
@@ -116,9 +118,9 @@ class Fleet(Configuring):
         return tuple(_shown(m) for at, m in enumerate(self.in_use) if at in workers) if reports else self.facts
 
     def expect(self, predicted: Timeline | None) -> None:
-        """Set the predicted timeline of a step; actions much longer than its longest one count as slow, then as hung.
+        """Set the predicted timeline of a step, from which the watch gets the duration of a step's longest action.
 
-        None changes nothing: a plan without a prediction has the actions of the one before.
+        A much longer action counts as slow, then as hung. None keeps the duration of the plan before.
         """
         if predicted is not None:
             self.watch.planned_s = max(span.end_s - span.start_s for span in predicted.spans)
@@ -126,8 +128,12 @@ class Fleet(Configuring):
     def adopt(self, run: RunSetup, setup: GenerationSetup) -> None:
         """Take over the members of a lost driver as the workers of the plan that they already have.
 
-        They end their work and obey this driver from now on. A worker whose member is missing counts as lost. The
-        caller has to recover the run afterwards (see Recovery).
+        The members end their work, and obey this driver from now on. A worker whose member is missing counts as lost.
+        The caller has to recover the run afterwards (see Recovery).
+
+        Args:
+            run: setup of the run.
+            setup: setup of that plan.
 
         Raises:
             LeaseError: a driver of a higher term has adopted a member.
@@ -144,16 +150,16 @@ class Fleet(Configuring):
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, ahead: int = 3, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Send orders to all workers, and yield the reports of each order's segment, see ``by_stage``.
+        """Send orders to all workers, and yield the reports of each order, regrouped by ``by_stage``.
 
-        If another thread calls ``halt``, the iterator ends early, after the same segment on all workers.
+        If another thread calls ``halt``, the iterator ends early, after the same order on all workers.
 
         Args:
-            orders: segments to carry out.
-            schedules: returns the schedule of a RowsKey, whose rows are sent to workers that do not have them.
-            ahead: maximum number of orders that were sent and not yielded yet.
-            last: these orders complete steps that ``halt`` left unfinished: they are carried out although the fleet was
-                halted, and another ``halt`` does not end them.
+            orders: orders to carry out; each has a segment, the mini-batches to complete.
+            schedules: returns the schedule of a RowsKey; each worker gets its row once, before the first order with it.
+            ahead: maximum number of orders that were sent and whose reports were not yielded yet.
+            last: True if these orders complete steps that ``halt`` left unfinished. They are carried out although the
+                fleet is halted, and another ``halt`` does not end them.
 
         Raises:
             StageError, LinkError: the root cause of the first failure; all other workers have been aborted.
@@ -185,7 +191,7 @@ class Fleet(Configuring):
         results(list(flight.works), GRACE_S, "finishing")
 
     def _begin(self, last: bool) -> Flight:
-        """Start ``work`` on every worker and poll its reports; ``halt`` applies to this flight from now on."""
+        """Call ``work`` and ``reports`` of every worker; ``halt`` applies to the returned Flight from now on."""
         self._run += 1
         flight = Flight(
             self._run,
@@ -199,9 +205,9 @@ class Fleet(Configuring):
         return flight
 
     def halt(self) -> None:
-        """End the current ``run`` after the newest segment that any worker has begun; callable from another thread.
+        """End the current ``run`` after the newest order that any worker has begun; callable from another thread.
 
-        Later calls of ``run`` carry out nothing until ``accept_orders``, except with ``last=True``.
+        Later calls of ``run`` carry out nothing until ``accept_orders`` or ``configure``, except with ``last=True``.
         """
         with self._halting:
             self._halted, flight = True, self._flight
@@ -213,7 +219,11 @@ class Fleet(Configuring):
                 answers([actor.finish_after.remote(self._term, flight.run, max(begun)) for actor in self.actors])
 
     def settle(self) -> None:
-        """Have every worker end its work after a failure; kill workers that are dead or stuck, and mark them lost."""
+        """Have every worker end its work after a failure; kill workers that do not, and mark them lost.
+
+        Raises:
+            LeaseError: a later driver has taken the workers over.
+        """
         self.recovering = True
         flight, self._flight = self._flight, None
         self._broken = flight or self._broken
@@ -223,14 +233,14 @@ class Fleet(Configuring):
     def undelivered_reports(
         self, count: int, last: Mapping[int, list[list[StepReport]]]
     ) -> list[list[list[StepReport]]]:
-        """Return the reports of steps that living workers completed but the failed ``run`` did not yield.
+        """Return the reports of steps that living workers completed, but that the failed ``run`` did not yield.
 
         Args:
             count: number of these steps.
-            last: reports of the last of these steps, by worker, of workers that completed it after the failure.
+            last: reports of the last of these steps, by worker; only of workers that completed it after the failure.
 
         Returns:
-            One item for each step, as ``run`` yields them; empty if no run failed since the last call.
+            One item for each step, as ``run`` yields them; empty if no ``run`` has failed since the last call.
         """
         broken, self._broken = self._broken, None
         if broken is None:
@@ -245,21 +255,21 @@ class Fleet(Configuring):
         return steps
 
     def forget_lost(self) -> tuple[str, ...]:
-        """Remove lost members from the roster; return the names of those that were workers, for messages.
+        """Remove lost members from the roster; return the names ("Stage 1") of lost workers, for messages.
 
-        ``in_use`` keeps them until the next ``configure``.
+        ``in_use`` keeps the lost workers until the next ``configure``.
         """
         self.places.drop_lost()
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
-        """Replace lost workers by spares, and start new members if there are fewer than ``count``.
+        """Replace lost workers by spares; before, start new members if fewer than ``count`` are living.
 
         Returns:
-            Names of the replaced workers, for messages.
+            Names of the lost workers ("Stage 1"), for messages.
 
         Raises:
-            PlanError: a new member got no placement group in time.
+            PlanError: a new member got no placement group in time, or did not start.
         """
         self.places.drop_lost()
         lost = self._dropped()
@@ -275,24 +285,24 @@ class Fleet(Configuring):
 
     @property
     def spares(self) -> list[int]:
-        """Roster positions of living spares that have joined the run, so that they can become workers at once."""
+        """Roster positions of living spares that have the run's setup, so that they can become workers at once."""
         ready = [not (member.lost or member.worker is not None) and member.joined for member in self.roster]
         return [at for at, is_ready in enumerate(ready) if is_ready]
 
     def rehearse_spares(self) -> None:
-        """Have all spares join the run and import what an optimizer needs, which takes seconds."""
+        """Send all spares the run's setup and have them import the optimizer's modules, which takes seconds."""
         assert self._run_setup is not None, "configure() comes first"
         spares = [member for member in self.roster if member.worker is None]
         self._join(self._run_setup, spares)
         results([member.actor.rehearse.remote() for member in spares], REHEARSE_TIMEOUT_S, "rehearsing")
 
     def accept_orders(self) -> None:
-        """Undo ``halt``: later calls of ``run`` carry out their orders again."""
+        """Undo ``halt``, so that later calls of ``run`` carry out their orders."""
         with self._halting:
             self._halted = False
 
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
-        """Send an order to all workers, and before it the rows of its schedule if they do not have them."""
+        """Send an order to all workers; before, send each its row of the schedule (its actions) if it has none yet."""
         if order.rows not in self._rows:
             schedule = schedules(order.rows)
             for worker, actor in enumerate(self.actors):
@@ -302,12 +312,10 @@ class Fleet(Configuring):
             actor.submit.remote(self._term, run, order)
 
     def _gather(self, flight: Flight) -> RaypipeError | None:
-        """Wait until any worker sends reports or ends its work.
-
-        Adds new reports to ``flight`` in place.
+        """Wait until any worker sends reports or ends its work; add new reports to ``flight`` in place.
 
         Returns:
-            The root cause if a worker failed, else None.
+            The failure that caused the others if a worker failed, else None.
         """
         if not flight.polls and not flight.works:  # all ended early, without an order of this driver
             return LeaseError("The stages have ended this run for another driver, which took it over. Follow that one.")
@@ -331,8 +339,8 @@ class Fleet(Configuring):
         """End the work of all workers after a failure, fetch their last reports, and return the root cause.
 
         A worker whose stage failed closes its links after the messages already sent, and its neighbours then do the
-        same, so that all workers end after the same step, or one step later if steps overlap. Workers that have not
-        ended within LEAVE_S are aborted.
+        same. So all workers end after the same step, or one step later if steps overlap. Workers that have not ended
+        within LEAVE_S are aborted.
         """
         self.recovering = True
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
@@ -352,14 +360,14 @@ class Fleet(Configuring):
         return self.watch.explain(self.in_use[worker], message)
 
     def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]] | None]) -> list[list[StepReport]]:
-        """Regroup the reports of one segment from workers to stages.
+        """Regroup the reports of one order from workers to stages.
 
         Args:
             by_worker: for each worker and each of its stages, one report per mini-batch; None for a worker without
                 reports, which is left out.
 
         Returns:
-            One list of reports for each replica of each stage, ordered by stage, then by worker.
+            For each replica of each stage, its reports by mini-batch; ordered by stage, then by worker.
         """
         pairs = enumerate(zip(self._held, by_worker, strict=True))
         by_holder = {
@@ -371,7 +379,7 @@ class Fleet(Configuring):
         return [list(by_holder[holder]) for holder in sorted(by_holder)]
 
     def stop(self) -> None:
-        """Stop the watch, close the links, and end the actors within seconds, whatever state they are in."""
+        """Stop the watch, close the links, and end the actors within seconds, even those that are stuck or dead."""
         self.watch.close()
         self.places.close()
 

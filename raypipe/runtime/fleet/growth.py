@@ -4,7 +4,8 @@
                                                                                                    |
     Requests.resize <--- pays? <--- a plan for all available workers <-----------------------------+
 
-A thread of the driver checks for created placement groups once a second. planner/elastic.py decides if growth pays.
+A thread of the driver checks once a second for placement groups that Ray has created. Growth pays if the time that
+shorter steps save exceeds the duration of the resize, see planner/elastic.py.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from raypipe.runtime.fleet.waiting import Waiting
 
 EVERY_S = 1.0
 PATIENCE_S = 2.0
-"""Timeout of a wait for a placement group after a worker was lost or has to move; short, because a run that grows can
-get one later."""
+"""Timeout in seconds of a wait for a placement group after a worker was lost or has to move; short, because such a run
+can grow again later."""
 AGAIN_S = 10.0
 """Seconds between two attempts to start a worker, after a failed one."""
 RESIZE_TIMEOUT_S = 600.0
@@ -46,7 +47,7 @@ class Growth:
         fleet: has no plan yet, or the plan that the previous driver left.
         workers: smallest and largest number of workers, and the interval between two decisions to grow.
         wanted: number of workers that the run's largest plan uses.
-        event: called with (decision, reason, ...) to record an event of the run.
+        event: called with (decision, reason, ...) to record an event in events.jsonl.
         survives: True if the run survives failures, so that one more worker is kept as a spare.
     """
 
@@ -83,12 +84,12 @@ class Growth:
         return min(self._workers.least, self._wanted)
 
     def resized(self, size: RequestedSize) -> None:
-        """Record a resize: the run does not grow beyond its number of workers, and cached plans are dropped."""
+        """Record a resize, beyond whose number of workers the run does not grow; drop cached plans."""
         self._wanted = size.workers
         self._planned.clear()
 
     def refill(self) -> None:
-        """Do nothing, in place of ``Spares.refill``: the thread requests missing members at its next check anyway."""
+        """Do nothing: the thread requests missing workers at its next check. Spares has a method of this name, too."""
 
     def plan(self, make: Callable[[int], Planned]) -> Planned | None:
         """Wait for enough workers and return a plan for them; None if the run was stopped.
@@ -110,17 +111,17 @@ class Growth:
         return None
 
     def wait(self, least: int = 0, why: str = "") -> int:
-        """Start members as their placement groups are created, until there are enough.
+        """Start workers as their placement groups are created, until there are enough.
 
         Args:
-            least: number of members that are needed; without effect below the range's minimum.
+            least: number of workers that are needed; without effect below the range's minimum.
             why: reason for ``least``, for messages.
 
         Returns:
             Number of workers to make a plan for; 0 if the run was stopped.
 
         Raises:
-            PlanError: too few members came in time.
+            PlanError: too few workers came in time.
         """
         needed = max(least, self.least())
 
@@ -141,6 +142,7 @@ class Growth:
         Args:
             make: called from any thread with a number of workers; returns a plan for them.
             state_bytes: approximate bytes of the run's state, from which the duration of a resize is estimated.
+            status: returns the status of the run.
             going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
         """
         self._looked_s, self._going = time.monotonic(), going
@@ -176,9 +178,9 @@ class Growth:
                     self._event("warning", f"The run could not grow: {str(error) or what}")
 
     def _leave_again(self) -> None:
-        """Request the move away from draining nodes again, now that spares came.
+        """Request again that stages leave draining nodes, because new spares came.
 
-        An earlier request may have been refused because there were no spares.
+        An earlier request may have been refused for lack of spares.
         """
         now_s = time.time()
         in_time = {node for node, deadline_s in self._going().items() if deadline_s is None or now_s < deadline_s}
@@ -188,7 +190,7 @@ class Growth:
     def _look(self, status: RunStatus) -> None:
         """Resize the run to all available workers if that pays.
 
-        If not even the wanted number of workers would pay, the present number becomes the wanted one.
+        If even a resize to the wanted number of workers would not pay, the present number becomes the wanted one.
         """
         used = len(self._fleet.in_use)
         there = min(len(self._fleet.places.staying(self._going())), self._wanted)
@@ -210,7 +212,7 @@ class Growth:
         return self._planned[workers]
 
     def _gain(self, used: int, there: int, status: RunStatus) -> Gain | None:
-        """Return the gain of ``there`` instead of ``used`` workers; None if the plans have no predicted times."""
+        """Return the gain of a resize from ``used`` to ``there`` workers; None if a plan has no predicted times."""
         now, then = (self._plan_of(workers).plan.prediction for workers in (used, there))
         if now is None or then is None:
             return None
@@ -236,9 +238,10 @@ def growth_of(
     event: Callable[..., None],
     size: RequestedSize | None = None,
 ) -> Growth | None:
-    """Create the Growth of a run that may change its number of workers; None for other runs.
+    """Create the Growth of a run that may change its number of workers; return None for other runs.
 
-    ``size`` is that of the last resize under an earlier driver; None if the run was not resized.
+    Args:
+        size: size of the last resize, under an earlier driver; None if the run was not resized.
     """
     if spec.workers is None:
         return None

@@ -2,17 +2,17 @@
 
 A transition applies the present plan or another one to living workers, all of which then have the state of one step:
 
-    settle            end the work of all workers; kill dead or stuck ones
-    plan              keep the plan, or make one: as a change requires, for fewer workers, or for more replicas
+    settle            end the work of all workers; kill those that are stuck
+    plan              keep the plan, or make one: for a requested change, for fewer workers, or for more replicas
     replace_lost      replace lost workers by spares, else by new processes
     plan_transition   choose the members, and sources of the newest state that all of them can have
-    configure         have members load that state by name, and open new links
+    configure         have members load that state by the names of tensors, and open new links
 
-After a loss, the remaining replicas of a synchronous run first come to the same step (engine/executor.py): they keep
-their state, micro-batches are distributed over them, and the unfinished step is repeated. If the optimizer state is
-sharded over replicas, the slices of the lost one are gone: all workers roll back to copies and are sharded anew.
+If a synchronous run loses replicas, the remaining ones first come to the same step (engine/executor.py) and keep their
+state. Then micro-batches are distributed over them, and the unfinished step is repeated. If the optimizer state is
+sharded over replicas, slices are lost: all workers then roll back to in-memory copies, and the state is sharded anew.
 
-If a transition fails, the loop counts another failure and requests a rollback.
+If a transition fails, the training loop counts another failure and requests a rollback.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ BETWEEN_STEPS = "the stages themselves"
 
 
 class Recovery:
-    """Transitions of one run, as the protocol Transitions.
+    """Implementation of the protocol Transitions for one run.
 
     Args:
-        fleet: configured for the plan in force.
-        made: plan in force, assembled from ``charter.planned``.
+        fleet: fleet, configured for the plan in force.
+        charter: settings of the run, and the plan from which ``made`` was assembled.
+        made: plan in force.
         tensors: initial parameters and buffers of the run.
-        spares: starts further spares after one was used; the Growth of a run that may change its number of workers.
+        spares: starts further spares after one was used; a Growth if the run may change its number of workers.
         waiting: waits for workers if no plan exists for those that are left.
     """
 
@@ -91,22 +92,22 @@ class Recovery:
         fleet.expect(made.predicted)
 
     def begin(self) -> None:
-        """Store the charter of the plan in force on all workers, and start missing spares."""
+        """Store the plan in force on all workers, for a later driver, and start missing spares."""
         self._keep_charter(self._plans.made)
         self._spares.refill()
 
     def keep_copy(self, step: int) -> None:
-        """See Transitions."""
+        """Have every worker copy its state after ``step`` steps to memory; see Transitions."""
         self._fleet.keep_copy(step)
 
     def lighten(self, ran_out: RanOut) -> None:
-        """See Transitions."""
+        """Plan less memory for the worker that ran out of it, for the next rollback; see Transitions."""
         made = self._plans.made
         decision = self._plans.limits.lighter(made.plan, ran_out)
         self._lighter = self._plans.of_stages(len(made.setup.programs), made.setup.num_workers, decision)
 
     def carry_out(self, change: Change, step: int) -> Recovered | None:
-        """See Transitions."""
+        """Make a transition; return None if nothing has to change; see Transitions."""
         if isinstance(change, Rollback):
             return self._roll_back(change.steps)
         if isinstance(change, Regroup):
@@ -126,7 +127,7 @@ class Recovery:
             raise
 
     def catch_up(self, step: int) -> Steps | None:
-        """See Transitions."""
+        """Bring remaining replicas to the newest step that one has completed; see Transitions."""
         fleet, made = self._fleet, self._plans.made
         # If stages do not wait for one norm, one may have stepped while another still lacks gradients of that step.
         step_alone = made.flow is not None or made.plan.schedule.wiring.norm_per_stage
@@ -146,7 +147,7 @@ class Recovery:
         return steps if len(steps) == newer - step and all(steps) else None
 
     def _roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all can have: of copies, those of ``steps`` may be used."""
+        """Roll all stages back to the newest state that all can have; only copies of these ``steps`` may be used."""
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -194,7 +195,7 @@ class Recovery:
         return self._result(step, "replicas", clock, lost=lost)
 
     def _join(self, step: int) -> Recovered | None:
-        """Make spares replicas of the stages that lack some; return None if no replica can be added."""
+        """Turn spares into replicas of the stages that lack replicas; return None if no replica can be added."""
         fleet, homes, clock = self._fleet, self._plans.made.setup.homes, Laps()
         fleet.accept_orders()
         counts = with_spares(homes, self._plans.replicas, len(fleet.spares))
@@ -216,8 +217,8 @@ class Recovery:
     def _smaller_replicas(self) -> PlanInForce | None:
         """Make a plan for the remaining replicas if the optimizer state is sharded over replicas; else return None.
 
-        All of them roll back anyway, so that they need not wait for new processes, which join later. None also if a
-        stage has no replica left, if spares can replace all lost workers, or if the number of workers may change.
+        New processes join later. None also if a stage has no replica left, if spares can replace all lost workers, if
+        the number of workers may change, or if ``lighten`` has made a plan.
         """
         fleet, made = self._fleet, self._plans.made
         # A run that may change its number of workers chooses it itself; after running out of memory it has another.
@@ -232,9 +233,10 @@ class Recovery:
     def growing(
         self, status: Callable[[], RunStatus], going: Callable[[], Mapping[str, float | None]]
     ) -> Iterator[None]:
-        """Run the growth thread inside the context; do nothing for a run with a fixed number of workers.
+        """Run the thread of Growth inside the context; do nothing for a run with a fixed number of workers.
 
         Args:
+            status: returns the status of the run.
             going: returns the nodes that are about to go, with their deadlines; see DrainWatch.
         """
         if self._growth is None:
@@ -248,7 +250,7 @@ class Recovery:
             yield
 
     def _resize(self, wanted: Resize, step: int) -> Recovered:
-        """Apply a plan of another size: that of the request, or one made now for the requested size."""
+        """Apply a plan for another number of workers: the request's plan, or one made now for the requested size."""
         if wanted.withdrawn:
             raise PlanError(wanted.withdrawn)
         clock, fleet, plans, planned = Laps(), self._fleet, self._plans, wanted.planned
@@ -267,7 +269,7 @@ class Recovery:
         return self._result(step, BETWEEN_STEPS, clock)
 
     def _move(self, nodes: Collection[str], step: int) -> Recovered | None:
-        """Move the work of workers on these nodes to workers on other nodes; return None if no worker is on them."""
+        """Move stages away from these nodes (Ray's ids); return None if no worker is on them."""
         clock, fleet = Laps(), self._fleet
         fleet.places.end_spares(on=nodes)
         leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
@@ -298,8 +300,8 @@ class Recovery:
     def _result(self, step: int, source: str, clock: Laps, **fields: Any) -> Recovered:
         """Create the result of a transition; ``fields`` are further fields of Recovered.
 
-        It has the plan in force if the loop has another one, also one of an earlier transition that failed after the
-        workers were configured.
+        The result has the plan in force if the training loop does not have that plan yet. It may come from an earlier
+        transition, which failed after it had configured the workers.
         """
         fleet, made = self._fleet, self._plans.made
         plan, self._reported = None if made is self._reported else made, made
@@ -308,10 +310,10 @@ class Recovery:
         )
 
     def _plan_avoiding(self, nodes: Collection[str]) -> PlanInForce:
-        """Start missing workers outside these nodes; return the plan in force, or a plan without them if that fails.
+        """Start missing workers outside these nodes, and return the plan in force; if that fails, a plan for fewer.
 
         Raises:
-            PlanError: no other worker can be started, and there is no plan without it.
+            PlanError: workers cannot be started, and there is no plan for the workers on other nodes.
         """
         fleet, made = self._fleet, self._plans.made
         try:
@@ -326,7 +328,7 @@ class Recovery:
                 raise PlanError(str(impossible)) from None
 
     def _copies(self, steps: Collection[int]) -> list[Copy]:
-        """List the in-memory copies of known plans on living workers; of their steps, only ``steps`` are listed."""
+        """List the in-memory copies of known plans on living workers, with only those of their steps in ``steps``."""
         copies = []
         for actor, facts in self._fleet.copies():
             if num_stages := self._plans.num_stages(facts.generation):
@@ -338,7 +340,7 @@ class Recovery:
     def _transition(
         self, made: PlanInForce, living: Sequence[Living], copies: Sequence[Copy], saved: int | None = None
     ) -> Transition | None:
-        """Call ``plan_transition`` from the plan in force to ``made``."""
+        """Choose members and sources of state for ``made``; see ``plan_transition``."""
         current, wanted = (Layout(one.setup.generation, one.setup.homes) for one in (self._plans.made, made))
         return plan_transition(current, wanted, living, copies, saved)
 
@@ -350,7 +352,7 @@ class Recovery:
         self._configure(made, sources, transition.members)
 
     def _configure(self, made: PlanInForce, sources: Sources | Mapping[int, Sources], members: Sequence[int]) -> None:
-        """Make members the workers of a plan, which is in force from now on; see ``Fleet.configure``."""
+        """Make members the workers of plan ``made``, which is in force from now on; see ``Fleet.configure``."""
         self._fleet.configure(self._blueprint.setup, made.setup, sources, members)
         self._plans.made = made
         self._fleet.expect(made.predicted)
@@ -365,11 +367,11 @@ class Recovery:
         without: Collection[str] = (),
         ready: bool = False,
     ) -> None:
-        """Apply a plan between two steps, with the state of ``step`` that the workers have, or have just copied.
+        """Apply a plan between two steps, with the state after ``step`` that workers or in-memory copies have.
 
         Args:
-            size: requested size of a resize: a run that may change its number of workers grows no further, and a run
-                with replicas keeps this number of workers; None for other changes.
+            size: size that the user requested: Growth does not exceed it, and Spares restore it after losses. None for
+                other changes.
             linked, without, ready: see ``Fleet.living``.
 
         Raises:
@@ -393,12 +395,14 @@ class Recovery:
         self._keep_charter(made)
 
     def _plan_for_fewer(self, error: PlanError, made: PlanInForce) -> PlanInForce | None:
-        """Make a plan for the remaining workers, or wait for more if that fails; None if the run was stopped.
+        """Make a plan for the remaining workers, or wait for more; return None if the run was stopped meanwhile.
 
-        ``made`` is returned once all its workers are there again.
+        Args:
+            error: reason why lost workers were not replaced, for messages.
+            made: plan with all workers, which is returned if all its workers are there again.
 
         Raises:
-            PlanError: too few workers came in time; ``error`` is why lost workers were not replaced.
+            PlanError: too few workers came in time.
         """
         if self._growth is None:
             try:
@@ -409,7 +413,7 @@ class Recovery:
         return None if planned is None else self._plans.assembled(planned)
 
     def _stopped(self, clock: Laps) -> Recovered:
-        """Return the result for a run that was stopped while it waited for workers: its newest checkpoint."""
+        """Return the result for a run that was stopped while it waited for workers: position of its last checkpoint."""
         self._fleet.in_use = []
         newest = find_checkpoint(self._blueprint.spec.place)[0]
         at, source = (
@@ -421,7 +425,7 @@ class Recovery:
         """Make a plan for ``workers`` workers: fewer replicas, or the same number of stages on each worker.
 
         Raises:
-            StageError: no worker is left, or no such plan exists; ``error`` is why others were not replaced.
+            StageError: no worker is left, or no such plan exists; the message includes ``error``.
         """
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
@@ -438,7 +442,7 @@ class Recovery:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
 
     def _keep_charter(self, made: PlanInForce) -> None:
-        """Store on every worker what a later driver needs to resume the run with plan ``made``."""
+        """Store on every worker the inputs with which a later driver can resume the run with plan ``made``."""
         names = [name for name in sorted(self._tensors.names) if name not in self._blueprint.setup.persistent]
         blueprint = replace(self._blueprint, setup=None)  # type: ignore[arg-type]  # every worker has it
         charter = Charter(blueprint, made.planned, self._plans.requested, self.failures)
@@ -448,7 +452,10 @@ class Recovery:
         """Apply plan ``made`` with the newest state that all workers can have.
 
         Returns:
-            Step of that state; its source, as text; position in the run if it is no copy, else None.
+            (steps done in that state; its source, as text; position in the data, None if the source is copies).
+
+        Raises:
+            StageError: there is neither a usable copy nor a checkpoint, and the initial tensors are lost.
         """
         fleet, place = self._fleet, self._blueprint.spec.place
         living = fleet.living(linked=False)

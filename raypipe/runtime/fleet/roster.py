@@ -1,4 +1,4 @@
-"""Roster of a fleet's actors, workers and spares: starts each in a placement group of its own, and ends them."""
+"""Roster: list of a fleet's actors, workers and spares; starts each in its own placement group, and ends them."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from raypipe.runtime.worker.worker import StageActor
 SPARE = "A spare worker"
 START_TIMEOUT_S = 150.0
 UNDER_WAY_S = 30.0
-"""Timeout of a wait for members that are starting already, before placement groups for others are requested."""
+"""Timeout in seconds of a wait for actors that are starting, before placement groups for others are requested."""
 LEAST_SHM_BYTES = 256 << 20
 _LASTING: Mapping[str, Any] = {"namespace": NAMESPACE, "lifetime": "detached"}
 LEASE_S = 60.0
-"""Default of a lease; see PipelineConfig.driver_grace_s."""
+"""Default duration of a lease in seconds; see PipelineConfig.driver_grace_s."""
 GRACE_S = 2.0
-"""Timeout of calls that should return at once, such as those to other stages after a failure."""
+"""Timeout in seconds of calls that should return at once, such as those to other stages after a failure."""
 
 
 @dataclass(slots=True)
 class Member:
-    """Actor of the fleet: a worker or a spare.
+    """Actor of the fleet: a worker, which has stages of the plan, or a spare, which has none.
 
     Attributes:
-        actor, place: handle and placement group of the actor; None if it was lost before this driver started.
+        actor, place: handle and placement group of the actor; None if the actor was lost before this driver started.
         facts: result of ``StageActor.listen``: address, node, host, process, versions and more; empty before.
         worker: number of the worker in the current plan; None for a spare.
         joined: True if the actor has received the run's setup, see ``StageActor.join``.
@@ -57,7 +57,7 @@ class Member:
         number: number in the names of its actor and its placement group; unique for a driver.
         name: name in messages: "Stage 1", "Stages 0 and 3", or "A spare worker".
         heartbeat: newest heartbeat; None before the first.
-        finding: why the member was lost, once Watch has found out.
+        finding: reason why the member was lost; None before Watch has found it out.
     """
 
     actor: Any = None
@@ -80,8 +80,8 @@ class Terms(NamedTuple):
         transport: name of the kind of links between workers; see runtime/transport/.
         link_ports: lowest and highest port that the links may use; None leaves the choice to the system.
         owner: driver that the actors obey.
-        lease_s: an actor ends itself after this time without a heartbeat request, and counts as lost if it cannot be
-            reached for this time.
+        lease_s: seconds without a heartbeat request after which an actor ends itself. If the driver cannot reach an
+            actor for as long, the actor counts as lost.
         device_of: called in the actor's process with its share of a GPU (0 for the CPU) to create its device.
         folder: working directory of the actors on nodes that have it.
     """
@@ -96,7 +96,7 @@ class Terms(NamedTuple):
 
 
 class Roster:
-    """Members of a fleet, workers and spares; starts ``count`` of them when it is created. See Fleet for the errors.
+    """Members of a fleet, workers and spares; the constructor starts ``count`` of them. See Fleet for the errors.
 
     Args:
         count: number of members to begin with, those in ``living`` included.
@@ -106,7 +106,7 @@ class Roster:
     Attributes:
         owner: driver that the members obey.
         closed: True once the fleet has ended.
-        members: all members that were not dropped; a position in this list is a roster position.
+        members: all members except those that ``drop_lost`` removed; an index into it is a *roster position*.
         waiting: requested placement groups of members that are not started yet, by member number.
         starting: number of members whose processes are starting; their groups are no longer in ``waiting``.
         patience_s: timeout of a wait for placement groups; None for PLACE_TIMEOUT_S.
@@ -127,9 +127,9 @@ class Roster:
         self.grow(count)
 
     def grow(self, count: int, patience_s: float | None = None) -> None:
-        """Start members until ``count`` are living; thread-safe. They are spares until a plan uses them.
+        """Start members until ``count`` are living; thread-safe. New members are spares until a plan uses them.
 
-        Members that another thread is starting are waited for before others are requested.
+        If another thread is starting members, wait for those before requesting others.
 
         Args:
             patience_s: timeout of the wait for placement groups; None for the attribute ``patience_s``.
@@ -152,13 +152,14 @@ class Roster:
 
     @property
     def living(self) -> int:
-        """Number of members that are not lost."""
+        """Number of members, workers and spares, that are not lost."""
         return sum(not member.lost for member in self.members)
 
     def ask_for(self, count: int, without: Collection[str] = ()) -> None:
-        """Request placement groups for ``count`` members; cancel surplus requests.
+        """Request placement groups until there are ``count`` members and requests; cancel surplus requests.
 
-        Members on the nodes ``without``, by Ray's ids, are about to go and do not count.
+        Args:
+            without: Ray's ids of nodes that are about to go; members on them do not count.
         """
         with self._growing:
             missing = max(0, count - len(self.staying(without)) - self.starting)
@@ -168,12 +169,12 @@ class Roster:
                 self.waiting |= self._request(missing - len(self.waiting))
 
     def start_granted(self) -> int:
-        """Start members in those requested placement groups that were created; return the number of these members.
+        """Start members in those requested placement groups that were created; return the number of new members.
 
-        They are spares until a plan uses them.
+        New members are spares until a plan uses them.
 
         Raises:
-            PlanError: one of them did not start; all these members are ended and their groups are removed.
+            PlanError: a new member did not start; all new members are ended, and their groups removed.
         """
         with self._growing:
             places = created(self.waiting)
@@ -211,10 +212,10 @@ class Roster:
             self.members = [member for member in self.members if not any(member is one for one in lost)]
 
     def end_spares(self, keep: int = 0, on: Collection[str] | None = None) -> None:
-        """End spares.
+        """End surplus spares, or all spares on some nodes.
 
         Args:
-            keep: number of members, workers included, beyond which spares are ended; ignored with ``on``.
+            keep: number of workers and spares to keep, as far as there are spares to end; ignored with ``on``.
             on: Ray's ids of nodes on which all spares are ended; None ends surplus spares on any node.
         """
         with self._growing:
@@ -227,20 +228,20 @@ class Roster:
             self.members = [member for member in self.members if not any(member is one for one in surplus)]
 
     def staying(self, nodes: Collection[str]) -> list[int]:
-        """List the roster positions of living members that are not on these nodes: workers by number, then spares."""
+        """List the indices in ``members`` of those living members, workers first, that are not on these nodes (ids)."""
         there = [at for at, m in enumerate(self.members) if m.facts["node"] not in nodes and not m.lost]
         workers = [self.members[at].worker for at in there]
         return [at for _, at in sorted(zip((math.inf if w is None else w for w in workers), there, strict=True))]
 
     def close(self) -> None:
-        """Close the links and end the actors within seconds, whatever state they are in; start no others afterwards."""
+        """Close the links and end the actors within seconds, even stuck ones; no others are started afterwards."""
         self.closed = True
         release(list(self.waiting.values()))
         stop_members(self.members, self.owner.term)
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources of one member that are not 0.
+        """Amounts of the resources of one member, by name, without those that are 0.
 
         Raises:
             ConfigError: all of them are 0.
@@ -254,9 +255,9 @@ class Roster:
         return needs
 
     def _start(self, places: Mapping[int, PlacementGroup]) -> list[Member]:
-        """Start an actor in each of these placement groups, which are given by member number.
+        """Start an actor in each of these placement groups, which are given by member number; return the new members.
 
-        If this raises, all these actors are ended and all these groups are removed.
+        If an actor does not start, all these actors are ended, all these groups are removed, and the error is raised.
         """
         needs, terms, owner = self.needs, self._terms, self.owner.name
         # Until the first heartbeat renews it, a lease also covers the start of the processes.
@@ -284,9 +285,9 @@ class Roster:
 
 
 def stop_members(roster: Sequence[Member], term: int) -> None:
-    """Close the members' links, then end their actors, within seconds, whatever state they are in.
+    """Close the members' links, then end their actors, within seconds, even those that are stuck or dead.
 
-    Members that a driver of a later ``term`` has taken over are left alone.
+    Members that obey a driver with a higher term (number of the driver) than ``term`` are left alone.
     """
     terms = [member.actor.term.remote() for member in roster]
     closing = [member.actor.close.remote(term) for member in roster]
@@ -299,7 +300,7 @@ def stop_members(roster: Sequence[Member], term: int) -> None:
 
 
 def end_member(member: Member) -> None:
-    """End a member's process, whatever state it is in, and release its placement group."""
+    """Kill a member's process, mark the member lost, and remove its placement group."""
     member.lost = True
     if member.actor is None or member.place is None:
         return
@@ -337,7 +338,7 @@ def _introduce(roster: Sequence[Member], refs: list[Any], others: Sequence[Mappi
 
 
 def answers(refs: Sequence[Any]) -> list[Any]:
-    """Return the results of calls, however long they take: a starved process answers late, and Watch kills a hung one.
+    """Return the results of calls to stage actors, without a timeout: Watch kills actors that hang.
 
     Raises:
         RayError: an actor died, or a call raised.
@@ -353,7 +354,7 @@ def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
     Args:
         refs: references of the calls.
         timeout_s: timeout of all of them together.
-        doing: what the calls do, for messages, such as "joining the run".
+        doing: description of the calls for messages, such as "joining the run".
 
     Raises:
         RaypipeError: a call raised this error.

@@ -1,12 +1,12 @@
 """Shortage of workers: finds out why the cluster has no room for them, and what holds its resources.
 
-source                     holders that it lists                               served by
+source                     holders of resources that it lists                  served by
 placement_group_table()    runs of raypipe, and other placement groups         Ray's control plane, which always runs
 ray.util.state             actors and tasks outside of groups, jobs            Ray's dashboard, which may not run
 
-Ray has no public interface that shows if an autoscaler may add nodes. Every head node runs Ray's monitor, with or
-without an autoscaler, but the monitor's report has other node types (Ray 2.60): ``node_<id>`` without an autoscaler,
-the types of the autoscaler's configuration with one. Without such a report, a cluster counts as one without autoscaler.
+Ray has no public interface that shows if an autoscaler may add nodes. The head node always runs Ray's monitor, whose
+report has a type for each node (Ray 2.60): ``node_<id>`` without an autoscaler, a type of its configuration with one.
+If there is no report, the cluster counts as one without an autoscaler.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Shortage(NamedTuple):
 
     Attributes:
         reason: clause for messages: the cluster's resources and their largest holders.
-        fits: number of workers for which the cluster would have room if it were empty; None if it does not answer.
+        fits: number of workers for which the cluster would have room if it were empty; None if Ray does not answer.
         scaled: True if an autoscaler may add nodes.
-        yields: True if this run should release its placement groups: another run, whose name sorts before this one's,
-            also waits and holds a part of the groups that it needs.
+        yields: True if this run should release its placement groups, because another run, whose name sorts before this
+            one's, waits with a part of the groups that it needs.
     """
 
     reason: str
@@ -49,15 +49,16 @@ class Shortage(NamedTuple):
 
 
 NO_ANSWER = Shortage("the cluster does not answer")
-"""Result while Ray does not answer; compared with ``is``."""
+"""Result of ``shortage`` while Ray does not answer; compared with ``is``."""
 
 
 def shortage(needs: Mapping[str, float], count: int, owner: str) -> Shortage:
-    """Find out why the cluster has no room for ``count`` workers. It takes a few seconds, or longer while Ray is away.
+    """Find out why the cluster has no room for ``count`` workers, which takes a few seconds, or longer if Ray is away.
 
     Args:
         needs: resources of one worker.
         count: number of all workers that the run needs.
+        owner: name of this run's driver.
     """
     try:
         scaled, fits = has_autoscaler(), _fits(needs)
@@ -83,12 +84,14 @@ def wait_for(
     """Wait until all of these placement groups are created.
 
     Args:
+        places: placement groups by number of the member that they are for.
+        needs, owner: see ``shortage``.
         patience_s: timeout of the whole wait; None for PLACE_TIMEOUT_S.
         stopped: polled during the wait, which ends once this returns True.
 
     Raises:
-        PlanError: a group was not created; all of them have been removed. The message has the cluster's resources and
-            their holders.
+        PlanError: a group was not created in time; all of them are removed. The message names the cluster's resources
+            and their holders.
     """
     patience_s = PLACE_TIMEOUT_S if patience_s is None else patience_s
     deadline_s = time.monotonic() + patience_s
@@ -111,7 +114,7 @@ def holders(needs: Mapping[str, float], owner: str) -> list[str]:
     """Describe the largest holders of scarce resources, except this run: at most MOST_NAMED + 1 phrases for messages.
 
     Args:
-        needs: resources of one worker. Those of which less is free are scarce; if there is enough of each, all are.
+        needs: resources of one worker. A resource is scarce if less is free; if all suffice, all count as scarce.
         owner: name of this run's driver.
     """
     free = ray.available_resources()
@@ -136,10 +139,10 @@ def holders(needs: Mapping[str, float], owner: str) -> list[str]:
 
 
 def _yields(owner: str) -> bool:
-    """Return True if another run waits with a part of its placement groups, and its name sorts before ``owner``.
+    """Return True if another run, whose driver's name sorts before ``owner``, waits with a part of its groups.
 
-    Such a run has pending groups, and created groups without an actor. Two such runs would wait for each other for
-    ever, so that one of them has to release its groups.
+    Such a run has pending placement groups, and created ones without an actor. Two such runs would wait for each other
+    for ever, so that one of them has to release its groups.
     """
     actors = {row["name"] for row in ray.util.list_named_actors(all_namespaces=True)}
     held, waits = set(), set()

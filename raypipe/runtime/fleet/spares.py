@@ -1,4 +1,4 @@
-"""Spare workers of a run: processes that have imported torch and the optimizer, started while the run trains."""
+"""Spares of a run: actors without stages, with torch and the optimizer imported, that can replace lost workers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raypipe.runtime.worker.places import AWAY, PLACE_TIMEOUT_S
 
 POLL_S, SLOW_POLL_S = 0.25, 2.0
 AGAIN_S = 10.0
-"""Seconds between two attempts to start a spare of a run with replicas, after a failed attempt."""
+"""Seconds between two attempts to start spares in a run with replicas, after a failed attempt."""
 
 
 class Spares:
-    """Spares of one run: starts new spares in a thread, so that its number of members stays the same.
+    """Spares of one run: starts new ones in a thread, so that the number of workers and spares together stays the same.
 
     Args:
-        count: number of members to keep, workers included; 0 for a run without spares.
+        count: number of workers and spares to keep; 0 for a run without spares.
         event: called with (decision, reason) when a spare is ready, or could not be started.
-        join: called when a spare is ready to become a replica; None for a run without replicas. With ``join``, a wait
-            for a placement group has no timeout.
-        offered: smallest ``count`` after a resize.
+        join: requests that spares become replicas; called when a spare is ready. None for a run without replicas. With
+            ``join``, the wait for placement groups has no timeout.
+        offered: smallest value of ``count`` after a resize.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Spares:
         self._lock = threading.Lock()
 
     def resized(self, size: RequestedSize) -> None:
-        """Adapt ``count`` to the number of workers of a resize, in a run with replicas."""
+        """Adapt ``count`` to a resized run's number of workers; do nothing in a run without replicas or spares."""
         if self._join is not None and self.count:
             self.count = max(self._offered, size.workers)
 
     def refill(self) -> None:
-        """Start missing members in a thread; call ``join`` at once if a spare is ready already."""
+        """Start missing spares in a thread, unless it runs; call ``join`` at once if a spare is ready already."""
         if self._join is not None and self._fleet.spares:
             self._join()
         with self._lock:
@@ -78,7 +78,7 @@ class Spares:
                 time.sleep(AGAIN_S)
 
     def _started(self) -> bool:
-        """Start missing members, but not while the run recovers.
+        """Start missing spares as their placement groups are created, but not while the run recovers from a failure.
 
         Returns:
             False if a placement group was not created in time, or the fleet has ended.
@@ -105,10 +105,10 @@ class Spares:
 def spares_of(
     fleet: Fleet, spec: RunSpec, wanted: int, join: Callable[[], None], event: Callable[[str, str], None]
 ) -> Spares:
-    """Create the Spares of a run; they start none if the run does not survive failures.
+    """Create the Spares of a run, with count 0 if the run does not survive failures (max_failures=0).
 
     Args:
-        wanted: number of workers with all replicas; 0 for a run without replicas.
+        wanted: number of workers with all replicas of all stages; 0 for a run without replicas.
         join, event: see Spares.
     """
     offered = spec.num_workers or 0

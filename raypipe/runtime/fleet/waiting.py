@@ -24,32 +24,32 @@ Patience = float | Literal["auto"] | None
 """Type of PipelineConfig.resource_timeout_s."""
 
 NOT_SCALED_S = 600.0
-"""Timeout of a wait with patience "auto" on a cluster without an autoscaler."""
+"""Timeout in seconds of a wait with patience "auto" on a cluster without an autoscaler."""
 POLL_S = 0.25
 TELL_S = 1.0
 """Seconds of waiting before the first report."""
 LOOK_S = 30.0
-"""Interval of queries for the holders of resources, unless the number of available workers changes."""
+"""Seconds between queries for the holders of resources; a change of the number of available workers causes one too."""
 ANSWER_S = 10.0
-"""Timeout of such a query, after which the cluster is reported as not answering."""
+"""Timeout in seconds of such a query, after which the cluster is reported as not answering."""
 SETTLE_S = 0.5
-"""Seconds to wait for further placement groups, after enough for the run have been created."""
+"""Seconds to wait for further placement groups, once enough for the run to begin have been created."""
 YIELD_S = 3.0
-"""Pause between releasing all placement groups and requesting them again, in which another run gets them."""
+"""Seconds between releasing all placement groups and requesting them again, in which another run gets the resources."""
 MOST_FAILED = 3
 """Number of consecutive failed attempts to start workers that ends the wait."""
 
 
 class Waiting:
-    """Wait for the workers of one run: request places, start workers in those that come, report what is missing.
+    """Wait for the workers of one run: requests placement groups, starts workers in them, reports what is missing.
 
     Args:
         fleet: has no plan yet, or the plan that the previous driver left.
         report: called with a sentence that names what the run waits for.
-        event: called with (decision, reason, ...) to record an event of the run.
+        event: called with (decision, reason, ...) to record an event in events.jsonl.
         patience: seconds that one wait may take; None for no limit; "auto" for no limit with an autoscaler, else
             NOT_SCALED_S.
-        check: called repeatedly during a wait; an exception of it ends the wait.
+        check: called repeatedly during a wait, which ends if this raises an exception.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Waiting:
             places.patience_s = min(PLACE_TIMEOUT_S, patience)
 
     def for_workers(self, count: int) -> bool:
-        """Wait until ``count`` members are running.
+        """Wait until ``count`` stage actors are running; start missing ones.
 
         Returns:
             False if the run was stopped.
 
         Raises:
-            PlanError: too few members came in time.
+            PlanError: too few actors came in time.
         """
         return bool(self.until(lambda: count, lambda there: there if there >= count else 0, count))
 
@@ -87,14 +87,15 @@ class Waiting:
         why: str = "",
         going: Callable[[], Mapping[str, float | None]] = dict,
     ) -> int:
-        """Wait until there are placement groups for enough members, and start members in them.
+        """Wait until there are placement groups for enough members (stage actors), and start members in them.
 
         Args:
             target: returns the number of members to request.
             begins: called with the number of available members; returns the number of workers with which the run
-                begins, 0 to wait for more.
+                begins, or 0 to wait for more members.
             least: smallest number of workers that the run needs, for messages.
-            going: returns the nodes that are about to go; members are requested in place of those on them.
+            why: reason for ``least``, for messages; "" without one.
+            going: returns the nodes that are about to go, by Ray's id; members on them are replaced.
 
         Returns:
             Number of workers with which the run begins; 0 if the run was stopped.
@@ -147,10 +148,10 @@ class Waiting:
         return self._patience
 
     def _coming(self, count: int, going: Mapping[str, float | None]) -> int | None:
-        """Request placement groups for missing members; return the number of available members.
+        """Request placement groups for missing members; return the number of available members, None if Ray is away.
 
-        Available are members that are living or starting, or whose placement group was created; members on the nodes
-        ``going`` are replaced. None if Ray does not answer.
+        A member is available if it is living or starting, or if its placement group was created. Members on the nodes
+        ``going`` are replaced.
         """
         places = self._fleet.places
         try:
@@ -160,7 +161,10 @@ class Waiting:
             return None
 
     def _started(self, failed: int) -> int:
-        """Start members in created placement groups; return how many attempts have failed in a row, ``failed`` before.
+        """Start members in created placement groups; return the number of attempts that have failed in a row.
+
+        Args:
+            failed: this number before the call.
 
         Raises:
             PlanError: members failed to start MOST_FAILED times in a row.
@@ -178,7 +182,7 @@ class Waiting:
 
 
 class _Looking:
-    """Queries for the reason of a shortage, in threads, so that a wait can end while the cluster does not answer."""
+    """Queries for the reason of a shortage, in a thread, so that a wait can end while the cluster does not answer."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._places = fleet.places
@@ -188,14 +192,14 @@ class _Looking:
         self._began_s, self._seen = -LOOK_S, -1
 
     def look(self, coming: int, count: int) -> Shortage | None:
-        """Return the newest result for ``coming`` available workers, and start a query if it is older than LOOK_S.
+        """Return the newest result; start a query if the last one began LOOK_S ago or was for another ``coming``.
 
         Args:
-            coming: number of available workers; a change of it also starts a query.
+            coming: number of available workers.
             count: number of workers that the run needs.
 
         Returns:
-            None while there is no result for this number; NO_ANSWER if the query has taken longer than ANSWER_S.
+            None while there is no result for ``coming``; NO_ANSWER once the query for it has taken ANSWER_S.
         """
         now_s = time.monotonic()
         idle = self._thread is None or not self._thread.is_alive()

@@ -1,13 +1,13 @@
 """Liveness on the driver's side: a thread sends heartbeat requests to all members of a fleet, and kills hung ones.
 
-    every HEARTBEAT_S   send heartbeat(term, lease_s) to every member, which renews its lease
+    every HEARTBEAT_S   send heartbeat(term, lease_s) to every member, which renews the member's lease
     every LOOK_S        read process states from each node's watcher (node_watch.py), and judge every member by them and
                         its heartbeat (the table in planner/liveness.py)
-    member is over      mark it lost with the reason, and kill its process, which ends all calls to it
+    member hangs        mark it lost with the reason, and kill its process, which ends all calls to it
     heartbeat is None   a later driver has taken the member over: stop watching
     after UNUSED_S      end the watcher of a node without members, which would keep a draining node from ending
 
-Time in which this thread itself was not awake does not count for any limit.
+A member is an actor of the fleet. Time in which this thread itself was not awake does not count for any limit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from raypipe.runtime.nodes.preemption import Notice
 
 HEARTBEAT_S = 0.5
 AWAKE_S = 2 * LOOK_S
-"""Longest time that counts for one turn of the thread; during a longer turn the thread was not awake all the time."""
+"""Longest time in seconds that counts for one iteration of the thread; in a longer one, the thread was starved."""
 UNUSED_S = 5.0
-"""Time for which a node keeps its watcher after its last member was lost, to report how the process ended."""
+"""Seconds for which a node keeps its watcher after its last member was lost, to report how the process ended."""
 
 CLOSE_S = 10.0
 
@@ -45,7 +45,7 @@ class MemberEvent(NamedTuple):
     Attributes:
         means: name of a row of the table in planner/liveness.py, or "died".
         reason: sentence that begins with the member's name.
-        after_s: seconds until the failure was noticed.
+        after_s: seconds from the failure, or the begin of the slow action, until it was noticed.
         over: True if the member is lost; False for a warning.
         worker: number of the worker; None for a spare.
         process, host: process id and host of the member; 0 and "" if unknown.
@@ -71,13 +71,14 @@ class _Watched:
 
 
 class Watch:
-    """Watch of a fleet's members, from its creation until ``close``.
+    """Watch of a fleet's members, in a thread, from its creation until ``close``.
 
     Args:
         roster: returns the present members of the fleet.
-        lease_s: duration of a lease, which every heartbeat request renews; a member that cannot be reached for as long
-            is given up.
+        lease_s: duration of a lease in seconds, sent with every heartbeat request; a member that cannot be reached for
+            as long is killed and marked lost.
         on_event: called with each event, from the watching thread or from a caller of ``explain``.
+        term: number of this driver; stages obey the driver of the highest term only.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; living workers end when their leases expire."""
+        """Stop watching; living members then end themselves when their leases expire."""
         self._closed.set()
         self._thread.join(CLOSE_S)
         for node in self._nodes.values():
@@ -221,7 +222,7 @@ class Watch:
         self._notice(member, finding)
 
     def _end(self, member: Member) -> None:
-        """Kill a member's process through its node's watcher, since Ray cannot end a stopped one; then its actor."""
+        """Kill a member's process by its node's watcher, since Ray cannot end a stopped process; then its actor."""
         self._nodes[member.facts["node"]].end(member.facts["process"])
         with contextlib.suppress(RayError):
             ray.kill(member.actor, no_restart=True)

@@ -1,1 +1,1 @@
-"""Nodes of the cluster: states of the processes on them, notices that a node is about to go, and draining nodes."""
+"""Nodes of the cluster: states of stage processes on a node, and notices that a node is about to be taken away."""

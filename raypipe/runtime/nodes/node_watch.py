@@ -1,19 +1,19 @@
 """Watcher of the stages on one node: reads the states of their processes from the kernel, and the cloud's notices.
 
 LocalNodeWatch     the driver's own node: reads process states in the driver's process, on request
-RemoteNodeWatch    another node: requests states from an actor on it, one request at a time; the actor takes no
-                   resources, and reads states ten times a second
+RemoteNodeWatch    another node: requests states from an actor on it, one request at a time; the actor requests no
+                   resources of Ray, and reads states ten times a second
 
 Three states are found out from /proc/<pid>/stat:
 
-    stopped    state T                    stopped_s grows   by SIGSTOP, or a terminal's job control; a debugger's trace
-                                                            stop is "t"
+    stopped    state T                    stopped_s grows   by SIGSTOP, or a terminal's job control; a debugger's stop
+                                                            is state t, which does not count
     idle       almost no processor time   idle_s grows      the process and its descendants, such as compilers, use less
                                                             than IDLE_SHARE of a processor
-    ended      the pidfd is readable      Ended             signal or status from the pidfd (Linux 6.15), the OOM killer
-                                                            from the kernel's counter of its kills
+    ended      the pidfd is readable      Ended             signal or status from the pidfd (Linux 6.15); out of memory
+                                                            if the kernel has counted an OOM kill
 
-Only time in which the reader itself was awake counts: if the reader was starved, two readings a second apart do not
+Only time in which the reader itself was awake counts. If the reader was starved, two readings a second apart do not
 show what happened in between.
 """
 
@@ -41,7 +41,7 @@ from raypipe.runtime.nodes.preemption import Announced, Notice
 
 LOOK_S = 0.1
 AWAKE_S = 3 * LOOK_S
-"""Longest time that counts between two readings; if they are further apart, the reader was starved."""
+"""Longest time in seconds that counts between two readings; if they are further apart, the reader was starved."""
 IDLE_SHARE = 0.05
 WINDOW_S = 1.0
 HELPERS_S = 10.0
@@ -69,10 +69,10 @@ class Ended(NamedTuple):
     """End of a process.
 
     Attributes:
-        signal: name of the signal that ended the process; "" if none did, or if unknown.
+        signal: name of the signal that ended the process; "" if the process exited by itself, or if unknown.
         status: exit status; None if a signal ended the process, or if unknown.
-        out_of_memory: True if the kernel's OOM killer killed a process of the same cgroup (or node) in the last seconds
-            before, and nothing else explains the end.
+        out_of_memory: True if the kernel's OOM killer killed any process of the same cgroup (or node) in the last
+            seconds before, and signal and status do not contradict it.
         resident_bytes: resident memory of the process at the last reading.
         ago_s: seconds since the end was noticed.
     """
@@ -101,7 +101,7 @@ class _Process:
 
 
 class Processes:
-    """Watched processes of one node, by process id; the owner calls ``sample`` ten times a second."""
+    """Watched processes of one node, by process id; ``sample`` has to be called ten times a second."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Process] = {}
@@ -164,7 +164,7 @@ class Processes:
         }
 
     def ended(self, pid: int, now_s: float) -> Ended | None:
-        """Return how a process ended; None if it is running, or not watched."""
+        """Return how a process ended; None if it is running, or not watched. ``now_s`` is ``time.monotonic()``."""
         process = self._known.get(pid)
         if process is None:
             return None
@@ -173,7 +173,7 @@ class Processes:
         return None if process.gone_s is None else _ended(process, now_s - process.gone_s)
 
     def end(self, pid: int) -> None:
-        """Send SIGKILL, which also ends a stopped process, to a watched process; never to a later one with its id."""
+        """Send SIGKILL to a watched process, even a stopped one; never to a later process that has got the same id."""
         process = self._known.get(pid)
         if process is not None:
             with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ def _wait_status(pidfd: int) -> int | None:
 
 
 def _oom_file(pid: int) -> Path | None:
-    """Find the file in which the kernel counts OOM kills of a process's cgroup, else that of the whole host."""
+    """Find the file in which the kernel counts OOM kills: of the process's cgroup, else of the whole host."""
     files = []
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -322,7 +322,7 @@ class LocalNodeWatch:
 
     @property
     def announced(self) -> tuple[Notice, ...]:
-        """Notices that the machine's cloud has announced so far."""
+        """Newest notices of the machine's cloud, such as a preemption, in order of arrival."""
         return self._announced.notices
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
@@ -330,7 +330,7 @@ class LocalNodeWatch:
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
-            awake_s: as in RemoteNodeWatch; without effect here, where the answer is always new.
+            awake_s: has no effect; see RemoteNodeWatch.
         """
         for pid in pids:
             self._processes.watch(pid)
@@ -374,11 +374,11 @@ class RemoteNodeWatch:
         return self._looks if self._silent_s < ANSWER_S else {}
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
-        """Store the answer to the last request if it has come, and then request the states of these processes.
+        """Request the states of these processes unless a request is open; store an answer.
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
-            awake_s: seconds since the last call in which the caller was awake, by which the last answer ages.
+            awake_s: seconds in which the caller was awake since its last call; only these count for ANSWER_S.
         """
         self._silent_s += awake_s
         if self._request is not None and ray.wait([self._request], timeout=0)[0]:
@@ -441,10 +441,10 @@ class _NodeWatch:
 
 
 def _wait_ended(processes: Processes, pid: int, wait_s: float) -> Ended | None:
-    """Wait until the kernel reports how a process ended, which needs its parent, the raylet, to reap it.
+    """Wait until the kernel reports how a process ended; it does so once the parent, Ray's raylet, has reaped it.
 
     Args:
-        wait_s: seconds after which the end is returned as far as it is known.
+        wait_s: timeout in seconds; then the end is returned with what is known, or None if the process is running.
     """
     deadline_s = time.monotonic() + wait_s
     while True:

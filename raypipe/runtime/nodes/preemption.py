@@ -10,17 +10,17 @@
     Announced()                  runs both in a thread of one process on each node (node_watch.py)
     DrainWatch(...)              a thread of the driver, with these reactions:
 
-    Ray's list has a node of this run                  --> event "drain", leave
-    the cloud announces that a machine goes            --> event "drain", drain the node in Ray, leave
+    Ray's list has a node of this run                  --> event "drain", call ``leave``
+    the cloud announces that a machine goes            --> event "drain", drain the node in Ray, call ``leave``
     ... that it pauses, or may be taken later          --> event "notice"
-    a node that goes is the driver's                   --> driver_goes too, even without stages on it
+    a node that goes is the driver's                   --> call ``driver_goes`` too, even without stages on the node
 
 ``look`` sends one or two small requests to an address that only this machine reaches, and needs no cloud's library.
 ``RAYPIPE_METADATA_SERVER`` in a node's environment replaces the address; if it is empty, no requests are made.
 
 Ray has no public interface for draining nodes. Ray Train reads the same list, and ``ray drain-node`` writes to it (Ray
-2.60). If a release lacks one of these calls, the list is empty, or ``drain_node`` returns the reason. A draining node
-takes no new actors, existing actors continue, and nothing ends at the deadline: it is a hint.
+2.60). If a Ray release lacks these calls, the list is empty, and ``drain_node`` returns that as the reason. Ray starts
+no new actors on a draining node. Existing actors continue, also after the deadline, which is only a hint.
 
 Sources: EC2 user guide "Spot Instance interruption notices"; Compute Engine "Query the metadata server for maintenance
 event notices"; Azure "Scheduled Events for Linux VMs".
@@ -86,8 +86,8 @@ class Notice(NamedTuple):
 
 
 NoticeReader = Callable[[float], list[Notice] | None]
-"""Reader of notices: (seconds) -> current notices; None if the server does not answer. If the server supports it, the
-call waits up to that many seconds for a new notice."""
+"""Reader of notices: (seconds) -> current notices, or None if the metadata server does not answer. If the server
+supports it, the call waits up to that many seconds for a new notice."""
 
 # No proxy of the environment: from there, the same address reaches another machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -99,7 +99,7 @@ class _Answer(NamedTuple):
 
 
 def aws(server: str = SERVER) -> NoticeReader:
-    """Create a reader of the notices for an EC2 spot instance, which uses session tokens (IMDSv2)."""
+    """Create a reader of the notices for an EC2 spot instance; it requests a session token (IMDSv2) at every read."""
     lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
 
     def look(wait_s: float) -> list[Notice] | None:
@@ -123,7 +123,7 @@ def aws(server: str = SERVER) -> NoticeReader:
 
 
 def gcp(server: str = SERVER, clock: Callable[[], float] = time.time) -> NoticeReader:
-    """Create a reader of the notices for a Compute Engine machine; it waits for a preemption, and returns it at once.
+    """Create a reader of the notices for a Compute Engine machine; a preemption ends the reader's wait at once.
 
     Args:
         clock: returns the time in Unix seconds, from which deadlines are estimated: the server does not give them.
@@ -152,10 +152,10 @@ def gcp(server: str = SERVER, clock: Callable[[], float] = time.time) -> NoticeR
 
 
 def azure(server: str = SERVER, clock: Callable[[], float] = time.time) -> NoticeReader:
-    """Create a reader of the scheduled events for an Azure machine, without those of other machines in its group.
+    """Create a reader of the scheduled events for an Azure machine; events of other machines in its group are left out.
 
     Args:
-        clock: returns the time in Unix seconds, the deadline of an event that has begun.
+        clock: returns the time in Unix seconds, which is taken as the deadline of an event that has begun.
     """
     headers = {"Metadata": "true"}
     name = ""
@@ -201,9 +201,9 @@ def cloud_here(server: str = SERVER) -> NoticeReader | None:
 def watch_notices(
     look: NoticeReader, deliver: Callable[[Notice], None], stop: threading.Event, every_s: float = EVERY_S
 ) -> None:
-    """Read notices every ``every_s`` until ``stop`` is set, and call ``deliver`` once for each new one.
+    """Read notices every ``every_s`` seconds until ``stop`` is set, and call ``deliver`` once for each new notice.
 
-    A notice that the cloud withdraws and repeats is delivered again.
+    A notice that the cloud withdraws and later repeats is delivered again.
     """
     known: set[tuple[NoticeKind, str]] = set()
     while not stop.is_set():
@@ -218,7 +218,12 @@ def watch_notices(
 
 
 class Announced:
-    """Notices for this machine since this object was created, collected by a thread."""
+    """Notices of the cloud for this machine since this object was created, collected by a thread.
+
+    Args:
+        environment: environment variables; None for os.environ. RAYPIPE_METADATA_SERVER replaces the address of the
+            metadata server; if it is empty, nothing is collected.
+    """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         server = (os.environ if environment is None else environment).get(ASKED, SERVER)
@@ -274,9 +279,9 @@ def _iso_s(text: str) -> float | None:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the deadline of each draining node, in Unix seconds, by Ray's node id; None if it has no deadline.
+    """Return the deadline in Unix seconds of each draining node, by Ray's node id; a node without deadline has None.
 
-    A deadline is by the clock of the process that requested the drain.
+    The deadline was set by the clock of the process that requested the drain.
     """
     state = getattr(_module("ray._private.state"), "state", None)
     ask = getattr(state, "get_draining_nodes", None)
@@ -321,8 +326,8 @@ class DrainWatch:
 
     Args:
         nodes: returns Ray's ids of the nodes on which the run has workers now.
-        announced: returns the notices of clouds so far, by node.
-        leave: called with nodes that are about to go and have workers; once for each node.
+        announced: returns the notices of clouds so far, by Ray's node id.
+        leave: called with the ids of nodes that are about to go and have workers; once for each node.
         event: called with (decision, reason, ...) to record an event of the run.
         here: Ray's id of the driver's node.
         driver_goes: called once, after ``leave``, if the driver's node is about to go. Its arguments are the deadline
@@ -330,7 +335,7 @@ class DrainWatch:
             not.
 
     Attributes:
-        going: deadline in Unix seconds, or None if unknown, of each node that is about to go.
+        going: nodes that are about to go: deadline in Unix seconds, or None if unknown, by Ray's node id.
     """
 
     def __init__(
@@ -387,9 +392,9 @@ class DrainWatch:
         self._move_away(new, "Ray has started it on a node that was to go already" if first else "")
 
     def _on_notice(self, node: str, notice: Notice) -> None:
-        """Handle a cloud's notice; do nothing if it was handled before.
+        """Handle a cloud's notice for a node; do nothing if the notice was handled before.
 
-        A node that goes is drained in Ray before stages leave it, so that no new worker is started on it.
+        A node that is about to go is drained in Ray before stages leave it, so that Ray starts no new worker on it.
         """
         if (node, notice) in self._handled:
             return
@@ -407,7 +412,7 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, then ``driver_goes``: the driver moves the stages, so it leaves last."""
+        """Call ``leave`` for these nodes, then ``driver_goes`` if the driver is on one: it moves the stages first."""
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)
         if self._here in nodes:

@@ -128,7 +128,7 @@ class ControlMessage(NamedTuple):
 
 
 class ObjectStoreChannel(QueuedChannel):
-    """See the Channel protocol. ``ObjectStoreEndpoint.open`` makes it.
+    """Channel through Ray's object store, made by ``ObjectStoreEndpoint.open``; see the Channel protocol.
 
     Args:
         link: identity of the link, seen from this end.
@@ -297,7 +297,7 @@ class _Address(NamedTuple):
 
 
 class ObjectStoreEndpoint:
-    """Endpoint of one StageActor, whose methods ``link_...`` call it; opens new links whenever that is configured."""
+    """Endpoint of one StageActor, whose methods ``link_...`` call it; opens new links at each ``configure``."""
 
     def __init__(self) -> None:
         self._channels: dict[int, ObjectStoreChannel] = {}
@@ -305,7 +305,7 @@ class ObjectStoreEndpoint:
 
     @property
     def address(self) -> _Address:
-        """Handle of this actor, and its machine; not stored, since Ray would never end an actor with its own handle."""
+        """Handle of this actor, and its machine; made anew, as Ray would never end an actor that stores its handle."""
         return _Address(ray.get_runtime_context().current_actor, machine())
 
     def open(self, opening: LinkSetup) -> dict[int, ObjectStoreChannel]:

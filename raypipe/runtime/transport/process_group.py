@@ -325,7 +325,7 @@ class NcclGroup:
 
 
 def _await_peer(store: Any, me: int, peer: int, incoming: socket.socket, deadline_s: float) -> None:
-    """Wait until the peer is about to create the groups too; until then it may wait for another peer, and fail there.
+    """Wait until the peer is about to create the groups too; before, it may fail while it waits for another worker.
 
     Raises:
         ConnectionError: the peer closed its connection, or did not come in time.

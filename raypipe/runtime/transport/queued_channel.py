@@ -35,7 +35,7 @@ END_TIMEOUT_S = 1.0
 
 
 class QueuedChannel(ABC):
-    """See the Channel protocol.
+    """Base of channels that send in their own thread; see the Channel protocol.
 
     Args:
         name: name of the channel, for errors.

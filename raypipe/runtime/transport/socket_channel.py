@@ -140,7 +140,7 @@ class Connections(NamedTuple):
 
 
 class SocketChannel(QueuedChannel):
-    """See the Channel protocol.
+    """Channel over TCP or a Unix socket, with one connection per direction; see the Channel protocol.
 
     Args:
         connections: results of ``open_links``.
@@ -292,10 +292,10 @@ def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:
 
 
 def receive_exactly(sock: socket.socket, target: memoryview) -> bool:
-    """Fill ``target``; False if the connection ended before its first byte.
+    """Fill ``target`` from a socket; return False if the connection ended before the first byte.
 
     Raises:
-        ConnectionError: it ended later.
+        ConnectionError: the connection ended after the first byte.
     """
     start = 0
     while start < target.nbytes:

@@ -5,7 +5,7 @@ socket if both are on one machine and over TCP otherwise:
 
     sender                             receiver
       | connect --------------------------> |   (the kernel accepts; the worker need not be ready)
-      | <-- handshake (handshake.py) -----> |   connections of strangers are closed
+      | <-- handshake (handshake.py) -----> |   connections without the secret are closed
       | messages =========================> |
 
 The listener stays open when links are opened again, which counts as a new generation. A connection with a greeting of

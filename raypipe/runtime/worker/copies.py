@@ -1,13 +1,14 @@
 """In-memory copies of state on one worker: copies of its own stages, and copies of other workers' stages that it holds.
 
-    worker A   take(21): copied and sent by a thread, during step 22      facts() --> driver: which copies exist
-    worker B   hold, place: A's stages after step 20, 21                  header, data --> a restored worker: RemoteCopy
+    worker A   take(21): a thread copies and sends, during step 22      facts() --> driver: which copies exist
+    worker B   hold, place: receive A's stages after steps 20, 21       header, data --> a restored worker (RemoteCopy)
 
-If the optimizer state is sharded over replicas, a replica's copy has two pieces: the state that is equal on all
-replicas (COMMON), and the replica's own slices. Readers get bytes of the copy's memory block as plain arrays.
+Worker B is the *holder* of A's copies. A copy has a header and one memory block with all tensors. If the optimizer
+state is sharded over replicas, a replica's copy has two pieces, each with its own block: the state that is equal on all
+replicas (COMMON), and the replica's own slices.
 
-A held copy is identified by the generation of its plan and its stage, because another plan may partition the model
-differently, and by its piece.
+The key of a copy from another worker is (generation, stage, piece). The generation is the number of the plan: another
+plan may partition the model differently.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StageKey(NamedTuple):
     """Key of the copies of a stage, or of one piece of it.
 
     Attributes:
+        generation: number of the plan under which they were taken.
         stage: number of the stage in that plan.
         piece: part of the stage's copy, see CopyHeader.
     """
@@ -54,7 +56,7 @@ class CopyFacts(NamedTuple):
         generation: number of the plan under which they were taken.
         stage: number of the stage in that plan.
         names: names of the stage's parameters and buffers.
-        steps: steps of which there is a complete copy, in order.
+        steps: numbers of optimizer steps after which there is a complete copy, in increasing order.
         held: True if they were received from another worker.
         piece, pieces: see CopyHeader.
     """
@@ -68,12 +70,12 @@ class CopyFacts(NamedTuple):
     pieces: int = 0
 
     def remote(self, actor: Any, step: int) -> RemoteCopy:
-        """Return a reference with which other workers read the copy of ``step`` from ``actor``, which has it."""
+        """Return a reference with which any worker can read the copy after ``step`` from ``actor``, which has it."""
         return RemoteCopy(actor, actor._actor_id.hex(), self.generation, self.stage, step, self.names, self.piece)
 
 
 class _Own(NamedTuple):
-    """Copies of a stage of this worker, or of a stage that it had before it was last configured."""
+    """Copies of one of this worker's stages, either a present one or one from before the last ``configure``."""
 
     generation: int
     program: StageProgram
@@ -81,7 +83,7 @@ class _Own(NamedTuple):
     copies: StageCopies
 
     def facts(self) -> list[CopyFacts]:
-        """List the facts of each piece; if nothing was copied yet, those of COMMON without steps."""
+        """List the facts of the copies, piece by piece; before the first copy, one item for COMMON without steps."""
         program, copies = self.program, self.copies
         names = (*program.parameters, *program.buffers)
         by_piece: dict[int, list[CopyHeader]] = {COMMON: []}
@@ -99,11 +101,11 @@ class _Own(NamedTuple):
 class WorkerCopies:
     """All in-memory copies on one worker. Copies of other workers' stages are received and read in any thread.
 
-    Copies from before the last ``configure`` stay until the second copy after it is taken: the driver orders the second
-    copy when all workers have the first, and until then all workers may have to roll back to an older step.
+    Copies from before the last ``configure`` are dropped when the second copy after it is taken. The driver orders that
+    second copy once all workers have the first; until then, workers may have to roll back to an older step.
 
     Args:
-        busy: returns True while boundary messages wait to be sent; copies are sent in between.
+        busy: returns True while activations or gradients wait to be sent to a neighbour; copies are then sent slowly.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
@@ -129,13 +131,13 @@ class WorkerCopies:
     ) -> None:
         """Set the stages that are copied from now on.
 
-        If they are the present stages of the same plan, with the same state objects, their copies are kept as present
-        ones; else the copies of the present stages become older ones.
+        If generation (number of the plan) and state objects are those of the last call, the stages' copies are kept as
+        they are. Otherwise these copies count as older ones, which the second ``take`` drops.
 
         Args:
             holder: actor to which the copies are sent; None sends none.
-            holds: (stage, piece) of the copies that other workers send to this one. Held copies of other pieces are
-                dropped when the second copy is taken.
+            holds: (stage, piece) of the copies that other workers send to this one. The second ``take`` drops received
+                copies of this plan that are not listed.
             device: device of the states' tensors.
             sends: (stage, piece) of this worker's copies that are sent to ``holder``; None for all.
         """
@@ -151,7 +153,7 @@ class WorkerCopies:
         ]
 
     def forget_after(self, step: int) -> None:
-        """Drop own and held copies of steps after ``step``, to which the run has rolled back."""
+        """Drop all copies of steps after ``step``, to which the run has rolled back: also those of other workers."""
         self._sender.stop()
         for own in (*self._own, *self._older):
             own.copies.forget_after(step)
@@ -165,12 +167,13 @@ class WorkerCopies:
     ) -> None:  # fmt: skip
         """Begin to copy the state of every stage, between two steps; a thread finishes the copies during the next step.
 
-        While the previous copy is being sent to the holder, no copy of this step is made: steps do not wait for a slow
-        holder.
+        If the previous copy is still being sent to the holder, this step is not copied, so that steps do not wait for a
+        slow holder.
 
         Args:
+            step: optimizer steps done.
             send: also send the copies to the holder.
-            must: copy this step in any case, after a wait for the previous copy; see CopySender.hurry.
+            must: wait for the previous copy instead, and copy this step in any case; see CopySender.hurry.
             mark: called with a stage; returns its position in the stream that it reads, or None.
 
         Raises:
@@ -202,12 +205,12 @@ class WorkerCopies:
         self._sender.begin(step, begun, send=send)
 
     def wait_until_taken(self) -> None:
-        """Wait until the state has been copied on this worker; copies may still be on their way to the holder."""
+        """Wait until the state has been copied into this worker's memory; the transfer to the holder may still run."""
         for own in self._own:
             own.state.wait_until_read()
 
     def noted(self, reports: Reports, begin_s: float) -> Reports:
-        """Return the reports of a segment that began at ``begin_s`` with ``copying`` and ``copied`` set."""
+        """Set ``copying`` and ``copied`` in the reports of a segment that began at ``begin_s`` (monotonic clock)."""
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
         if not copying and not any(at):
@@ -218,9 +221,9 @@ class WorkerCopies:
         ]
 
     def hold(self, generation: int, header: CopyHeader) -> bool:
-        """Begin to receive a copy of another worker's stage under a plan; return True if it is complete already.
+        """Begin to receive a copy of another worker's stage; return True if this copy is complete already.
 
-        If the stage already has a copy of an earlier step under the same plan, copies of older plans are dropped.
+        If the same stage and plan have a copy of an earlier step here, received copies of older plans are dropped.
         """
         with self._lock:
             held = self._held.setdefault(StageKey(generation, header.stage, header.piece), HeldCopies())
@@ -229,7 +232,10 @@ class WorkerCopies:
             return held.begin(header).whole
 
     def place(self, key: StageKey, step: int, offset: int, data: memoryview) -> bool:
-        """Store received bytes of a copy, from index ``offset`` of its block on; return True once the copy is complete.
+        """Store received bytes of the copy after ``step``; return True once this copy is complete.
+
+        Args:
+            offset: position of the bytes in the copy's block; it must follow the last byte received before.
 
         Raises:
             CheckpointError: the copy was not begun, or the bytes are not the next ones.
@@ -239,7 +245,7 @@ class WorkerCopies:
         return copy.whole
 
     def facts(self) -> list[CopyFacts]:
-        """List the facts of all copies, own stages first."""
+        """List the facts of all copies: first of this worker's stages, then of other workers' stages."""
         with self._lock:
             held = [
                 CopyFacts(of.generation, of.stage, copies.names, copies.steps, True, of.piece, copies.pieces)
@@ -248,15 +254,11 @@ class WorkerCopies:
         return [facts for own in (*self._own, *self._older) for facts in own.facts()] + held
 
     def has(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bool:
-        """Return True if there is a copy, after ``step``, of this piece of a stage of this worker."""
+        """Return True if this worker has such a copy of its own stage; for the arguments see ``copy``."""
         return self._find(generation, stage, step, piece) is not None
 
     def piece(self, generation: int, stage: int, step: int, piece: int = COMMON) -> CopyPiece:
-        """Return the copy, after ``step``, of a piece of a stage: this worker's stage or a held one.
-
-        Raises:
-            CheckpointError: that copy is not here.
-        """
+        """Return a copy as a source of tensors; arguments and errors are those of ``copy``."""
         header, block = self.copy(generation, stage, step, piece)
         return CopyPiece(header, views_of(block))
 
@@ -269,15 +271,20 @@ class WorkerCopies:
         self._sender.close()
 
     def _pieces_sent(self, own: _Own) -> tuple[int, ...]:
-        """List the pieces of a stage's copy that are sent to the holder, COMMON first."""
+        """List the pieces of a stage's copy (see CopyHeader) that are sent to the holder, COMMON first."""
         here = (COMMON,) if own.state.slices is None else (COMMON, 1 + own.state.slices.replica)
         return tuple(piece for piece in here if self._sends is None or (own.program.index, piece) in self._sends)
 
     def copy(self, generation: int, stage: int, step: int, piece: int) -> tuple[CopyHeader, torch.Tensor]:
-        """Return (header, block) of a copy: of a stage of this worker, or a held one.
+        """Return (header, memory block) of a copy of this worker's stage, or of one received from another worker.
+
+        Args:
+            generation: number of the plan under which the copy was taken.
+            step: optimizer steps done in the copied state.
+            piece: part of the stage's copy, see CopyHeader.
 
         Raises:
-            CheckpointError: that copy is not here.
+            CheckpointError: this worker has no such copy, or it is incomplete.
         """
         if (copies := self._find(generation, stage, step, piece)) is not None:
             return copies.copy(step, piece)
@@ -286,7 +293,7 @@ class WorkerCopies:
         return held.header, held.block
 
     def _find(self, generation: int, stage: int, step: int, piece: int) -> StageCopies | None:
-        """Return the copies of a stage of this worker, if this piece after ``step`` is among them; else None."""
+        """Return the copies of this worker's own stage if they include such a copy, else None; see ``copy``."""
         for own in (*self._own, *self._older):
             if (own.generation, own.program.index) == (generation, stage) and any(
                 (header.step, header.piece) == (step, piece) for header in own.copies.headers

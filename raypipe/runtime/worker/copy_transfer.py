@@ -5,10 +5,11 @@ its thread        | [finish] [hold_copy_part 1 MiB]  [hold_copy_part 2 MiB] ... 
 worker B                      hold                      place                          WorkerCopies
 worker A                                                                acknowledged: step 20
 
-RateLimiter: parcels take SHARE of the time, and only LEAST_SHARE while boundary messages wait to be sent.
+A copy is sent in parcels of some MiB. RateLimiter pauses after each, so that parcels take SHARE of the time, or only
+LEAST_SHARE while boundary messages (activations and gradients between stages) wait to be sent:
 
-parcel   [==]              [==]       [===]
-pause        [---3 x===---]    [busy--]     [---3 x ...
+parcel   [==]              [==]                     [===]
+pause        [3 times as long]  [longer: link busy]      [3 times as long]
 
 RemoteCopy(A, stage 1, step 21).opened()  --header-->  CopyPiece  --names-->  only the bytes of these, in parcels
 
@@ -46,15 +47,15 @@ from raypipe.errors import CheckpointError, StageError, StageLostError
 from raypipe.ir.report import CopyReport
 
 SHARE = 0.25
-"""Share of the time that is spent sending if no boundary message waits."""
+"""Share of the time in which copies are sent if no boundary message waits."""
 LEAST_SHARE = 0.02
-"""Share of the time if boundary messages always wait, so that a copy arrives eventually."""
+"""Share of the time in which copies are sent if boundary messages always wait; above 0, so that a copy arrives."""
 PARCEL_S = 0.25
-"""Target duration of a parcel: boundary messages share the link with it. On busy nodes, a call takes 0.05 to 0.2 s
-regardless of its size, and small parcels took 20 s for a copy of 96 MB."""
+"""Target duration of a parcel: short, because boundary messages share the link with it, but no shorter. On busy nodes,
+a call takes 0.05 to 0.2 s regardless of its size, and a copy of 96 MB in small parcels took 20 s."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 16 << 20
-"""Limits of a parcel's size. An actor call costs 4 or 5 ms of CPU time: 100 MB took 0.1 s of CPU time in parcels of
-4 MiB, 0.5 s in parcels of 1 MiB, 1.6 s in parcels of 256 KiB."""
+"""Limits of a parcel's size in bytes. An actor call costs 4 or 5 ms of CPU time: 100 MB took 0.1 s of CPU time in
+parcels of 4 MiB, 0.5 s in parcels of 1 MiB, 1.6 s in parcels of 256 KiB."""
 POLL_S, MOST_SLEEP_S = 0.002, 0.05
 
 
@@ -65,7 +66,7 @@ class RateLimiter:
         parcel_bytes: size of the next parcel.
 
     Args:
-        busy: returns True while boundary messages wait to be sent.
+        busy: returns True while boundary messages (activations, gradients) wait to be sent.
         stopped: returns True if pauses should end at once.
         parcel_bytes: size of the first parcel.
     """
@@ -82,7 +83,7 @@ class RateLimiter:
         self.parcel_bytes = parcel_bytes
 
     def sent(self, nbytes: int, took_s: float) -> None:
-        """Adapt ``parcel_bytes`` after a parcel has arrived; a parcel below LEAST_BYTES has no effect."""
+        """Adapt ``parcel_bytes`` to a parcel of ``nbytes`` that took ``took_s``; ignore one below LEAST_BYTES."""
         if nbytes >= LEAST_BYTES:
             wanted_bytes = PARCEL_S / max(took_s, 1e-6) * nbytes
             changed_bytes = min(2 * self.parcel_bytes, max(self.parcel_bytes / 2, wanted_bytes))
@@ -102,7 +103,7 @@ class RateLimiter:
 ANSWER_S = 0.05
 """Interval at which a wait for an answer checks if sending was stopped."""
 PATIENCE_S, MOST_S = 5.0, 30.0
-"""Limits of ``CopySender.hurry``: seconds without an arrived parcel, and in total, until the copy is given up."""
+"""Limits of ``CopySender.hurry`` in seconds until the copy is given up: without an arrived parcel, and in total."""
 END_S = 30.0
 """Seconds to wait for the thread to stop sending."""
 
@@ -122,10 +123,10 @@ class Begun(NamedTuple):
 
 
 class CopySender:
-    """Sender of one worker's copies to their holder, in a thread.
+    """Sender of one worker's copies to their holder, the worker that stores them, in a thread.
 
     Args:
-        busy: returns True while boundary messages wait to be sent.
+        busy: returns True while boundary messages (activations and gradients between stages) wait to be sent.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
@@ -141,7 +142,7 @@ class CopySender:
         self._worked_s = 0.0
 
     def send_to(self, holder: Any, generation: int) -> None:
-        """Send copies of this plan's stages to ``holder``, another worker's actor, from now on; None sends none."""
+        """Send copies of the stages of plan ``generation`` to the actor ``holder`` from now on; None sends none."""
         self.stop()
         self._holder, self._generation, self._acknowledged = holder, generation, {}
         self._parcel_bytes = LEAST_BYTES
@@ -161,7 +162,7 @@ class CopySender:
         return True
 
     def hurry(self) -> None:
-        """Send the previous copy without pauses, and wait for it; give it up if no parcel arrives for PATIENCE_S.
+        """Send the previous copy without pauses, and wait for it; give it up after PATIENCE_S or MOST_S, see there.
 
         Raises:
             StageError: the previous copy failed.
@@ -175,7 +176,7 @@ class CopySender:
         self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies and ``send`` them, in a thread; ``ready`` must have returned True before."""
+        """Finish these copies in a thread, and with ``send`` send them; ``ready`` must have returned True before."""
         self._stopping.clear()
         self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")
@@ -186,7 +187,7 @@ class CopySender:
         return (self._job is not None and not self._job.done()) or self._worked_s >= begin_s
 
     def acknowledged(self, stage: int) -> CopyReport | None:
-        """Report on the newest copy of a stage that is complete on its holder, or on this worker without a holder."""
+        """Return the report on a stage's newest copy that is complete on the holder (if any); None before the first."""
         return self._acknowledged.get(stage)
 
     def give_up(self) -> None:
@@ -194,7 +195,7 @@ class CopySender:
         self._stopping.set()
 
     def stop(self) -> None:
-        """Stop sending, and wait until the thread has stopped; copies on this worker are still finished."""
+        """Stop sending, and wait up to END_S until the thread has; copies on this worker are still finished."""
         self.give_up()
         if self._job is not None:
             wait([self._job], END_S)
@@ -222,7 +223,7 @@ class CopySender:
             self._worked_s = time.monotonic()
 
     def _send(self, header: CopyHeader, block: torch.Tensor) -> bool:
-        """Send one copy in parcels; return True if it has arrived completely."""
+        """Send one copy in parcels; return True if all of it arrived, False if sending stopped or the holder failed."""
         holder, data = self._holder, block.numpy()
         pace = RateLimiter(self._busy, lambda: self._stopping.is_set() or self._hurried.is_set(), self._parcel_bytes)
         which = self._generation, header.stage, header.step, header.piece
@@ -257,7 +258,7 @@ class CopySender:
 PARCEL_BYTES = 4 << 20
 """Bytes of one parcel."""
 AHEAD = 3
-"""Number of parcels that are requested at a time."""
+"""Maximum number of requests for parcels that are under way."""
 READ_TIMEOUT_S = 120.0
 """Timeout of one parcel; the death of a worker is noticed at once."""
 
@@ -275,8 +276,8 @@ class RemoteCopy:
 
     Attributes:
         actor: stage actor that has the copy.
-        key: Ray's id of the actor, by which it recognizes its own copies.
-        generation, stage, step: plan, stage and number of steps of the copy.
+        key: Ray's id of the actor in hexadecimal digits, by which the actor recognizes its own copies.
+        generation, stage, step: number of the plan, number of the stage in it, and optimizer steps done in the copy.
         names: names of all parameters and buffers of the stage.
         piece: part of the stage's copy, see CopyHeader.
     """
@@ -295,10 +296,13 @@ class RemoteCopy:
         return self.generation, self.stage, self.step, self.piece
 
     def opened(self, moved: Tally) -> CopyPiece:
-        """Fetch the header and return the copy; its tensors, counted in ``moved``, are fetched when they are read.
+        """Fetch the header and return the copy, whose tensors are fetched when they are read.
+
+        Args:
+            moved: counter to which the bytes of fetched tensors are added.
 
         Raises:
-            StageLostError: the worker with the copy died, or does not answer; also when tensors are read.
+            StageLostError: the worker with the copy died, or does not answer. Reading a tensor may raise it too.
         """
         header = self._get(self.actor.copy_header.remote(*self.of))
         return CopyPiece(CopyHeader.from_json(header), partial(self._fetch, moved))
@@ -336,7 +340,7 @@ class RemoteCopy:
 
 
 def _parcels(infos: Sequence[TensorInfo]) -> Iterator[list[tuple[TensorInfo, int, int]]]:
-    """Divide tensors into parcels of ranges (tensor, begin, end), in bytes of the block."""
+    """Divide tensors into parcels: lists of (tensor, begin, end), with positions in bytes in the copy's block."""
     parcel: list[tuple[TensorInfo, int, int]] = []
     room_bytes = PARCEL_BYTES
     for info in infos:

@@ -1,15 +1,17 @@
-"""Worker's side of the heartbeat: reports what its process does, and ends it if the driver stops renewing the lease.
+"""Worker's side of the heartbeat: reports what its process does, and ends the process if heartbeat requests stop.
 
     driver   --heartbeat(lease_s)-->  actor method in a concurrency group of its own: computing does not delay it
              <----- Heartbeat ------
-    LeaseClock: counts down in a thread; at zero the worker ends itself, and shortly before that it sets a gauge
+    LeaseClock: counts down from lease_s in a thread; at zero the worker ends itself
 
-Actions are not slowed down: the duration of the current action is measured by looking at it at every heartbeat.
+Timing an action (such as the forward of one micro-batch) does not slow it down: its duration is estimated from the
+heartbeats during it.
 
-The driver publishes all other metrics of a run. This gauge is set by workers, so that it also shows a lost driver:
+The driver publishes all other metrics of a run. The gauge of this module is set by workers, so that it also shows a
+lost driver. It is set once LONG of the lease (driver_grace_s) has passed without a renewal, and to 0 at the next one:
 
-share of driver_grace_s that has passed   0.02   ...   0.25   ...   0.9   0.02     1
-gauge                                      --          0.25         0.9   0, --   the process ends
+share of the lease that has passed   0.02   ...   0.25   ...   0.9   | renewal |   0.02   ...   1
+gauge                               not set       0.25         0.9                 0            the process ends
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from raypipe.metrics import metric
 from raypipe.runtime.worker.places import owner_of, release_ended
 
 LONG = 0.25
-"""Share of the lease that must have passed before the gauge is set; a healthy driver renews much sooner."""
+"""Share of the lease after which the gauge is set; a healthy driver renews the lease much sooner."""
 TICK_S = 0.5
 END_S = 5.0
 """Seconds in which a worker whose lease has expired closes its links and removes its placement group."""
@@ -48,7 +50,7 @@ class Heartbeat(NamedTuple):
         action_s: seconds since a heartbeat first saw this action.
         computes: True if the action waits neither for a message of another stage nor for data.
         longest_s: seconds of the longest earlier computation, as seen by heartbeats.
-        segments: number of segments carried out by the current call of ``work``.
+        segments: number of segments (orders of the driver) carried out by the current call of ``StageActor.work``.
         cpu_s: processor seconds of all threads since the process began.
         resident_bytes: resident memory of the process; on a GPU, the peak of the memory of its tensors; 0 if unknown.
     """
@@ -64,9 +66,9 @@ class Heartbeat(NamedTuple):
 
 
 class ActionClock:
-    """Duration of the current action, measured by looking at it repeatedly.
+    """Estimate of the current action's duration, from repeated calls of ``look``.
 
-    An executor makes a new object for every action that it begins, so that actions are compared with ``is``.
+    Actions are compared with ``is``, because an executor makes a new object for every action that it begins.
     """
 
     def __init__(self) -> None:
@@ -93,14 +95,14 @@ class ActionClock:
 
 
 class LeaseClock:
-    """Lease of a worker, which calls ``end`` if it is not renewed.
+    """Lease of a worker: a countdown that calls ``end`` unless it is renewed in time.
 
-    Only seconds in which this process was awake count: while it was stopped or starved, it could not process a renewal.
+    Only seconds in which this process was awake count: while stopped or starved, it cannot process a renewal.
 
     Args:
         lease_s: duration of the lease in seconds; a renewal may set another one.
         end: called once, from a thread, when the lease has expired.
-        passed: called from the same thread at every earlier tick, with the share of the lease that has passed.
+        passed: called from the same thread at every earlier tick, with the share (0 to 1) of the lease that has passed.
         tick_s: seconds between two ticks of the thread.
     """
 
@@ -141,7 +143,7 @@ class Vitals:
     """Action clock, lease and gauge of a worker; ends the process when the lease has expired.
 
     Args:
-        lease_s: seconds in which the first heartbeat request has to come.
+        lease_s: duration of the lease until the first heartbeat request renews it.
         close: closes the worker's links.
 
     Attributes:
@@ -157,7 +159,7 @@ class Vitals:
         self._lease = LeaseClock(lease_s, self._end, self._on_tick)
 
     def heartbeat(self, lease_s: float, executor: Executor | None, segments: int) -> Heartbeat:
-        """Renew the lease for ``lease_s`` seconds, and return the heartbeat of this process."""
+        """Renew the lease for ``lease_s`` seconds, and return the heartbeat; ``executor`` is None without stages."""
         self._lease.renew(lease_s)
         if executor is None:
             return heartbeat_of(self._actions, None, segments, reads=False)
@@ -174,7 +176,7 @@ class Vitals:
         self._gauge.set(share if self._silent else 0.0, tags={"run": self.run})
 
     def _end(self) -> None:
-        """Close the links, remove the placement group, and end this process, whatever its other threads do."""
+        """End this process, whatever its other threads do; before, close links and remove the placement group."""
         sys.stderr.write("raypipe: no heartbeat request of the driver came in a whole lease, so this stage ends.\n")
         giving_back = threading.Thread(target=self._give_back, daemon=True)
         giving_back.start()
@@ -192,7 +194,12 @@ class Vitals:
 def heartbeat_of(
     clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
 ) -> Heartbeat:
-    """Create the heartbeat of this process, and update ``clock``; a stage that ``reads`` waits for its data."""
+    """Create the heartbeat of this process, and update ``clock``.
+
+    Args:
+        action, segments: see Heartbeat; the action is None between segments.
+        reads: True if a stage waits for its data, so that the action does not count as computing.
+    """
     now_s = time.monotonic()
     computes = action is not None and action.op in _OWN and not reads
     return Heartbeat(

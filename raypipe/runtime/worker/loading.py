@@ -29,7 +29,7 @@ def names_of(stage: StageProgram | StageState) -> tuple[str, ...]:
 
 
 def rehearse(make_optimizer: MakeOptimizer) -> None:
-    """Create an optimizer and step it once, for the sake of its imports."""
+    """Create an optimizer for a dummy parameter and step it once, so that its modules are imported."""
     stand_in = torch.nn.Parameter(torch.zeros(1))
     stand_in.grad = torch.zeros(1)
     with contextlib.suppress(Exception):  # imports are done even if it cannot be made for such a parameter
@@ -43,11 +43,15 @@ def load_states(
     run: RunSetup, setup: GenerationSetup, worker: int, sources: Sequence[StateSource | str | RemoteCopy],
     present: list[StageState], own: WorkerCopies, device: Device,
 ) -> tuple[list[StageState], int]:  # fmt: skip
-    """Build the states of a worker's stages; later copies in this process are dropped.
+    """Build the states of a worker's stages.
+
+    Also drop those copies in this process whose steps the run repeats from the loaded state on.
 
     Args:
         sources: see StageActor.load.
-        present: present states; if they are of the same stages, and the sources are copies, they are overwritten.
+        present: present states. They are overwritten and returned if they have the same parameters and buffers, and
+            ``sources`` are copies.
+        own: all copies in this process.
 
     Returns:
         (the states, number of bytes read from other workers' copies).
@@ -81,7 +85,7 @@ def load_states(
 def states_of(
     run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str], crossing: DeviceTransfer
 ) -> list[StageState]:
-    """Build the states of stages with new optimizers; stages that share a parameter get a copy each.
+    """Build the states of stages with new optimizers; stages that share a parameter each get their own copy of it.
 
     Args:
         sources: sources of parameters and buffers, each read from the first source that has it; a string is the name of
@@ -109,7 +113,7 @@ def states_of(
 def empty_states(
     run: RunSetup, programs: Sequence[StageProgram], source: StateSource, crossing: DeviceTransfer
 ) -> list[StageState]:
-    """Build the states of stages with tensors like those of a source, which are to be loaded, and new optimizers.
+    """Build the states of stages with uninitialized tensors and new optimizers; the caller loads the tensors.
 
     Raises:
         CheckpointError: the source lacks a tensor of a stage.
@@ -129,19 +133,20 @@ def empty_states(
 def joined(
     copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]
 ) -> tuple[StateSource, Tally, Mark | None]:
-    """Join all copies of stages that have any of these names to one source.
+    """Join the copies of all stages that have any of these names to one source.
 
-    Copies in this process are read in place; also if ``copies`` names another replica's copy of the same stage and
-    step.
+    Copies in this process are read in place. A copy of another replica is replaced by this process's own copy of the
+    same stage and step, if there is one.
 
     Args:
-        copies: references to all pieces of each stage.
+        copies: references to all pieces of each stage's copy, see CopyHeader.
+        own: copies in this process.
         me: Ray's id of this actor.
         names: names of the parameters and buffers that are needed.
 
     Returns:
-        The source; a counter of the bytes that are read from other workers; position in the stream of train_data, or
-        None.
+        The source; a counter of the bytes that are read from other workers; the position in the stream of train_data,
+        None if no stage reads a stream.
     """
     wanted, moved, named = set(names), Tally(), list(copies)
     stages = {copy.stage for copy in named if copy.piece == COMMON and wanted.intersection(copy.names)}

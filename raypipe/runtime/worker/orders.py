@@ -1,4 +1,4 @@
-"""Orders of a stage: rejects orders of replaced drivers, queues the others, ends all stages together, keeps reports.
+"""Orders of a stage actor: rejects those of replaced drivers, queues the others, and stores reports.
 
 Fence:
 
@@ -6,17 +6,17 @@ Fence:
     driver of term 4   --fence(4)--------> stage      driver 4 adopts the stage, because it takes driver 3 for dead
     driver of term 3   --submit(3, ...)--> stage      rejected with LeaseError
 
-The term is the generation of the driver's lease on the run's folder: each driver that takes the lease gets a higher
+The term of a driver is the number of its lease on the run's folder. Each driver that takes the lease gets a higher
 term than all before.
 
-OrderGate, with which all stages end after the same order:
+OrderGate ends all stages after the same order:
 
     submitted   0  1  2  3
     stage 0     [==0==][==1==][=2
     stage 1           [==0==][==1==        halt: 3 have begun on stage 0, 2 on stage 1
                                            finish_after(3): stage 1 still carries out 2, no stage begins 3
 
-Stages run ahead of each other, and a segment that one stage has begun needs all stages. So a stop takes two calls:
+Some stages are further than others, and an order that one stage has begun needs all stages. So a stop takes two calls:
 ``halt`` keeps every stage from beginning another order and returns how many the stage has begun; ``finish_after``
 passes the largest of these numbers to all stages. Between the two calls, a stage finishes its current order.
 """
@@ -42,8 +42,8 @@ class Attached(NamedTuple):
 
     Attributes:
         worker: number of the worker in the plan; None for a spare.
-        links: number of its links, see StageActor.configure; -1 before the first.
-        run: number of the newest ``StageActor.work``; -1 before the first.
+        links: number of times that its links were opened, less one; -1 before the first time.
+        run: number of the newest call of ``StageActor.work``; -1 before the first.
     """
 
     worker: int | None
@@ -52,7 +52,10 @@ class Attached(NamedTuple):
 
 
 class Fence:
-    """Fence of one stage actor: remembers the highest term of a driver, and rejects lower terms; thread-safe."""
+    """Fence of one stage actor: stores the highest term of its drivers, and rejects lower ones; thread-safe.
+
+    The term is a number that grows with each new driver of the run.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,12 +63,12 @@ class Fence:
 
     @property
     def term(self) -> int:
-        """Highest term of a driver that has ordered anything; -1 before the first order."""
+        """Highest term that passed ``check`` or ``passing``; -1 before the first."""
         with self._lock:
             return self._term
 
     def admits(self, term: int) -> bool:
-        """Return True if no driver of a higher term has ordered anything; do not store this term."""
+        """Return True if no higher term has passed ``check`` or ``passing``; this term is not stored."""
         with self._lock:
             return term >= self._term
 
@@ -73,17 +76,17 @@ class Fence:
         """Admit the driver of this term, and reject lower terms from now on.
 
         Raises:
-            LeaseError: a driver of a higher term has ordered something.
+            LeaseError: a driver of a higher term was admitted before.
         """
         with self.passing(term):
             pass
 
     @contextlib.contextmanager
     def passing(self, term: int) -> Iterator[None]:
-        """Check the term, and hold the fence's lock inside the context, so that no other driver passes meanwhile.
+        """Check the term like ``check``; no other driver is admitted inside the context.
 
         Raises:
-            LeaseError: a driver of a higher term has ordered something.
+            LeaseError: a driver of a higher term was admitted before.
         """
         with self._lock:
             if term < self._term:
@@ -100,9 +103,9 @@ KEPT_REPORTS = 1024
 
 
 class OrderGate:
-    """Queue of orders by run, whose taking can be halted: one thread takes orders, others put them and halt it.
+    """Queue of orders: one thread takes them, and other threads add orders or end the queue after a number of them.
 
-    A run is one call of ``StageActor.work``, with its number.
+    Orders are queued by run. A run is one call of ``StageActor.work``, given by its number.
     """
 
     def __init__(self) -> None:
@@ -131,20 +134,20 @@ class OrderGate:
             return order
 
     def halt(self, run: int) -> int:
-        """Keep further orders of this run from beginning until ``finish_after``; return how many have begun."""
+        """Let no further order of this run begin until ``finish_after``; return the number that have begun."""
         with self._changed:
             self._halted.add(run)
             return self._begun[run]
 
     def finish_after(self, run: int, count: int) -> None:
-        """End the run after ``count`` orders, counted from its beginning."""
+        """Undo ``halt``, but let ``next`` end the run after ``count`` orders, counted from the run's beginning."""
         with self._changed:
             self._limits[run] = count
             self._halted.discard(run)
             self._changed.notify_all()
 
     def abort(self, run: int) -> None:
-        """End the run now, after a failure: no further order begins, even if other stages have begun more."""
+        """End the run now, after a failure: no further order begins, even if other workers have begun more of them."""
         with self._changed:
             self._limits[run] = self._begun[run]
             self._halted.discard(run)
@@ -157,7 +160,7 @@ class OrderGate:
 
 
 class WorkReports:
-    """Reports of a worker's current call of ``work``; one thread adds them, others wait for them.
+    """Reports of a worker's current call of ``StageActor.work``; one thread adds them, others wait for them.
 
     Attributes:
         run: number of the call that began last; -1 before the first.
@@ -170,7 +173,7 @@ class WorkReports:
 
     @property
     def count(self) -> int:
-        """Number of segments that the current call has carried out."""
+        """Number of segments (one for each order) that the current call has carried out."""
         return self._done.end
 
     def begin(self, run: int) -> None:
@@ -191,9 +194,10 @@ class WorkReports:
             self._grown.notify_all()
 
     def since(self, run: int, place: int, wait_s: float) -> list[list[list[StepReport]]]:
-        """Return the reports of call number ``run`` from segment ``place`` on; empty if it is not the current call.
+        """Return the reports of call number ``run`` from segment ``place`` on, by segment, stage and mini-batch.
 
-        Waits up to ``wait_s`` for the first of them, unless the call has ended.
+        Waits up to ``wait_s`` seconds for the first of them, unless the call has ended. The result is empty after that
+        time, or if another call is the current one.
         """
         with self._grown:
             # A call for a finished run returns at once: waiting calls would fill the actor's control group.
@@ -202,7 +206,7 @@ class WorkReports:
 
 
 def sendable(error: RaypipeError) -> RaypipeError:
-    """Copy an error for the driver: with its time, and with the traceback through the user's code if there is one."""
+    """Copy an error to send it to the driver: with the present time, and the traceback of its cause in the message."""
     cause = error.__cause__
     trace = "" if cause is None else f"\n\n{''.join(traceback.format_exception(cause))}"
     failure = type(error)(f"{error}{trace}")
@@ -214,7 +218,7 @@ T = TypeVar("T")
 
 
 class Window(Generic[T]):
-    """Newest items of a growing list, which keep their indices when older items are dropped.
+    """Newest items of a growing list; dropping older items does not change the indices of the others.
 
     Args:
         most: maximum number of items in memory; None keeps all until they are taken.
@@ -229,7 +233,7 @@ class Window(Generic[T]):
 
     @property
     def first(self) -> int:
-        """Index of the oldest item in memory; ``end`` if it is empty."""
+        """Index of the oldest item in memory; ``end`` if no item is in memory."""
         return self.end - len(self._items)
 
     def append(self, item: T) -> None:
@@ -250,7 +254,7 @@ class Window(Generic[T]):
         return self._items[place - self.first]
 
     def take(self, place: int) -> T:
-        """Return the item at index ``place``; drop it and the items before it."""
+        """Return the item at index ``place``; drop it and the items before it. IndexError if it is not in memory."""
         item = self[place]
         while self.first <= place:
             self._items.popleft()

@@ -3,7 +3,7 @@
     tensors by name --parcels--> [a b c] [d e] [f ...]       objects of about PARCEL_BYTES, each put once
     worker          <--StoredTensors.read(names)             fetches only the parcels that hold these names
 
-Packing does not depend on the plan, which decides later which worker holds which tensor.
+A parcel does not depend on the plan, so that tensors can be packed before the stages of each worker are known.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def packed_in_parcels(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str,
 def stored(
     initial: Mapping[str, torch.Tensor] | Sequence[StateSource], put: Callable[[Any], Any] = ray.put
 ) -> StoredTensors:
-    """Put tensors into the object store, in parcels.
+    """Put tensors into the object store, in parcels, and return a source that reads them from there.
 
     Args:
-        initial: tensors by name, or sources. Tensors of GivenTensors are put into the store; other sources are kept.
+        initial: tensors by name, or sources of tensors. Only tensors of GivenTensors are put into the store; other
+            sources, such as files, become sources of the result.
         put: called with each parcel; returns a reference to it.
     """
     sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
@@ -90,8 +91,8 @@ def stored(
 class StoredTensors:
     """Tensors in the object store, as a StateSource.
 
-    An object of this class contains references only, which Ray does not resolve inside a value: a process that forwards
-    it fetches no tensors.
+    An object of this class contains only references to parcels. Ray does not resolve references inside an object, so
+    that a process can forward it without fetching tensors.
 
     Args:
         parcels: the tensors in the store.
@@ -130,7 +131,7 @@ class StoredTensors:
                 yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
 
     def let_go(self, saved: Collection[str]) -> None:
-        """Drop parcels whose tensors are all in ``saved``, those of checkpoints; the store then frees the parcels."""
+        """Drop parcels whose tensors are all in ``saved``, the names in checkpoints; Ray then frees these parcels."""
         self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
 
 
@@ -138,7 +139,7 @@ HAND_OVER_TIMEOUT_S = 300.0
 
 
 class ActorOutputs:
-    """Outputs of an evaluation on stage actors, collected by another actor until ``take`` fetches all of them."""
+    """Collector of an evaluation's outputs, in an actor; ``give``, called by stages, adds one, ``take`` fetches all."""
 
     def __init__(self) -> None:
         self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(ListOutputs).remote()
@@ -153,7 +154,7 @@ class ActorOutputs:
 
 
 def _give(actor: Any, output: Any) -> torch.Tensor:
-    """Pass an output of the last stage to the actor that collects them."""
+    """Send an output of the last stage to the collecting actor; return a scalar in place of the loss."""
     # One at a time, so that at most one output waits in memory and they arrive in order.
     answer: torch.Tensor = ray.get(actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
     return answer

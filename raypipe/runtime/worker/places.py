@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 NAMESPACE = "raypipe"
 PREFIX = "raypipe/"
 PLACE_TIMEOUT_S = 30.0
-"""Default timeout of a wait for a placement group during which the run's other workers wait."""
+"""Default timeout in seconds of a wait for a placement group; the run's other workers are idle meanwhile."""
 END_TIMEOUT_S, END_POLL_S = 5.0, 0.05
 
 AWAY = (RayError, ConnectionError, RuntimeError)
@@ -37,8 +37,9 @@ class Owner(NamedTuple):
     """Driver that stage actors obey.
 
     Attributes:
-        name: Ray's name of the driver, part of the names of its actors; "" for a process that is not a run's driver.
-        term: generation of its lease on the run's folder; stages obey the driver of the highest term only.
+        name: name of the driver's actor, with which the names of its stage actors begin; "" for a process that is not a
+            run's driver.
+        term: number that grows with each driver of the run; stages obey the driver of the highest term only.
     """
 
     name: str = ""
@@ -48,8 +49,8 @@ class Owner(NamedTuple):
 def request_places(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> dict[int, PlacementGroup]:
     """Request a placement group for each worker, so that each can move without the others; return them by number.
 
-    They are created when the cluster has room. Until then Ray's autoscaler counts them as demand, together with other
-    demand, and `ray status` shows them as pending placement groups.
+    Ray creates a group when the cluster has room. Until then its autoscaler counts the group as demand, and
+    `ray status` shows it as pending.
 
     Args:
         owner: the driver's name; "" makes groups without a name, which end with this process.
@@ -98,7 +99,7 @@ def is_driver(name: str) -> bool:
 
 
 def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
-    """Return the living stage actors of the driver of this name, with their placement groups, by number."""
+    """Return (stage actor, placement group) of each living stage actor of the driver of this name, by number."""
     places, actors = _places(owner), {}
     for number in _named(owner):
         with contextlib.suppress(ValueError):  # it has ended meanwhile
@@ -121,7 +122,7 @@ def _named(owner: str) -> list[int]:
 
 
 def release_orphans(owner: str) -> None:
-    """End all stage actors of the driver of this name, and remove all its placement groups; for a dead driver."""
+    """End all stage actors of a dead driver, within END_TIMEOUT_S, and remove all its placement groups."""
     deadline_s = time.monotonic() + END_TIMEOUT_S
     with contextlib.suppress(RayError):
         while (left := living(owner)) and time.monotonic() < deadline_s:  # a driver may be killed while it starts one
@@ -132,7 +133,7 @@ def release_orphans(owner: str) -> None:
 
 
 def release_ended(owner: str) -> None:
-    """Remove this driver's placement groups without a living stage actor, if the driver is dead too."""
+    """Remove a dead driver's placement groups without a living stage actor; do nothing if the driver is alive."""
     with contextlib.suppress(RayError):
         try:
             ray.get_actor(owner, namespace=NAMESPACE)
@@ -141,7 +142,7 @@ def release_ended(owner: str) -> None:
 
 
 def release_abandoned() -> None:
-    """Remove placement groups of all dead drivers on the cluster, if their stage actors are dead too.
+    """Remove the placement groups of all dead drivers on the cluster, except those with a living stage actor.
 
     A group that stays would keep its share of a node for ever, and the autoscaler would keep the node.
     """
@@ -159,7 +160,7 @@ def release_unused(owner: str) -> None:
 
 
 def owner_of(actor: str | None) -> str:
-    """Return the driver's name in the name of a stage actor; "" for an actor without a name."""
+    """Return the driver's name, with which a stage actor's name begins; "" if ``actor`` is None."""
     return (actor or "").partition(f"/{_ACTOR}")[0]
 
 

@@ -3,7 +3,7 @@
     ScalingConfig(use_gpu=True)                      num_gpus=1      one worker on a GPU
     ... resources_per_worker={"GPU": 0.5}            num_gpus=0.5    two workers on a GPU, each with half of its memory
     Ray:  CUDA_VISIBLE_DEVICES=2                     torch in the worker: GPU 2 is cuda:0
-    with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES the worker sees all GPUs, and takes the one with Ray's number
+    with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES the worker sees all GPUs, and uses the index that Ray assigned
 
 Two workers with shares of a GPU may get the same one or two different ones: Ray fills one GPU before it uses another.
 """
@@ -31,29 +31,29 @@ from raypipe.run.lease import read_lease
 
 
 def enter(folder: str) -> None:
-    """Change to this working directory; do nothing on a node that lacks it, or with Ray's working_dir.
+    """Change to this working directory, so that relative paths of the user's code mean the same on all nodes.
 
-    Messages about relative paths that are not found there name node and directory, see raypipe/user_lines.py.
+    Do nothing on a node that lacks the directory, or if Ray's runtime environment has a working_dir.
     """
     if folder and not ray.get_runtime_context().runtime_env.get("working_dir") and Path(folder).is_dir():
         os.chdir(folder)
 
 
 def holder_of(place: Place | None) -> str:
-    """Return the holder of the lease in a local folder, as text; "" if there is no lease, or the place is remote."""
+    """Return generation and holder of the lease in a run's folder, as text; "" without a lease or a local folder."""
     lease = read_lease(place) if place is not None and place.is_local else None
     return "" if lease is None else f"{lease.generation} {lease.holder.id}"
 
 
 def refuse_another_folder(place: Place, held_by: str) -> None:
-    """Raise if the folder at this path is not the driver's, but another one on this node's own disk.
+    """Raise if this path is another folder here than on the driver's node, as on two nodes' own disks.
 
     Args:
         place: local folder of the run.
         held_by: result of ``holder_of`` on the driver's node.
 
     Raises:
-        PlanError: another lease, or none, is in the folder; names the folder and the node.
+        PlanError: the folder has another lease or no lease; names the folder and the node.
     """
     for folder in (Path(place.path).parent, Path(place.path)):
         with suppress(OSError):  # reading the lease raises the error

@@ -1,12 +1,13 @@
 """StageActor: the stages of one worker, in one process.
 
-One call, ``work``, lasts as long as segments come; calls in other concurrency groups are answered meanwhile. Most calls
-carry the driver's term, so that a driver that was replaced is refused.
+One call, ``work``, lasts as long as orders come; calls in other concurrency groups are answered meanwhile. An order
+has a segment: the mini-batches to complete next. Most calls carry the driver's term, a number that grows with each new
+driver of the run: a driver with a lower term than an earlier caller gets a LeaseError.
 
     driver --join, load(sources) ----->  build the state of the stages
            --configure(setup) -------->  open links to the other workers
-           --work --------------------->  carry out queued segments until None is queued
-           --submit(order) ----------->  queue a segment for ``work``
+           --work --------------------->  carry out queued orders until None is queued
+           --submit(order) ----------->  queue an order for ``work``
            --reports(since) ---------->  return step reports
            --abort(reason) ----------->  end every wait of the running segment
            --heartbeat(lease_s) ------>  renew the lease
@@ -61,10 +62,10 @@ REPORTS_WAIT_S = 10.0
 
 
 class _StageActor:
-    """Actor of one worker; Ray calls methods of the actor's class only, so all are here, and pass on to its parts."""
+    """Actor of one worker. Ray only calls methods of this class, so most of them pass on to a member object."""
 
     def __init__(self, lease_s: float = math.inf, folder: str = "") -> None:
-        """Start the lease, and change to ``folder`` (see ``enter``) before arguments of later calls are unpacked."""
+        """Start a lease of ``lease_s`` seconds (see LeaseClock), and change to ``folder`` before later calls."""
         enter(folder)
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -109,7 +110,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def facts(self) -> dict[str, Any] | None:
-        """Return the facts of this actor; None before ``listen``."""
+        """Return the facts of this actor, see ``facts_of``; None before ``listen``."""
         with self._listening:
             return None if self._endpoint is None else facts_of(self._endpoint.address, self._device)
 
@@ -122,27 +123,27 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def term(self) -> int:
-        """Return the highest term of a driver that has ordered anything here; -1 if none has."""
+        """Return the highest term that any call of a driver has had here; -1 before the first call."""
         return self._fence.term
 
     @ray.method(concurrency_group="control")
     def fence(self, term: int) -> Attached:
-        """Obey this driver from now on, reject drivers of a lower term, and return this worker's numbers."""
+        """Obey the driver of this term, reject lower terms from now on, and return this worker's numbers; see Fence."""
         with self._fence.passing(term):
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store what another driver needs to resume this run: its charter, and tensors that are in no checkpoint."""
+        """Store what another driver needs to resume this run: a pickled Charter, and the tensors of these names."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 
     @ray.method(concurrency_group="control")
     def charter(self) -> tuple[bytes, RunSetup | None, StoredTensors]:
-        """Return the stored charter, the run's setup, and the stored tensors."""
+        """Return the pickled Charter (b"" without one), the run's setup (None before ``join``), and initial tensors."""
         return self._charter, self._setup, stored(self._initial)
 
     def rehearse(self) -> None:
-        """Import what an optimizer needs, which takes seconds that a spare saves when it is needed."""
+        """Import the modules of the run's optimizer, so that a spare need not spend these seconds when it is used."""
         assert self._setup is not None, "join() comes first"
         rehearse(self._setup.make_optimizer)
 
@@ -201,10 +202,13 @@ class _StageActor:
 
         Args:
             setup: setup of the plan; if it has no programs, the present programs are kept.
-            links: number of times that links were opened before; messages of other numbers are dropped.
+            links: number of times that links were opened before; messages of earlier openings are dropped.
             holder: actor to which copies of this worker's stages are sent; None sends none.
-            holds: (stage, piece) of the copies that other workers send to this one.
+            holds: (stage, piece) of the copies that other workers send to this one; for pieces see CopyHeader.
             sends: (stage, piece) of this worker's copies that are sent to ``holder``.
+
+        Raises:
+            StageError: the state is that of other stages than the plan gives this worker.
         """
         self._fence.check(term)
         run, addresses = self._setup, setup.addresses
@@ -236,7 +240,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="orders")
     def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
-        """Store the row of actions to which orders refer by ``key``; ``alone``: see Executor.run."""
+        """Store the actions of this worker to which orders refer by ``key``; for ``alone`` see Executor.run."""
         self._fence.check(term)
         self._rows[key] = row, alone
 
@@ -251,13 +255,13 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def halt(self, term: int, run: int) -> int:
-        """Keep ``work(run)`` from beginning further segments until ``finish_after``; return how many have begun."""
+        """Keep ``work(run)`` from beginning more orders until ``finish_after``; return the number that have begun."""
         self._fence.check(term)
         return self._inflow.halt(run)
 
     @ray.method(concurrency_group="control")
     def finish_after(self, term: int, run: int, count: int) -> None:
-        """End ``work(run)`` after ``count`` segments, the largest result of ``halt`` on any worker."""
+        """End ``work(run)`` after ``count`` orders, the largest result of ``halt`` on any worker."""
         self._fence.check(term)
         self._inflow.finish_after(run, count)
 
@@ -283,11 +287,11 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[list[StepReport]]]:
-        """Return reports of ``work(run)`` from segment ``since`` on, by segment and stage; wait for the first."""
+        """Return the reports of ``work(run)`` from segment ``since`` on; see WorkReports.since."""
         return self._work.since(run, since, wait_s)
 
     def _carry_out(self, executor: Executor, order: Order) -> list[list[StepReport]]:
-        """Run a segment, begin the copy and the checkpoint that its order requests, and return its reports."""
+        """Run an order's segment, begin the copy and the checkpoint that it requests, and return reports by stage."""
         if order.segment.generation != self._generation:
             raise StageError(
                 f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
@@ -308,7 +312,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
-        """Abort the running segment and end ``work``; do nothing if the worker's links have another number by now."""
+        """Abort the running segment and end ``work``; do nothing if ``links`` is no longer the number of its links."""
         self._fence.check(term)
         if self._executor is not None and links == self._links:
             self._copies.give_up()
@@ -316,7 +320,7 @@ class _StageActor:
             self._inflow.abort(self._work.run)
 
     def reached(self, term: int) -> WorkerProgress:
-        """Return the progress of this worker; Ray carries this call out after ``work`` has ended."""
+        """Return how far this worker is in training; Ray carries this call out after ``work`` has ended."""
         self._fence.check(term)
         if self._executor is not None and self._generation < 0:  # it was loading another state
             return WorkerProgress(overlapping=True)
@@ -326,10 +330,13 @@ class _StageActor:
     def come_to(
         self, term: int, step: int, totals: tuple[torch.Tensor, torch.Tensor] | None
     ) -> list[list[StepReport]] | None:
-        """Finish the step in progress if this worker has done fewer than ``step`` steps; undo a later one in progress.
+        """Bring this worker to ``step`` completed optimizer steps, after ``work`` has failed.
+
+        If it has done fewer, the step in progress is finished. Gradients of a later step in progress are dropped.
 
         Args:
-            totals: gradient norm and loss of the last of these steps, from a worker that has completed it.
+            totals: gradient norm and loss of step number ``step``, from a worker that has completed it; None if all
+                workers have.
 
         Returns:
             Reports by stage of the step finished in this call; None if there was no step to finish.
@@ -352,11 +359,11 @@ class _StageActor:
         self._copies.wait_until_taken()
 
     def _mark(self, stage: int) -> Mark | None:
-        """Return this stage's position in the stream of train_data, between two steps; None if it reads no stream."""
+        """Return a stage's position in the stream of train_data, between two steps; None if it reads no stream."""
         return None if self._executor is None else self._executor.works[stage].feed.mark()
 
     def _sends(self) -> bool:
-        """Return True while a boundary message waits to be sent; copies are sent in between."""
+        """Return True while activations or gradients wait to be sent to a neighbour; copies wait longer then."""
         executor = self._executor
         return executor is not None and any(channel.busy for channel in executor.channels.values())
 
@@ -382,43 +389,43 @@ class _StageActor:
 
     @ray.method(concurrency_group="copies")
     def hold_copy(self, generation: int, header: bytes) -> bool:
-        """Begin to receive a copy with this header, as JSON; see WorkerCopies.hold."""
+        """Begin to receive a copy of another worker's stage; the header is JSON; see WorkerCopies.hold."""
         return self._copies.hold(generation, CopyHeader.from_json(header))
 
     @ray.method(concurrency_group="copies", enable_task_events=False)
     def hold_copy_part(self, generation: int, stage: int, step: int, piece: int, offset: int, data: np.ndarray) -> bool:
-        """Store received bytes of a copy; see WorkerCopies.place."""
+        """Store bytes of a copy of another worker's stage; see WorkerCopies.place."""
         return self._copies.place(StageKey(generation, stage, piece), step, offset, data.data)
 
     @property
     def _store_links(self) -> ObjectStoreEndpoint:
-        """Endpoint of links through the object store; one without links if the transport is another one."""
+        """Endpoint of links through Ray's object store; with another transport, a new one, which has no links."""
         endpoint = self._endpoint
         return endpoint if isinstance(endpoint, ObjectStoreEndpoint) else ObjectStoreEndpoint()
 
     @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
     def link_message(self, link: bytes, *pieces: object) -> None:
-        """See ObjectStoreEndpoint.message."""
+        """Receive a message of a link through the object store; see ObjectStoreEndpoint.message."""
         self._store_links.message(link, *pieces)
 
     @ray.method(concurrency_group="links", enable_task_events=False)
     def link_message_acked(self, link: bytes, *pieces: object) -> str:
-        """See ObjectStoreEndpoint.message; acknowledged."""
+        """Receive a message like ``link_message``; the result acknowledges it to the sender."""
         return self._store_links.message(link, *pieces)
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: ControlMessage) -> str:
-        """See ObjectStoreEndpoint.notify."""
+        """Receive a hello, goodbye or abort of a link; see ObjectStoreEndpoint.notify."""
         return self._store_links.notify(letter)
 
     @ray.method(concurrency_group="watch")
     def link_watch(self, link: LinkIdentity) -> None:
-        """See ObjectStoreEndpoint.watch."""
+        """Return when this end of a link ends; see ObjectStoreEndpoint.watch."""
         self._store_links.watch(link)
 
     @ray.method(concurrency_group="control")
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans of the last segment that was run with keep_spans."""
+        """Return the timed actions (Span) of the last segment whose order had keep_spans."""
         return self._spans
 
     @ray.method(concurrency_group="control")
@@ -430,7 +437,7 @@ class _StageActor:
         return [entry for entry in entries_of(writers, folder, 0.0) if entry is not None]
 
     def save(self, term: int, folder: str) -> None:
-        """Take a snapshot now, between two runs; ``entries`` waits for its files."""
+        """Begin to write this worker's state to checkpoint ``folder``, while no ``work`` runs; see ``entries``."""
         self._fence.check(term)
         for writer in self._shards():
             writer.begin(folder)
@@ -448,7 +455,7 @@ class _StageActor:
         return self._writers
 
     def rest(self, term: int) -> None:
-        """Drop all stages until a plan uses this worker again; the process and its endpoint stay."""
+        """Become a spare: drop stages, copies and the charter, and close links; the process and its endpoint stay."""
         self._fence.check(term)
         self._close_links()
         for writer in self._writers:
@@ -464,7 +471,7 @@ class _StageActor:
         self._shut()
 
     def _forget_copies(self) -> None:
-        """Drop all copies, own and held: later ones belong to another run, or this worker has left the plan."""
+        """Drop all in-memory copies, because this worker joins another run or becomes a spare."""
         self._copies.close()
         self._copies = WorkerCopies(self._sends)
 
@@ -485,7 +492,8 @@ class _StageActor:
 
 
 GROUPS = {"control": 4, "orders": 1, "heartbeat": 1, "copies": 2, "links": 2, "notices": 1, "watch": 1}
-"""Number of threads by concurrency group. A watch that queues for its thread also fails when the process dies."""
+"""Number of threads by concurrency group. One for "watch" suffices: calls of ``link_watch`` that wait for this thread
+fail too when the process dies."""
 
 StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups=GROUPS)(_StageActor)
 """Ray actor class of a worker. Ray never restarts such an actor, since a restarted one would have no state."""
