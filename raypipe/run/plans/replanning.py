@@ -83,7 +83,7 @@ class Replanning:
             threading.Thread(target=self._search, args=(question,), name="raypipe replanning", daemon=True).start()
 
     def _line(self, plan: Plan) -> Cluster:
-        """Return a plan's workers, with their memory limits, as a cluster; all plans but the first have equal workers."""
+        """Return a plan's workers, with their memory limits, as a cluster; later plans have equal workers."""
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
 
     def _search(self, question: RepartitionQuery) -> None:
