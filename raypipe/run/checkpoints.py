@@ -126,10 +126,10 @@ class Checkpoints:
             self._last[1].result()
 
     def settle(self, error: Exception) -> None:
-        """Wait for the checkpoint that is being written when the run ends with an error.
+        """Wait for the checkpoint that is being written, before the run ends with an error.
 
         Args:
-            error: if it is a StageLostError, the wait is limited to LOST_WAIT_S.
+            error: error of the run; after a StageLostError the wait is limited to LOST_WAIT_S seconds.
         """
         if self._last is not None:
             wait([self._last[1]], LOST_WAIT_S if isinstance(error, StageLostError) else None)

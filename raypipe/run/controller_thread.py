@@ -5,7 +5,7 @@
     loop: events, metrics   <-- take_news <------------------------+
 
 The loop never waits for the thread: the pipeline continues unchanged until the thread has decided. A new setting
-replaces the rows of actions and the codecs; processes, links and weights stay.
+replaces the sequence of each worker's actions and the codecs; processes, links and weights stay.
 """
 
 from __future__ import annotations

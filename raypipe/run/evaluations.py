@@ -51,7 +51,7 @@ class Evaluations:
             halted: returns True if the stages were halted, for example by a stop.
 
         Returns:
-            Results by name, and a remark ("" if every loss is finite).
+            Results by name, and a remark; the remark is "" if every loss is finite.
         """
         spec = self._spec
         orders = evaluation_orders(

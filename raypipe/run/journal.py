@@ -51,10 +51,10 @@ class Journal:
     """Records and status of a run, written by its thread and read by others.
 
     Args:
-        name, path: of the run and its folder.
+        name, path: name of the run, and its folder.
 
     Attributes:
-        predicted: simulated timeline of one step of the plan in force; None if that plan has no predicted times.
+        predicted: simulated timeline of one step of the current plan; None if that plan has no predicted times.
     """
 
     def __init__(self, name: str, path: str) -> None:

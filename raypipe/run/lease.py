@@ -201,11 +201,11 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         Args:
             report: called with a message when this has to wait.
             dead: ``Held.generation`` of a holder that is known to have ended; None if unknown.
-            patience_s: seconds to retry while the place is full, forbidden or unreachable.
+            patience_s: seconds to retry while the storage is full, forbidden or unreachable.
 
         Raises:
             LeaseError: another process trains the run; names the process and the start of its lease.
-            CheckpointError: the place is full, forbidden or unreachable.
+            CheckpointError: the storage is full, forbidden or unreachable.
         """
         deadline_s = time.monotonic() + patience_s
         while True:

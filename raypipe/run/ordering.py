@@ -70,7 +70,7 @@ class CopyTimes:
         self._at, self._arrived, self._copying_s = step, False, []
 
     def soon(self) -> None:
-        """Make a copy due after the next step, whatever the previous one; call it when workers have left or joined."""
+        """Make a copy due after the next step, whatever the previous one; called when workers have left or joined."""
         self._at, self._arrived, self._copying_s = -MOST_STEPS, True, []
         self._into_new_memory = NEW_MEMORY_COPIES
 
@@ -168,7 +168,10 @@ class Ordering:
         return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
 
     def cancel_pending_saves(self) -> None:
-        """Drop saves and copies of outstanding orders; saves that the interval would not repeat are requested again."""
+        """Drop saves and copies of orders that were not carried out by all stages.
+
+        A dropped checkpoint that the interval in steps would not repeat is requested again.
+        """
         self._save_what_was_ordered()
         self._ordered = {step: ordered._replace(saves=False, copies=False) for step, ordered in self._ordered.items()}
 

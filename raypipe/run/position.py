@@ -94,14 +94,14 @@ class CopyPositions:
             del self._by_step[step]
 
     def forget_after(self, step: int) -> None:
-        """Drop the positions after ``step``, because the run rolls back to ``step``."""
+        """Drop the positions of copies made after step ``step``, because the run rolls back to that step."""
         self._by_step = {at: position for at, position in self._by_step.items() if at <= step}
 
     def write(self) -> None:
         """Write the positions for the next driver; records of the steps before them must have been written.
 
         Raises:
-            CheckpointError: the place is full, forbidden or unreachable.
+            CheckpointError: the storage is full, forbidden or unreachable.
         """
         rows = [{"position": asdict(position), "skipped": skipped} for position, skipped in self._by_step.values()]
         self._place.write_bytes(COPIES_FILE, json.dumps(rows).encode())
@@ -149,7 +149,7 @@ class Progress:
         self.goodput = Goodput()
 
     def mark(self) -> None:
-        """Add the current data position to ``copies``; call it when every stage has copied its state to memory."""
+        """Add the current data position to ``copies``; called when every stage has copied its state to memory."""
         self.copies.add(self.at, self.skipped)
 
     def roll_back(self, step: int, position: Position | None) -> None:

@@ -152,9 +152,12 @@ class Requests:
         return True
 
     def _halt_for(self, fleet: _Haltable, wanted: Callable[[], bool]) -> None:
-        """Halt the fleet for a request if ``wanted()``: if the loop has not taken the request yet.
+        """Halt the fleet for a request, unless the loop has taken the request already.
 
         The loop lets a halted fleet continue after it has carried out the request. A later halt would never end.
+
+        Args:
+            wanted: returns True while the loop has not taken the request.
         """
         with self._halting:
             if wanted():

@@ -294,7 +294,7 @@ def write_settings(place: Place, settings: RunIdentity, changes: Iterable[Settin
     """Write settings.json.
 
     Raises:
-        CheckpointError: the place is full, forbidden or unreachable.
+        CheckpointError: the storage is full, forbidden or unreachable.
     """
     rows = [
         {

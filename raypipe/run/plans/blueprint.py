@@ -69,14 +69,14 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Part of a run that does not depend on a plan. It holds no parameters and can be sent to any process.
+    """Part of a run that does not depend on a plan. It has no parameters of the model and can be sent to any process.
 
     Attributes:
         basis: input of the run's plans; see ``plan_for``.
         pipeline: configuration of the pipeline.
         setup: description of the run for workers.
         spec: description of the run for the loop.
-        turns: True if a controller may change settings during training; False for threads, which have no links.
+        turns: True if a controller may change settings during training; False for stages in threads, without links.
         resources: resources of one worker, as in ScalingConfig.
     """
 

@@ -92,13 +92,13 @@ class PlanBasis:
 
     Attributes:
         recipe: captured model, ready to be partitioned.
-        request: configured values, and facts of model and optimizer. Values that it leaves open are chosen per plan.
+        request: configured values, and facts of model and optimizer. The planner chooses open values.
         profile: seconds and bytes of every operation; None if no open choice depends on them.
         cluster: cluster to plan for; None for equal workers.
         optimizer_class: class name of the optimizer; "" if it cannot be built for one parameter alone.
         retunes_microbatches: True if the controller may change the number of micro-batches.
         module_classes: class name of every module of the model, by path.
-        loss_words: sentence on what the loss averages over; "" if plans need none.
+        loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
         processors: number of processors, if all workers will share one machine; else, or if unknown, None.
         notes: further sentences for every plan.
     """
@@ -174,7 +174,7 @@ class _Cut(NamedTuple):
 
 
 def _by_parameters(basis: PlanBasis) -> _Cut:
-    """Partition into stages of equal numbers of parameters, without a profile."""
+    """Plan without a profile: stages begin at the split points of the request, or have about equal parameter bytes."""
     partition = make_partition(basis.recipe.graph, basis.request)
     programs = basis.recipe.programs(partition.cuts)
     request = dataclasses.replace(basis.request, ties=_ties(programs))
