@@ -33,7 +33,7 @@ __all__ = [
 
 
 _MODULES = ("callbacks", "data", "testing", "tune")
-"""Modules that ``import raypipe`` makes available: ``raypipe.data`` is imported on first use."""
+"""Submodules that are imported when they are first used as attributes, such as ``raypipe.data``."""
 
 
 def __getattr__(name: str) -> Any:

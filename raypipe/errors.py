@@ -42,7 +42,7 @@ class ConfigError(RaypipeError):
 
 
 class CaptureError(RaypipeError):
-    """The model could not be turned into a graph of stages; names the place in the user's code."""
+    """The model could not be captured as a graph and cut into stages; names the place in the user's code."""
 
 
 class DataError(RaypipeError):
@@ -54,7 +54,7 @@ class PlanError(RaypipeError):
 
 
 class ScheduleError(RaypipeError):
-    """A schedule breaks a rule; names the action."""
+    """A schedule violates a dependency or another constraint; names the action."""
 
 
 class LinkError(RaypipeError):

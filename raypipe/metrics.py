@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: one table, from which the publisher, the dashboards and the documents are generated.
+"""Metrics for Prometheus in one table, from which publisher, dashboards and documents are generated.
 
 Ray prefixes every name with ``ray_``. A number that was not measured is not published.
 """
@@ -30,9 +30,9 @@ class Metric:
         name: name without Ray's prefix ``ray_``; counters end in ``_total``.
         kind: gauge, counter or histogram.
         unit: unit of the value; "1" for a count or a ratio.
-        tags: "run", and "stage" or "link" if there is one series for each of them.
+        tags: labels of a series: "run", and "stage" or "link" if there is one series for each of them.
         meaning: a sentence for documents and dashboards.
-        source: field of StepRecord or StepReport that feeds it; "" for events.
+        source: field of StepRecord or StepReport that is published; "" for metrics that are computed otherwise.
         boundaries: boundaries of a histogram's buckets, in its unit.
     """
 
@@ -108,7 +108,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def metric(name: str) -> Metric:
-    """Find a metric by name, with or without ``raypipe_`` in front and ``_total`` at the end.
+    """Return a metric by its name, with or without the prefix ``raypipe_`` and the suffix ``_total``.
 
     Raises:
         KeyError: unknown name; the message lists all.

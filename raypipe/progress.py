@@ -21,9 +21,9 @@ from raypipe.run.journal import News
 from raypipe.run.status import steps_done
 
 AGAIN_S = 60.0
-"""Seconds between two lines about alerts of one kind."""
+"""Minimum seconds between two lines about alerts of one kind."""
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of steps if the output is no terminal."""
+"""Minimum seconds between two lines of steps if the output is no terminal."""
 
 
 def say(stream: TextIO | None, text: str) -> None:
@@ -33,7 +33,7 @@ def say(stream: TextIO | None, text: str) -> None:
     the flush at Python's exit fail.
 
     Args:
-        stream: sys.stdout or sys.stderr; None if Python was started with this stream closed: nothing is written.
+        stream: sys.stdout or sys.stderr; None, if Python was started with this stream closed, writes nothing.
     """
     if stream is None:
         return
@@ -57,14 +57,14 @@ def _is_terminal(stream: TextIO | None) -> bool:
 class RunProgress:
     """Display of a run's progress: on a terminal one line that is rewritten, elsewhere a new line every few seconds.
 
-    Called with each News of the run, it prints first the run's folder, then what a start waits for and from where the
-    run resumes, then new steps and alerts, and at the end the folder again.
+    It is called with each News of the run. It prints first the run's folder, then what a start waits for and from where
+    the run resumes, then new steps and alerts, and at the end the folder again.
 
     Args:
         notes: notes of the plan, printed at once.
         stream: output; None for standard error.
         late_s: seconds after which a start that is still waiting prints what it waits for.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RunProgress:
         )
 
     def _print_message(self, news: News) -> None:
-        """Show the reason of a wait: after a while during the start, at once later."""
+        """Show what a run waits for: at once while it trains, only after ``late_s`` seconds while it starts."""
         state, message = news.status.state, news.status.message
         if message == self._message or (state == "starting" and self._clock() < self._late_s):
             return
@@ -173,7 +173,7 @@ def progress_shown(progress: bool) -> Iterator[None]:
 
 @contextmanager
 def shown_while(text: str) -> Iterator[None]:
-    """Show ``text`` while the context lasts."""
+    """Show ``text`` in a ProfilingBar while the context lasts."""
     bar = ProfilingBar()
     bar.say(text)
     try:
@@ -183,12 +183,11 @@ def shown_while(text: str) -> Iterator[None]:
 
 
 class ProfilingBar:
-    """Display of what raypipe does before a run starts.
+    """Display of the work before a run starts, such as profiling: one line of text that changes.
 
-    On a terminal it is a line that is rewritten at once and disappears at the end. Elsewhere the current text is
-    printed as a new line every few seconds, if it has changed, so that short work prints nothing.
-
-    Called with (done, total), it shows how many operations have been profiled.
+    On a terminal the line is rewritten, and disappears at the end. Elsewhere the current text is printed every few
+    seconds if it has changed, so that short work prints nothing. Called with (done, total), it shows the number of
+    profiled operations.
 
     Args:
         stream: output; None for standard error.

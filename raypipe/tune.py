@@ -37,12 +37,13 @@ MakeTrainer = Callable[[dict[str, Any], str], PipelineTrainer]
 """Function (config of the trial, name for its run) -> trainer whose run_config gives the run this name."""
 
 TRIAL = {"memory": 1.0}
-"""Resources of the process that waits for a run: one byte of memory, because Ray has no empty placement group. If it
-reserved a share of a CPU, no stage could reserve that CPU.
+"""Resources of the process that waits for a run: one byte of memory, since Ray has no empty placement group.
+
+A share of a CPU would keep a stage from reserving that CPU.
 """
 POLL_S = 0.2
 END_S = 120.0
-"""Seconds that a stopped run has for its current step and its checkpoint; then its driver and stages are ended."""
+"""Maximum seconds for a stopped run to finish its step and checkpoint; then its driver and stages are ended."""
 POINTER = "run.json"
 RUNNING = ("starting", "running", "stopping")
 
@@ -120,7 +121,7 @@ class _Trial(tune.Trainable):
         Path(checkpoint_dir, POINTER).write_text(json.dumps({"path": self._handle.path}), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Accept a checkpoint of this trial, and do nothing: ``setup`` has already resumed the run.
+        """Do nothing for a checkpoint of this trial, because ``setup`` has already resumed the run.
 
         Raises:
             ConfigError: it is a checkpoint of another trial, as in population based training.

@@ -1,4 +1,4 @@
-"""Sentences about errors in user code: the innermost line of the traceback in user code, and the message."""
+"""Texts on errors in user code: the innermost line of the traceback that is the user's, and the message."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def _is_absolute(name: object) -> bool:
 
 
 def as_sentence(text: str) -> str:
-    """End a text with a full stop, unless it ends like a sentence."""
+    """Append a full stop to a text, unless it ends in ".", "!" or "?"."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 RELEASE = "0.1.0"
-"""Next release, of which all versions are development versions."""
+"""Number of the next release; all versions until then are development versions of it."""
 PACKAGE = Path(__file__).resolve().parent
 TIMEOUT_S = 10.0
 
@@ -81,7 +81,7 @@ def _read(file: Path) -> str:
 
 
 def _digest(package: Path) -> str:
-    """Compute a digest of all Python files below a folder: 8 hexadecimal digits."""
+    """Return a digest of all Python files below a folder, as 8 hexadecimal digits."""
     found = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         found.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes() + b"\0")

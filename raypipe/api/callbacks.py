@@ -16,7 +16,7 @@ from raypipe.ir.report import StepRecord
 
 
 def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """Return the trainer's callbacks, followed by those of ray.train.RunConfig, in the order in which they are called.
+    """Return the trainer's callbacks, followed by those of a ray.train.RunConfig, in the order of their calls.
 
     Raises:
         ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not
@@ -58,10 +58,10 @@ def _check(callback: Any) -> None:
 class FromRayTrain(Callback):
     """Adapter that calls a ``ray.train.UserCallback`` as Ray Train does.
 
-    ``after_report`` is called after every step with the numbers of that step; after every evaluation with its results
-    added to the numbers of the last step; after every checkpoint with these numbers and the checkpoint.
-    ``after_exception`` is called after every failure, and at the end of a run that failed. The list of reports has one
-    item for the whole pipeline, as if it came from worker 0.
+    ``after_report`` is called after every step with its numbers, after every evaluation with its results added to
+    the numbers of the last step, and after every checkpoint with these numbers and the checkpoint. Its list of reports
+    has one item for the whole pipeline, as if it came from worker 0. ``after_exception`` is called after every failure,
+    and at the end of a run that failed.
     """
 
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:

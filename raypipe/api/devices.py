@@ -1,4 +1,4 @@
-"""Devices on which stages compute, as far as they are known when a run is planned: GPUs, their speed and memory."""
+"""GPUs on which stages will compute, with speed and memory, as far as they are known when a run is planned."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KIND = "accelerator_type:"
 
 
 def gpu_rates(resources: Mapping[str, float], precision: str) -> Rates | None:
-    """Return the speed of the GPU, or the share of a GPU, of a worker; None if workers compute on CPUs.
+    """Return the speed of the GPU, or of the share of a GPU, that a worker has; None if workers compute on CPUs.
 
     The kind of GPU is the requested accelerator_type, else the slowest kind in the cluster to which this process is
-    connected, else the kind in this machine. Its speed is that of the data sheet. Without a data sheet of any of these
-    kinds, the GPU of this machine is measured; if this machine has no GPU, a GPU of average speed is assumed.
+    connected, else the kind in this machine. Its speed is taken from the data sheet. Without a data sheet, the GPU of
+    this machine is measured; if this machine has no GPU, a GPU of average speed is assumed.
 
     Args:
-        resources: of one worker: {"GPU": 0.5} for half of a GPU, for example.
+        resources: resources of one worker: {"GPU": 0.5} for half of a GPU, for example.
         precision: value of PipelineConfig.precision.
     """
     share, computing = gpu_share(resources), PRECISIONS[precision]
@@ -51,7 +51,7 @@ def gpu_rates(resources: Mapping[str, float], precision: str) -> Rates | None:
 
 
 def _kinds_of_cluster() -> list[str]:
-    """List the kinds of GPU in the cluster, as Ray names them; empty if this process is not connected to a cluster."""
+    """List the kinds of GPU in the cluster by Ray's names, such as "A100"; empty without a connection to a cluster."""
     ray = sys.modules.get("ray")  # who is connected has loaded it
     if ray is None or not ray.is_initialized():
         return []
@@ -68,7 +68,7 @@ def on_devices(pipeline: PipelineConfig, resources: Mapping[str, float]) -> Pipe
     memory once they have started, see run/plans/later.py.
 
     Args:
-        resources: of one worker.
+        resources: resources of one worker.
     """
     share = gpu_share(resources)
     if not share or pipeline.memory_limit_bytes != "auto" or pipeline.partitioner == "parameters" or why_not():
@@ -79,12 +79,12 @@ def on_devices(pipeline: PipelineConfig, resources: Mapping[str, float]) -> Pipe
 
 
 def in_threads(resources: Mapping[str, float]) -> Callable[[int], Device]:
-    """Return a function (worker) -> device of that worker, for workers that are threads of this process.
+    """Return a function (worker number) -> device, for workers that are threads of this process.
 
     Workers fill one GPU after the other, as under Ray: with half of a GPU each, workers 0 and 1 use GPU 0.
 
     Args:
-        resources: of one worker.
+        resources: resources of one worker.
 
     Raises:
         ConfigError: raised by the returned function, if this machine lacks the worker's GPU.

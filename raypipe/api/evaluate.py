@@ -38,12 +38,11 @@ from raypipe.run.spec import AnyFleet
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Factory of running stages and of a receiver for their outputs.
+    """Factory of running stages, and of receivers for their outputs.
 
     Attributes:
-        open: (job) -> context with a fleet of the job's stages, which hold its parameters; they are stopped at the end
-            of the context.
-        outputs: creates the receiver of the last stage's outputs.
+        open: (job) -> context with a fleet of the job's stages, which hold its parameters and stop at its end.
+        outputs: creates an object that collects the last stage's outputs.
     """
 
     open: Callable[[Job], AbstractContextManager[AnyFleet]]
@@ -52,20 +51,20 @@ class Stages:
 
 @contextmanager
 def threads(resources: Mapping[str, float]) -> Iterator[Stages]:
-    """Provide stages in threads of this process.
+    """Return a context with a factory of stages in threads of this process.
 
     Args:
-        resources: of one worker.
+        resources: resources of one worker.
     """
     yield Stages(lambda job: _in_threads(job, resources), ListOutputs)
 
 
 @contextmanager
 def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job], RunSetup]) -> Iterator[Stages]:
-    """Provide stages as Ray actors that this process owns, on the cluster that ``fit`` would use.
+    """Return a context with a factory of stages in Ray actors of this process, on the cluster that ``fit`` would use.
 
     Args:
-        resources: of one worker.
+        resources: resources of one worker.
         run: (job) -> configuration of its workers that is independent of the plan.
     """
     from raypipe.runtime.driver.ray_cluster import connected, refuse_without_cpus
@@ -109,12 +108,12 @@ def with_checkpoint(
 ) -> tuple[Job, str]:
     """Return the job with the weights of a checkpoint, and the path of the checkpoint.
 
-    If ``checkpoint`` is None and ``run`` has no checkpoint, the result is the unchanged job and "".
+    If ``checkpoint`` is None and ``run`` has no checkpoint, the result is (unchanged job, "").
 
     Args:
         checkpoint: a value as for init_from; None for the newest checkpoint of ``run``.
         run: folder of a run, or None.
-        storage: folder of runs that are given by name alone.
+        storage: folder in which a run is looked up that is given by its name.
 
     Raises:
         ConfigError: names or shapes are not those of the model.
@@ -149,7 +148,7 @@ def with_checkpoint(
 
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
-    """Compute eval_loss over job.sources["eval"], weighted as in ``fit``, and eval_<name> of each metric."""
+    """Compute eval_loss over the job's evaluation data, weighted as in ``fit``, and eval_<name> of each metric."""
     with _compared(job), stages.open(job) as fleet:
         reports = list(fleet.run(iter(_orders(job)), functools.cache(job.rows)))
     if remark := remark_on(reports):
@@ -170,7 +169,7 @@ def evaluating(job: Job, data: Any) -> Job:
 
 
 def predicting(job: Job, data: Any) -> Job:
-    """Return the job with ``data`` as its evaluation data, without codecs and metrics, for predictions.
+    """Return the job changed for predictions: ``data`` are its evaluation data, and it has no codecs and metrics.
 
     Raises:
         ConfigError: the model returns its own loss, so that the stages compute no output.
@@ -199,7 +198,7 @@ def predicting(job: Job, data: Any) -> Job:
 
 
 def predictions(job: Job, stages: Stages) -> Any:
-    """Compute the outputs of the model for job.sources["eval"], concatenated over mini-batches."""
+    """Compute the outputs of the model for the job's evaluation data, concatenated over micro-batches."""
     outputs = stages.outputs()
     try:
         job = dataclasses.replace(job, programs=with_outputs(job.programs, outputs))
@@ -214,7 +213,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Replace a StageError in the context by a DataError if the data differ from train_data in shape or dtype."""
+    """Return a context that turns a StageError into a DataError if shapes or dtypes are not those of train_data."""
     try:
         yield
     except StageError as error:
@@ -225,7 +224,7 @@ def _compared(job: Job) -> Iterator[None]:
 
 
 def _unlike(job: Job) -> str:
-    """Name the first column whose samples have another shape or dtype than in train_data; "" if all agree."""
+    """Describe the first column whose samples have another shape or dtype than in train_data; "" if all agree."""
     source: Source = job.sources["eval"]
     numbered = all(isinstance(name, int) for name in job.example)
     names = [name for name in job.example if not numbered or name < len(source.columns)]
@@ -247,10 +246,15 @@ def _orders(job: Job) -> list[Any]:
 
 
 def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs of micro-batches, with so many samples each, into one output of the same structure.
+    """Concatenate the outputs of micro-batches into one output of the same structure.
 
     Tensors with one row per sample are concatenated. A value that is not a tensor is kept if all micro-batches agree.
-    Anything else is refused.
+
+    Args:
+        sizes: number of samples of each micro-batch.
+
+    Raises:
+        ConfigError: the output has any other value.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     spec = flat[0][1]

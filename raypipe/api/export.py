@@ -3,9 +3,9 @@
     step_0000100/  -->  model.safetensors
                    -->  DIR/model-00001-of-00002.safetensors, ..., model.safetensors.index.json, config.json
 
-A shared tensor is stored once, under its first name. The file's metadata maps its further names to the first one, as
-safetensors' own save_model writes it, and as safetensors.torch.load_model and from_pretrained read it. Bytes are copied
-from file to file, a few megabytes at a time, so that a model larger than this machine's memory can be exported too.
+A shared tensor is stored once, under its first name. The file's metadata maps its further names to that name, in the
+form that save_model and load_model of safetensors.torch use, and from_pretrained reads. Bytes are copied from file to
+file, a few megabytes at a time, so that a model larger than this machine's memory can be exported too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 FILE_BYTES = 5_000_000_000
-"""Maximum bytes of tensors in one file of a Hugging Face folder; their own tools use the same number."""
+"""Default maximum of bytes of tensors in one file of a Hugging Face folder, as in Hugging Face's own tools."""
 
 _TOGETHER = "model.safetensors"
 
 
 def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Map the further names of tensors that a state_dict has several times to their first names.
+    """Find tensors that occur several times in a state_dict: map their further names to their first names.
 
     Two entries are one tensor if memory address, shape, strides and dtype agree. Empty tensors are ignored.
     """
@@ -104,7 +104,11 @@ def export_hugging_face(
 
 
 def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return (name -> tensor, each tensor once; further names of shared tensors -> names of the first part)."""
+    """Return the tensors of a checkpoint and their aliases.
+
+    Returns:
+        (name -> tensor, each tensor once; further names of shared tensors -> names in the first dict).
+    """
     from raypipe.engine.initial.weight_files import tensors_of
     from raypipe.engine.io.checkpoint.run_checkpoints import checkpoint_at
     from raypipe.engine.io.storage import Place
@@ -127,7 +131,7 @@ def _config_file(config: Path) -> Path:
 
 
 def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Distribute tensors over files in their order; return the names in each file.
+    """Distribute tensors over files in their order; return the names of the tensors of each file.
 
     A tensor of more than ``file_bytes`` gets a file of its own.
     """
@@ -143,7 +147,7 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file, with further names of shared ones in its metadata, or leave it as it is."""
+    """Write a safetensors file whose metadata maps ``shared`` names; on an error an existing file is unchanged."""
     from raypipe.engine.initial.weight_files import copy_tensors
     from raypipe.engine.io.storage import Place, PlaceError
 

@@ -2,7 +2,7 @@
 
     {target: "torch.optim:AdamW", args: {lr: 3e-4}}  -->  functools.partial(torch.optim.AdamW, lr=3e-4)
 
-Fields of Ray's classes and their types are read from the installed Ray, and unknown names are refused.
+Names of the fields of Ray's classes are taken from the installed Ray, and unknown names are refused.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Return the function that a target names, with its args bound; of a class, such as a loss module, an instance."""
+    """Return the function that a target names, with its args bound; if it names a class (a loss module), an instance.
+
+    ``taking`` is the number of positional arguments with which the function will be called.
+    """
     target = _imported(run, path, setting)
     bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else taking)
     return bound() if isinstance(target, type) else bound
@@ -113,7 +116,7 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """Return the target with its args bound, if it accepts them beside ``taking`` positional arguments."""
+    """Return the target with its args bound, if its signature accepts them beside ``taking`` positional arguments."""
     target = _imported(run, path, setting)
     args = setting.get("args") or {}
     try:
@@ -154,7 +157,7 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """Return the fields of scaling_config that a plan needs; refuse settings of Ray that a run would refuse."""
+    """Return scaling_config's fields that a plan needs; refuse all settings of Ray that a run would refuse."""
     scaling = run.values.get("scaling_config", {})
     _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
@@ -164,7 +167,7 @@ def _places(run: RunFile) -> Any:
 
 
 def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:
-    """Refuse the first of Ray's settings that would have no effect."""
+    """Raise ConfigError for the first of Ray's settings that would have no effect, or has an impossible value."""
     nested = {name: value for name, value in values.items() if name in _NESTED and isinstance(value, dict)}
     for name, value in nested.items():
         _refuse_faults(run, (*path, name), _NESTED[name], value)
@@ -174,7 +177,7 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """Create one of Ray Train's settings from the file, such as ScalingConfig; None if the file does not have it."""
+    """Create an object of Ray Train such as ScalingConfig from the file's values; None if the file has none there."""
     values: Any = run.values
     for key in path:
         values = values.get(key)
@@ -202,7 +205,7 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
 
 
 SAMPLES = 8
-"""Number of samples to show if minibatch_size is "auto", which would follow from a profile."""
+"""Number of samples to show if minibatch_size is "auto", because a profile would decide it."""
 SHOWN = 6
 
 

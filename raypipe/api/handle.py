@@ -40,7 +40,7 @@ class Picture:
 
 
 class RunConnection(Protocol):
-    """Connection of a handle to its run: over Ray, or within this process."""
+    """Protocol of a handle's connection to its run: over Ray, or within this process."""
 
     def news(self, since: int, wait_s: float) -> News: ...
 
@@ -60,13 +60,13 @@ class RunConnection(Protocol):
 class RunHandle:
     """Handle of a run that was started with ``trainer.start`` or found with ``raypipe.attach``.
 
-    The handle holds the records of the newest steps. Earlier records are fetched on access: the process that trains
-    the run reads them from the run's folder, so that this process needs no access to the folder.
+    The handle holds the records of the newest steps. Earlier records are fetched on access. The process that trains the
+    run reads them from the run's folder, so that this process needs no access to the folder.
 
     Args:
         name: name of the run.
         connection: connection to the run.
-        ended: called once, when the run is over or the handle is closed.
+        ended: called once, in ``close``, which ``wait`` calls at the end of the run.
     """
 
     def __init__(self, name: str, connection: RunConnection, ended: Callable[[], None] = lambda: None) -> None:
@@ -92,7 +92,7 @@ class RunHandle:
         return self._table().to_pandas()
 
     def timeline(self) -> Timeline | None:
-        """Return the predicted timeline of one step of the plan in force, as after the last resize.
+        """Return the predicted timeline of one step of the current plan.
 
         None if that plan has no predicted times: it was made without a profile, or replicas were lost or have joined.
         The measured timeline is written to the run's folder at the end of the run.
@@ -104,9 +104,9 @@ class RunHandle:
         return Picture(chart_svg([Line("loss", losses_of(self._table()))], f"{self.name}: loss", "step", "loss"))
 
     def watch(self, every_s: float = 1.0) -> None:
-        """Show the run in place until it ends. Interrupting the cell ends the view; the run continues.
+        """Show the status of the run until it ends: updated in place in a notebook, else a printed line at each change.
 
-        Outside of a notebook the status is printed as a line whenever it has changed.
+        Interrupting the cell (KeyboardInterrupt) ends the view; the run continues.
 
         Args:
             every_s: seconds between two updates.
@@ -132,8 +132,8 @@ class RunHandle:
         """Save a checkpoint after one of the next steps, wait until it is complete, and return its folder.
 
         Raises:
-            CheckpointError: the run ended before, the checkpoint could not be written, or it was not complete within
-                ``timeout_s``.
+            CheckpointError: the run ended first, the checkpoint could not be written, or it was not complete within
+                ``timeout_s`` seconds.
         """
         news = self._fetch(0.0)
         before = news.status
@@ -157,7 +157,7 @@ class RunHandle:
     def resize(
         self, num_stages: int, timeout_s: float = 600.0, *, num_replicas: int | Sequence[int] | None = None
     ) -> None:
-        """Change the number of stages, or of their replicas, between two steps; return when the change is done.
+        """Change the number of stages or of their replicas between two steps, and return when the change is done.
 
         With synchronous schedules no bit of the result changes. With asynchronous ones ("pipedream", "2bw") bits may
         change: the pipeline drains for the resize, and the age of weights may depend on the number of stages. Layers
@@ -166,8 +166,8 @@ class RunHandle:
         Args:
             num_stages: new number of stages.
             timeout_s: seconds to wait for the resize.
-            num_replicas: workers per stage, one number for all stages or one number for each, at most num_lanes of the
-                run; None for the configured number of replicas.
+            num_replicas: workers per stage, one number for all stages or one number for each; at most num_lanes of the
+                run (see PipelineConfig). None for the configured number of replicas.
 
         Raises:
             ConfigError: ``num_stages`` or ``num_replicas`` is not a possible number.
@@ -191,15 +191,15 @@ class RunHandle:
             self.request_stop(reason)
 
     def request_stop(self, reason: str) -> None:
-        """Request the end of the run like ``stop``, without fetching its status first.
+        """Request the end of the run like ``stop``, but without fetching the status first.
 
-        Therefore it can be called while another thread waits in ``wait``.
+        Unlike ``stop`` it may be called while another thread is in ``wait``.
         """
         self._connection.stop(reason)
 
     @property
     def last_status(self) -> RunStatus | None:
-        """Last received status of the run; None before the first. Reading it sends no request."""
+        """Status that was received last; None before the first. Reading it sends no request."""
         return self._news.status if self._news else None
 
     def wait(self, timeout_s: float | None = None, on_news: Callable[[News], None] = lambda news: None) -> Result:
@@ -232,14 +232,17 @@ class RunHandle:
         return result_of(news.status, news.outcome, records)
 
     def close(self) -> None:
-        """Disconnect from the run. The handle of ``start`` also ends it, unless it was started with detached=True."""
+        """Disconnect from the run.
+
+        This ends a run that was started by ``start`` without detached=True.
+        """
         ended, self._ended = self._ended, None
         if ended is not None:
             self._connection.close()
             ended()
 
     def _fetch(self, wait_s: float) -> News:
-        """Return the news since the last call; the final state once the run is over."""
+        """Return what is new since the last call, after at most ``wait_s`` seconds; the final state after the end."""
         with self._fetching:
             if self._news is not None and self._news.ended:
                 return self._news._replace(records=[])
@@ -255,7 +258,7 @@ class RunHandle:
             return news
 
     def _table(self) -> pa.Table:
-        """Return a table with one row per step so far."""
+        """Return a table with one row per step so far, from the run's folder and this handle's records."""
         with self._fetching:
             self._fetch(0.0)
             return table_of_all(self._records, self._part_before)
@@ -268,9 +271,9 @@ class RunHandle:
 
 
 def attach(name: str) -> RunHandle:
-    """Connect to a run that is training: in threads of this process, else on the cluster.
+    """Connect to a run that is training: in threads of this process, else on the Ray cluster.
 
-    Useful in another process, in a later notebook, or if the handle of the run was lost.
+    It serves another process, a later notebook, or one whose handle was lost.
 
     Args:
         name: name of the run, or the path or address of its folder, as in ``Result.path``.

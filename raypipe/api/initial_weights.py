@@ -52,17 +52,18 @@ PICKLED = (".pt", ".pth", ".bin")
 
 
 class InitialWeights:
-    """Function that builds the user's model with the weights of init_from. It never changes the user's own module.
+    """Callable that builds the user's model with the weights of init_from. It never changes the user's own module.
 
     Args:
         model: nn.Module, of which a copy gets the weights, or a function that builds one.
-        storage: folder of runs that are given by name.
+        source: value of init_from.
+        storage: folder in which a run is looked up that is given by its name.
 
     Attributes:
-        digest: {"sha256": checksum of the weights}, once a model was built; None before.
+        digest: {"sha256": checksum of the weights} of the model that was built; None before.
 
     Raises:
-        ConfigError: ``source``, the value of init_from, is not a path.
+        ConfigError: ``source`` is not a path.
     """
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], source: Any, storage: Place) -> None:
@@ -83,7 +84,12 @@ class InitialWeights:
         return built
 
     def note(self, run: str | None, resume: bool | None) -> str:
-        """Describe the effect of init_from for a note of the plan: a resumed run has weights of its own."""
+        """Describe the effect of init_from in a sentence of the plan's notes.
+
+        Args:
+            run: name of the run; None without a name.
+            resume: as in PipelineTrainer; a run that is resumed keeps its own weights.
+        """
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is None:
             return f"The run begins with the weights of init_from={self.source!r}."
@@ -181,7 +187,7 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop the weights that the model does not load: extra state of modules, and names that transformers ignores."""
+    """Drop weights that the model lacks and may ignore: extra state of modules, and names that transformers ignores."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {
         name: value
@@ -199,10 +205,10 @@ def matched(
     shared: Mapping[str, str] | None = None,
     equal: Callable[[Any, Any], bool] = torch.equal,
 ) -> dict[str, T]:
-    """Match weights to the names of a model. Of a tensor that the model shares, one name suffices.
+    """Match weights to the names of a model. A tensor that the model shares needs only one of its names.
 
     Args:
-        own: the model's tensors, or objects with their dtypes and shapes, under all their names.
+        own: the model's tensors, or objects with dtype and shape, under all their names.
         weights: the weights by name, as tensors or such objects too.
         title: argument and value, for messages: ``init_from='x'``.
         model: name of the model, for messages.
@@ -213,7 +219,7 @@ def matched(
         {name: weight} for every name in ``own``.
 
     Raises:
-        ConfigError: names, shapes or kinds of numbers differ, or a shared tensor has two values.
+        ConfigError: names, shapes or kinds of numbers differ, or the weights have two values for a shared tensor.
     """
     first = shared_names(own) if shared is None else shared
     held, unequal = _held(own, weights, first, equal)
@@ -235,7 +241,11 @@ def matched(
 def _held(
     own: Iterable[str], weights: Mapping[str, Any], first: Mapping[str, str], equal: Callable[[Any, Any], bool]
 ) -> tuple[dict[str, str], list[str]]:
-    """Map the first name of each tensor of the model to one in ``weights``, and list unequal pairs; see ``matched``."""
+    """Map the first name of each tensor of the model to a name of it in ``weights``, for ``matched``.
+
+    Returns:
+        The map, and descriptions of pairs of names whose weights differ although the model shares one tensor.
+    """
     held: dict[str, str] = {}
     unequal = []
     for name in own:
@@ -255,9 +265,9 @@ def _other_shapes(own: Mapping[str, Any], weights: Mapping[str, Any]) -> list[st
 
 
 def _fits(there: Any, here: Any) -> bool:
-    """Return True if shapes agree, and both are floating-point, both complex, or both neither.
+    """Return True if shapes agree, and both tensors are floating-point, both complex, or both neither.
 
-    A floating-point number of another precision is converted later.
+    Another floating-point precision fits, because it is converted later.
     """
     kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (there, here)]
     return tuple(there.shape) == tuple(here.shape) and kinds[0] == kinds[1]
@@ -268,7 +278,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _hint(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Describe a prefix that all names of one side have, if more than half would agree without it; else ""."""
+    """Describe a prefix that all names of one side have, if most names would agree without it; else ""."""
     for these, others, words in ((weights, own, "there"), (own, weights, "in the model")):
         prefix = next(iter(these), "").partition(".")[0] + "."
         bare = {name.removeprefix(prefix) for name in these}
@@ -296,12 +306,12 @@ BuildModel = nn.Module | Callable[[], nn.Module]
 
 
 class WorkerWeights:
-    """Function that builds the user's model without weights, and the source from which workers load or make them.
+    """Callable that builds the user's model without weights, with the source from which workers load or make them.
 
     Args:
         model: a function that builds it; or, with init_from, a module on the meta device.
         source: the value of init_from; None if the workers call the initialisers of the modules.
-        storage: folder of runs that are given by name.
+        storage: folder in which a run is looked up that is given by its name.
         seed: seed of the run.
 
     Attributes:
@@ -352,7 +362,11 @@ class WorkerWeights:
 def weights_for(
     model: BuildModel, init_from: Any, pipeline: PipelineConfig, storage: Place
 ) -> InitialWeights | WorkerWeights | None:
-    """Choose how a run gets its initial weights: in this process, or on workers; None if the model has its own."""
+    """Choose the source of a run's initial weights.
+
+    Returns:
+        InitialWeights to load them in this process, WorkerWeights for the workers, None if the model has its own.
+    """
     initial = None if init_from is None else InitialWeights(model, init_from, storage)
     source = None if initial is None else initial.source
     if pipeline.weights_on == "workers" or (
@@ -365,7 +379,7 @@ def weights_for(
 def begun_with(
     model: BuildModel, weights: InitialWeights | WorkerWeights | None
 ) -> tuple[BuildModel, WorkerWeights | None]:
-    """Return the fields ``model`` and ``unfilled`` of Arguments for the result of ``weights_for``."""
+    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, a result of ``weights_for``."""
     if isinstance(weights, WorkerWeights):
         return model, weights
     return weights or model, None
@@ -378,7 +392,11 @@ def files_for(
     title: str,
     model: str,
 ) -> StateSource:
-    """Create the source from which stages read their own tensors in files; arguments as in ``matched``.
+    """Create the source from which stages read their own tensors in files.
+
+    Args:
+        own, weights, title, model: as in ``matched``.
+        aliases: further names of shared tensors -> their first names.
 
     Raises:
         ConfigError: names are missing or surplus, or shapes or kinds differ.
@@ -421,7 +439,7 @@ def _files_of(model: nn.Module, weights: Mapping[str, StoredTensor], title: str)
 def _too_many(model: Any, source: str, storage: Place) -> bool:
     """Return True if init_from names safetensors files with more bytes than half of this process's memory.
 
-    It is False for a module that exists already, and for sources other than safetensors files.
+    It is False if ``model`` is a module, and for sources other than safetensors files.
     """
     if isinstance(model, nn.Module) or source.endswith(PICKLED):
         return False

@@ -20,9 +20,9 @@ class RunSummary:
 
     Attributes:
         name: name of the run, which is that of its folder.
-        state: "finished", "stopped" or "failed", as recorded by the run; "failed" too if it released its lease without
-            recording an end; "running" while its lease is held (if the holder is on another machine, it may be dead:
-            see last_write_s); "killed" if its process is gone; "unknown" if its lease is missing or unreadable.
+        state: "finished", "stopped" or "failed", as recorded by the run. Without a recorded end it follows from the
+            lease, which the run's process holds while it trains: "running" if held, "killed" if the holder is dead,
+            "failed" if released, "unknown" if missing or unreadable. A holder on another machine is never found dead.
         step: optimizer steps done, as far as they were written to the folder.
         num_steps: total number of steps wanted; 0 if unknown.
         last_write_s: time of the last write to the run's files, in seconds since 1970; None if the storage does not
@@ -39,11 +39,11 @@ class RunSummary:
 
 
 def runs_in(storage: Place, *, deeper: bool = False) -> list[RunSummary]:
-    """List the runs in a folder, ordered by the time of their last write, the newest one last.
+    """List the runs in a folder by the time of their last write, the newest last.
 
     Args:
-        deeper: also list runs one level below, in folders that are not runs: jobs with a relative storage_path put
-            their runs there.
+        deeper: True to list also the runs in folders of this folder that are not runs themselves: jobs with a relative
+            storage_path put their runs there.
 
     Raises:
         CheckpointError: the storage cannot be reached.
@@ -77,7 +77,7 @@ def summary_of(folder: Place) -> RunSummary:
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """Read name, path and state of a run, with all fields of the event by which it ended; None if it has not.
+    """Return name, path and state of a run, with the fields of the event that ended it; None if it has not ended.
 
     Raises:
         ConfigError: events.jsonl cannot be read.

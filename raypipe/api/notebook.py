@@ -16,10 +16,10 @@ Points = Sequence[tuple[float, float]]
 
 
 def run_html(status: RunStatus, losses: Points) -> str:
-    """Render the status of a run as HTML: name, state, a progress bar, a table, and a chart of the loss.
+    """Render the status of a run as HTML: name, state, progress bar, a table, and a chart of the loss.
 
     Args:
-        losses: (step, loss) of the last steps, steps counted from 1.
+        losses: (number of the step, from 1; loss) of the newest steps.
     """
     share = status.step / status.num_steps if status.num_steps else 0.0
     minutes, seconds = divmod(round(status.seconds_left), 60)
@@ -49,10 +49,11 @@ def run_html(status: RunStatus, losses: Points) -> str:
 def result_html(
     metrics: Mapping[str, Any], losses: Points, path: str, stopped: str, alerts: Sequence[Alert] = ()
 ) -> str:
-    """Render the result of a run as HTML; arguments as in ``Result``.
+    """Render the result of a run as HTML.
 
     Args:
-        losses: (step, loss) of all steps, steps counted from 1.
+        metrics, path, stopped, alerts: as in ``Result``.
+        losses: (number of the step, from 1; loss) of all steps.
     """
     numbers = {
         name: f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -85,18 +86,18 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 class LiveView:
-    """View of a run that is updated: HTML in one place in a notebook, lines of text elsewhere."""
+    """View of a run that is updated: HTML in one cell of a notebook, lines of text elsewhere."""
 
     def __init__(self) -> None:
         self._cell: Any = None
         self._said = ""
 
     def show(self, html: str, text: str) -> None:
-        """Replace the HTML in a notebook; elsewhere print the text if it differs from the last one.
+        """Replace the HTML in a notebook; elsewhere print the text if it has changed.
 
         Args:
-            html: for a notebook.
-            text: one line, for standard output.
+            html: content for a notebook.
+            text: one line for standard output.
         """
         if not _in_notebook():
             if text != self._said:
@@ -112,7 +113,7 @@ class LiveView:
 
 
 def _in_notebook() -> bool:
-    """Return True if a kernel runs this process; IPython is not imported for it."""
+    """Return True if this process is a Jupyter kernel, as far as IPython was imported already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None

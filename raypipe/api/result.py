@@ -30,7 +30,7 @@ from raypipe.run.status import Alert, RunStatus, alerts_in
 
 ANY_STEP = 1 << 62
 BLOCK = 4096
-"""Number of rows that are converted to records at once."""
+"""Number of rows of the table that are converted to records at a time."""
 
 
 class Records(Sequence[StepRecord]):
@@ -70,9 +70,10 @@ class Records(Sequence[StepRecord]):
 
 
 def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | None]) -> pa.Table:
-    """Build the table with one row per step of the run from the records of the newest steps and the parts before them.
+    """Build a table with one row per step of the run.
 
     Args:
+        last: records of the newest steps.
         before: (step) -> bytes of the newest part of metrics.parquet that has steps below ``step``; None if there is
             no such part. It is called until the table begins at step 0.
     """
@@ -117,8 +118,7 @@ class Result:
     def from_path(cls, path: str | os.PathLike[str], *, storage_filesystem: Any = None) -> Result:
         """Read the result of a run from its folder, without a cluster.
 
-        It works for any run, also for one that was started detached or from the command line. If the run has not
-        ended, the attribute ``stopped`` states that.
+        It works for every run, however it was started. If the run has not ended, the attribute ``stopped`` states that.
 
         Args:
             path: the run's folder, a local path or a URI such as s3://bucket/runs/lm.
@@ -163,7 +163,7 @@ class Result:
 
 
 def losses_of(table: pa.Table) -> list[tuple[float, float]]:
-    """Return (step, loss) of every row; steps count from 1."""
+    """Return (number of the step, from 1; loss) of every row of a table of steps."""
     return [(step + 1.0, loss) for step, loss in zip(table["step"].to_pylist(), table["loss"].to_pylist(), strict=True)]
 
 
@@ -174,7 +174,7 @@ def result_of(status: RunStatus, outcome: Outcome, records: Records) -> Result:
 
 
 def _metrics(records: Records) -> dict[str, Any]:
-    """Return the numbers of the last step by name, without those of an evaluation; empty without records."""
+    """Return the last step's numbers by name, without results of evaluations; empty without records."""
     if not records:
         return {}
     last = records[-1]

@@ -1,9 +1,9 @@
 """Signal handling: Ctrl-C, SIGTERM or SIGHUP stops a run after the current step, with a checkpoint.
 
-A second Ctrl-C or SIGTERM ends the run at once. A second SIGHUP does not: when a terminal is closed, SIGHUP arrives
-twice, from the shell and from the kernel, and systemd sends it after SIGTERM. SIGHUP is not handled if it is ignored
-(nohup) or the user has a handler for it. SIGQUIT (Ctrl-\\) ends the process at once, so that the run can resume from
-its last checkpoint; SIGTSTP (Ctrl-Z) and SIGCONT keep their meaning.
+A second Ctrl-C or SIGTERM ends the run at once. A second SIGHUP has no effect, because SIGHUP often arrives twice: from
+the shell and the kernel when a terminal is closed, and from systemd after SIGTERM. SIGHUP is not handled if it is
+ignored (nohup) or the user has a handler for it. SIGQUIT (Ctrl-\\) ends the process at once, so that the run can resume
+from its last checkpoint; SIGTSTP (Ctrl-Z) and SIGCONT keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL of ``ray job stop`` by default."""
 
 _IMPATIENT = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which a second one ends the run at once: its sender does not want to wait."""
+"""Signals whose second arrival ends the run at once, because their sender does not want to wait."""
 
 
 class Stop:
-    """Signal handler that requests the end of a run at the first signal, from a thread of its own.
+    """Signal handler that requests the end of a run at the first signal, and raises KeyboardInterrupt at the second.
 
     Attributes:
         received: first signal that was received, or the one that ended the run at once; None before.
@@ -51,7 +51,7 @@ class Stop:
                 signal.signal(number, self)
 
     def watch(self, handle: RunHandle) -> None:
-        """Register the run to stop; request its end now if a signal was received while it was being started."""
+        """Set the run to stop; if a signal was received while the run was being started, request its end now."""
         self._handle = handle
         self.install()
         if self.received is not None:
@@ -88,9 +88,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[Stop]:
-    """Stop the run on signals while the context lasts, and end the process as the signal requires afterwards.
+    """Stop a run on signals while the context lasts; at its end, raise the exception that the signal requires.
 
-    Outside the main thread no signal is handled.
+    The context yields the handler, whose ``watch`` sets the run. Outside the main thread no signal is handled.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was received, and the run has stopped.

@@ -188,7 +188,7 @@ class PipelineTrainer:
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
-        """Simulate one step of the plan. If the plan was made without a profile, the model is profiled for this.
+        """Simulate one step of the plan, and return its timeline. A plan without a profile is made again with one.
 
         Raises:
             RaypipeError: no plan could be made; the message is one paragraph with the fix.
@@ -294,9 +294,9 @@ class PipelineTrainer:
             return predictions(job, stages)
 
     def _forward_job(self) -> Job:
-        """Return a planned and checked job whose stages have an evaluation mode.
+        """Return a planned job, verified by ``_check``, whose stages have an evaluation mode.
 
-        Without eval_data, train_data take its place for the capture of that mode.
+        Without eval_data, train_data are used to capture the model in evaluation mode.
         """
         if self._arguments.eval_data is not None:
             job = self._prepared()
@@ -307,7 +307,7 @@ class PipelineTrainer:
         return job
 
     def _own_run(self) -> Place | None:
-        """Return the folder of the run that was started last, else of the run that would be resumed; else None."""
+        """Return the folder of the run that was started last, else of the run that ``fit`` would resume; else None."""
         name = getattr(self._run, "name", None)
         return self._begun or (self._storage() / name if name and self._resume is not False else None)
 
@@ -320,7 +320,7 @@ class PipelineTrainer:
         return actors(job.num_workers, self._resources(), setup)
 
     def _check_travel(self, job: Job) -> None:
-        """Refuse arguments that cannot be sent to workers, and operations of a captured job that they cannot import."""
+        """Refuse arguments that cannot be sent to workers, and operations of the model that workers cannot import."""
         check_operations(job.programs)
         sent = {**self._arguments._asdict(), "loss_reduction": self._pipeline.loss_reduction}
         sent["callbacks"] = self._callbacks
@@ -387,7 +387,7 @@ class PipelineTrainer:
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
-        """Compare the model with its stages, unless this was the last job that was compared."""
+        """Verify that the stages compute the same as the whole model, unless ``job`` was the last to be verified."""
         if self._checked is not job:
             job.check()
             self._checked = job

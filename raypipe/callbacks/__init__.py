@@ -2,8 +2,8 @@
 
     run_loop --> CallbackThread (run/reporting.py) --> Callback.on_step ...
 
-They are called in the process that runs the loop: the driver actor of a run on Ray, this process with ``local=True``
-(docs/design/0048).
+The methods are called in the process that runs the loop: the driver actor of a run on Ray, this process with
+``local=True`` (docs/design/0048).
 """
 
 from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, scalars

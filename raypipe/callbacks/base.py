@@ -15,9 +15,9 @@ class RunStart(NamedTuple):
     """Beginning of a run, or of its continuation.
 
     Attributes:
-        name, path: of the run and its folder.
-        step, num_steps: optimizer steps done by earlier submissions, and in all; a driver that takes a run over
-            begins with more steps, too.
+        name, path: name of the run, and its folder.
+        step: optimizer steps done before: by earlier submissions, or by a driver that this one replaces.
+        num_steps: optimizer steps of the whole run.
         settings: learning rate, seed, schedule and so on, by the labels of settings.json.
         config: config.yaml of the run's folder, as text.
     """
@@ -35,7 +35,7 @@ class Event(NamedTuple):
 
     Attributes:
         step: optimizer steps done.
-        decision: its first word: "recovery", "resize", "switch" and so on.
+        decision: kind of the event: "recovery", "resize", "switch" and so on.
         reason: a sentence.
         numbers: other fields of the line.
     """
@@ -51,9 +51,9 @@ class RunEnd(NamedTuple):
 
     Attributes:
         step: optimizer steps done.
-        checkpoint: the newest one, or empty.
-        stopped: reason of an end before the last step, or empty.
-        error: reason of a failure, in a line, or empty.
+        checkpoint: path of the newest checkpoint; "" without one.
+        stopped: reason of an end before the last step; else "".
+        error: one line with the reason of a failure; else "".
     """
 
     step: int
@@ -72,43 +72,43 @@ class Callback:
 
         PipelineTrainer(..., callbacks=[Watch()])
 
-    All are called in one thread, one after the other, in the process that runs the loop: the driver actor of a run on
-    Ray, which gets a copy of the object as it was when the run was started, and this process with ``local=True``.
-    Training does not wait for them. What they raise changes nothing; it is an alert with the callback's name, see
-    ``Result.alerts``.
+    All methods are called in one thread, one after the other, in the process that runs the loop. With ``local=True``
+    that is this process. On Ray it is the driver actor, which gets a copy of the object as it was at the start of the
+    run. Training does not wait for them. An exception in a method becomes an alert, see ``Result.alerts``.
     """
 
     def on_start(self, run: RunStart) -> None:
-        """Before the first step of this submission; again where a new driver takes the run over."""
+        """Called before the first step of this submission, and again if a new driver takes the run over."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is over. After a recovery, steps that are repeated are reported again, with the same loss.
+        """Called after every step. Steps that a recovery repeats are reported again, with the same loss.
 
-        A new driver reports those again that the one before had not written to the run's folder.
+        A new driver also reports steps again that its predecessor had not written to the run's folder.
         """
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``eval_data`` was evaluated after ``step`` steps; again if a recovery rolls back before them."""
+        """Called when ``eval_data`` was evaluated after ``step`` steps; again if a recovery rolls back to before."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
-        """The checkpoint of ``step`` steps is complete; ``raypipe.load_state_dict(path)`` reads it."""
+        """Called when the checkpoint of ``step`` steps is complete; ``raypipe.load_state_dict(path)`` reads it."""
 
     def on_recovery(self, event: Event) -> None:
-        """A stage failed ("failure"), and the run recovered ("recovery"; "regroup" without the lost replicas) or ended
-        ("give up"; ``on_end`` follows)."""
+        """Called after a failure. ``event.decision`` is "failure", and then "recovery" (by a rollback), "regroup"
+        (without the lost replicas) or "give up" (the run ends, and ``on_end`` follows).
+        """
 
     def on_decision(self, event: Event) -> None:
-        """Any other decision: a switch of the schedule, a resize, another cut, a skipped step."""
+        """Called at any other event: a switch of the schedule, a resize, a re-partition, a skipped step."""
 
     def on_end(self, end: RunEnd) -> None:
-        """After the last step, a stop or a failure. It has a minute; a driver that was killed does not call it."""
+        """Called after the last step, a stop or a failure, with about a minute to run; not if the driver was killed."""
 
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step by name, without unknown and infinite ones and NaN."""
+    """Return the numbers of a step by name, without unknown, infinite and NaN values."""
     numbers = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "step"}
     numbers |= {"samples_per_s": record.samples_per_s, "tokens_per_s": record.tokens_per_s}
     return {
@@ -119,14 +119,14 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 _STAYS = ("drift", "keep", "wait", "paid", "open", "delete checkpoint")
-"""Decisions that leave a run as it is; a controller makes many of them."""
+"""Decisions that leave a run unchanged; a controller makes many of them."""
 
 
 def changes_the_run(event: Event) -> bool:
-    """Return True for an event that matters when runs are compared: a switch, a resize, an end."""
+    """Return True for an event that is worth logging, such as a switch, a resize or an end; False for ``_STAYS``."""
     return event.decision not in _STAYS
 
 
 def absolute(folder: str | None) -> str | None:
-    """Return the same folder for a process with another working directory; addresses and None as they are."""
+    """Make a local path absolute, for a process with another working directory; addresses and None stay."""
     return folder and absolute_path(folder, written=True)

@@ -17,10 +17,10 @@ from raypipe.ir.report import StepRecord
 
 
 class _Logger(Callback):
-    """Log numbers of steps, each step once: those that a recovery repeats are not logged again.
+    """Logger of steps, each once: steps that a recovery repeats are not logged again.
 
     Attributes:
-        every_steps: one step in so many is logged.
+        every_steps: steps from one logged step to the next.
         needs: package of the logger, and the extra of raypipe that installs it.
     """
 
@@ -34,7 +34,7 @@ class _Logger(Callback):
         self._logged = self._evaluated = -1
 
     def check(self) -> None:
-        """Raises: ConfigError: its package is not installed."""
+        """Raise ConfigError if the logger's package is not installed."""
         self._package()
 
     def _package(self, submodule: str = "") -> Any:
@@ -55,7 +55,7 @@ class _Logger(Callback):
         raise NotImplementedError
 
     def _log_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics after one step."""
+        """Log the results of an evaluation at one step."""
         self._log({f"eval/{name.removeprefix('eval_')}": value for name, value in metrics.items()}, step)
 
     def on_start(self, run: RunStart) -> None:
@@ -80,11 +80,11 @@ class _Logger(Callback):
 
 @dataclass
 class TensorBoard(_Logger):
-    """Writes event files for ``tensorboard --logdir FOLDER``.
+    """Logger that writes event files for ``tensorboard --logdir FOLDER``.
 
     Attributes:
-        folder: of the files; None for ``tensorboard`` in the run's folder, which must be on a file system.
-        every_steps: one step in so many is written.
+        folder: folder of the files; None for ``tensorboard`` in the run's folder, which must be on a file system.
+        every_steps: steps from one logged step to the next.
     """
 
     folder: str | None = None
@@ -124,13 +124,13 @@ _MODES = ("online", "offline", "disabled")
 
 @dataclass
 class WandB(_Logger):
-    """Logs to Weights & Biases. A resumed run continues there under the same id.
+    """Logger to Weights & Biases. A resumed run continues there under the same id.
 
     Attributes:
-        project, entity: where the run is shown; None for WANDB_PROJECT and WANDB_ENTITY.
+        project, entity: project and account that show the run; None for WANDB_PROJECT and WANDB_ENTITY.
         mode: "online", "offline" (``wandb sync`` sends it later) or "disabled"; None for WANDB_MODE.
-        folder: of its files; None for the run's folder, which must be on a file system.
-        every_steps: one step in so many is logged.
+        folder: folder of its files; None for the run's folder, which must be on a file system.
+        every_steps: steps from one logged step to the next.
     """
 
     project: str | None = None
@@ -179,23 +179,23 @@ class WandB(_Logger):
 
 BATCH_S = 2.0
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""MLflow's limits of one request."""
+"""MLflow's maximum numbers of metrics and of parameters in one request."""
 MOST_WAITING = 100_000
-"""Metrics that are kept for a server that does not answer; the oldest are dropped first."""
+"""Maximum number of metrics kept while the server does not answer; the oldest are dropped first."""
 TAG = "raypipe.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 @dataclass
 class MLflow(_Logger):
-    """Logs to MLflow, in a request every two seconds rather than one per step.
+    """Logger to MLflow, with one request every two seconds instead of one per step.
 
-    A resumed run, here or in another driver, continues the same run of MLflow, found by its tag.
+    A resumed run, here or in another driver, continues the same MLflow run, which is found by its tag.
 
     Attributes:
-        experiment: name; created if it is missing.
-        tracking_uri: None for MLFLOW_TRACKING_URI of the process that runs the loop.
-        every_steps: one step in so many is logged.
+        experiment: name of the experiment, which is created if it is missing.
+        tracking_uri: address of the server; None for MLFLOW_TRACKING_URI of the process that runs the loop.
+        every_steps: steps from one logged step to the next.
     """
 
     experiment: str = "raypipe"

@@ -61,7 +61,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point: an error is one paragraph on standard error, not a traceback."""
+    """Run the command line; an error of raypipe is printed as one paragraph, not as a traceback."""
     try:
         app()
     except RaypipeError as error:

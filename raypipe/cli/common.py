@@ -26,7 +26,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="name, folder or address
 
 
 def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
-    """The settings of a file; from now on its targets may lie in the working directory, as with ``python -m``."""
+    """Read the settings of a file. From now on Python imports from the working directory, as with ``python -m``."""
     from raypipe.runfile.run_file import read_runfile
 
     here = str(Path.cwd())
@@ -36,17 +36,17 @@ def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
 
 
 def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
-    """The trainer of these settings; this is where torch is imported, and Ray unless it is for planning."""
+    """Create the trainer of these settings. This imports torch, and also Ray unless ``planning``."""
     from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)
 
 
 def known_folder(run: str) -> Place | None:
-    """Return the folder of this path or address, or of this name in the usual place, if a run has written there.
+    """Return the run's folder at this path or address, or of this name in ~/ray_results; None if no run is there.
 
     Raises:
-        ConfigError: it is an address, and no run has.
+        ConfigError: ``run`` is an address, and no run has written there.
     """
     from raypipe.config.paths import DEFAULT_STORAGE, is_address
     from raypipe.engine.io.run_files import EVENTS
@@ -60,7 +60,7 @@ def known_folder(run: str) -> Place | None:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before a minute is spent on what goes into it."""
+    """Raise an error if an output file cannot be written, before time is spent on its content."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -79,7 +79,7 @@ def write(path: Path, text: str) -> None:
     """Write an output file of a command.
 
     Raises:
-        ConfigError: names the file.
+        ConfigError: the file cannot be written; names it.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -89,7 +89,7 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Context that discards standard error, of C++ libraries too: their complaints end in one line of an error."""
+    """Return a context that discards standard error, that of C++ libraries too; errors are printed by the caller."""
     sys.stderr.flush()
     own = os.dup(_STDERR)
     try:

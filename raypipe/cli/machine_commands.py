@@ -50,7 +50,7 @@ def doctor(
 
 
 def port_range(text: str | None) -> tuple[int, int] | None:
-    """Parse (lowest, highest) of LOW-HIGH; BadParameter if it is not such a pair."""
+    """Parse "LOW-HIGH" to (lowest, highest); a single port is both. Raises typer.BadParameter for any other text."""
     if text is None:
         return None
     low, _, high = text.partition("-")

@@ -116,7 +116,7 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 class CostBudget(NamedTuple):
-    """Steps of the whole run (0 if unknown), its deadline in words, and tokens per sample (0 counts samples)."""
+    """Length of the run for a cost: steps (0 if unknown), deadline as text, tokens per sample (0 counts samples)."""
 
     num_steps: int
     deadline: str | None
@@ -124,10 +124,10 @@ class CostBudget(NamedTuple):
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds of "12 h" and the like.
+        """Deadline in seconds, of "12 h" and the like; None without a deadline.
 
         Raises:
-            ConfigError: it is no time, or the run has no end that could be in time.
+            ConfigError: the text is no time, or the number of steps is unknown.
         """
         from raypipe.runfile.cluster_file import parse_quantity
 
@@ -142,7 +142,7 @@ class CostBudget(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """Result for one cluster: the plan with its cost, or the reason why it is not possible."""
+    """Result of planning for one cluster: the plan with its cost, or the reason why no plan is possible."""
 
     file: Path
     plan: Plan | None
@@ -151,10 +151,10 @@ class _Tried(NamedTuple):
 
 
 def compared(files: Sequence[Path], plan: Callable[[Any], Plan], budget: CostBudget, *, as_json: bool) -> str:
-    """A table of all clusters and the sentence that names the cheapest, or the same for programs.
+    """Return a table of all clusters and the name of the cheapest one, as text or as JSON.
 
     Args:
-        plan: makes one for a Cluster.
+        plan: (cluster) -> plan.
 
     Raises:
         ConfigError: a cluster has no prices.

@@ -179,7 +179,7 @@ def _attached(run: str) -> Any:
 
 
 def _folder(run: str) -> Place:
-    """Find a run's folder: of that path or address, of that name in the usual place, or as the cluster knows it."""
+    """Return a run's folder: at this path or address, of this name in ~/ray_results, or known to the Ray cluster."""
     from raypipe.engine.io.storage import Place
 
     return known_folder(run) or Place.of(_attached(run).path)
@@ -208,7 +208,7 @@ def _line(last: dict[str, Any]) -> str:
 
 
 def _lines(line: str, alerts: Iterable[Any]) -> str:
-    """The line, and one for each alert."""
+    """Join a line of text and one line for each alert."""
     return "\n".join([line, *(f"  {alert}" for alert in alerts)])
 
 
@@ -234,7 +234,7 @@ class Form(StrEnum):
 
 
 class Mode(StrEnum):
-    """Direction of a metric: the better number is the larger or the smaller one."""
+    """Direction of a metric: larger (max) or smaller (min) numbers are better."""
 
     MAX = "max"
     MIN = "min"

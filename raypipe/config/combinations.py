@@ -1,7 +1,8 @@
 """Combinations of PipelineConfig's fields that exclude each other.
 
 ``EXCLUSIONS`` lists the fields that have no effect, or are impossible, beside a value of another one. The functions
-below it compare numbers: of stages, micro-batches, replicas and lanes. The first violation is raised.
+after it compare numbers: of stages, micro-batches, replicas and lanes. Lanes are partial sums of gradients. The first
+violation is raised.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ def replicated(config: PipelineFields) -> bool:
 
 
 def laned(config: PipelineFields) -> bool:
-    """Return True if gradients are summed in several lanes, or may be: with replicas, or with num_lanes above 1."""
+    """Return True if gradients are summed in several lanes, or may be: with replicas or num_lanes above 1."""
     return replicated(config) or config.num_lanes not in ("auto", 1)
 
 
 def turns_schedule(config: PipelineFields) -> bool:
-    """Return True if the controller may change the schedule: a searched kind whose numbers are left open."""
+    """Return True if the controller may change the schedule: its kind is searched, group_size and slack are "auto"."""
     return bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
 
 
 def check_combinations(config: PipelineFields) -> None:
-    """Refuse fields that exclude each other."""
+    """Raise ConfigError if fields exclude each other."""
     for check in (_check_microbatches, _check_stages, _check_recompute, _check_slack):
         check(config)
     for field, conflict, reason, fix in EXCLUSIONS:
@@ -45,13 +46,13 @@ def check_combinations(config: PipelineFields) -> None:
 
 
 class Exclusion(NamedTuple):
-    """A field that has no effect, or is impossible, together with the value of another one.
+    """A field that has no effect, or is impossible, beside a value of another field.
 
     Attributes:
         field: the field that is refused.
         conflict: returns the name of the other field, or "" if the two agree.
-        reason: begins after the refused value; {} is the other field with its value.
-        fix: what to set instead.
+        reason: end of the message after the refused value; {} is replaced by the other field with its value.
+        fix: remedy, for the message.
     """
 
     field: str
@@ -84,12 +85,12 @@ def _if(other: str, conflict: Callable[[PipelineFields], bool]) -> Callable[[Pip
 
 
 def _unused(name: str, other: str, unused: Callable[[PipelineFields], bool]) -> Callable[[PipelineFields], str]:
-    """Return the conflict of a field that is set although ``other`` leaves it unused."""
+    """Make the conflict function of a field: a conflict if it is set, and the value of ``other`` makes it unused."""
     return _if(other, lambda config: _is_set(config, name) and unused(config))
 
 
 def _controller_is_idle(config: PipelineFields) -> str:
-    """Return the name of the field because of which the controller can change nothing; "" if it can."""
+    """Return the name of the field whose value leaves the controller nothing to change; "" if something is left."""
     if not _kind(config).turned:
         return "schedule"
     if config.retune_interval_steps == 0:
@@ -99,19 +100,19 @@ def _controller_is_idle(config: PipelineFields) -> str:
 
 
 def _idle(name: str, *harmless: object) -> Callable[[PipelineFields], str]:
-    """Return the conflict of a field that needs the controller, unless its value is harmless."""
+    """Make the conflict function of a field that only a working controller uses; ``harmless`` values are allowed."""
     return lambda config: "" if getattr(config, name) in harmless else _controller_is_idle(config)
 
 
 def _if_open(codec: str) -> Callable[[PipelineFields], str]:
-    """Return the conflict of a codec that is "auto" while the controller, which would choose it, can change nothing."""
+    """Make the conflict function of a codec field: a conflict if it is "auto" and the controller changes nothing."""
     return lambda config: _controller_is_idle(config) if getattr(config, codec) == "auto" else ""
 
 
 def _weights_of(name: str, value: object) -> Callable[[PipelineFields], str]:
-    """Return the conflict of a field of weight versions with the schedule.
+    """Make the conflict function of a field of weight versions with the schedule.
 
-    "pipedream" accepts any value; "2bw" and synchronous schedules accept only the value that they have anyway.
+    "pipedream" accepts any value; other schedules accept the value that they have anyway: ``value`` if synchronous.
     """
     two = {"weight_versions": 2, "vertical_sync": True}.get(name)
     return _unused(
@@ -354,7 +355,7 @@ def _check_replica_counts(config: PipelineFields) -> None:
 
 
 def _check_lanes(config: PipelineFields) -> None:
-    """Refuse unequal shares of an update: replicas of an asynchronous schedule make every update together."""
+    """Raise ConfigError if replicas of an asynchronous schedule would have unequal shares of an update."""
     if _kind(config).synchronous or not laned(config):
         return
     least = math.lcm(*_replicas(config))

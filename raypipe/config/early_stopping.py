@@ -45,7 +45,7 @@ class EarlyStopping:
             raise ConfigError(f"EarlyStopping(min_delta={self.min_delta!r}): give a number of at least 0.")
 
     def verdict(self, values: Iterable[float]) -> str:
-        """Explain why the run ends after these evaluations, in their order; "" if it goes on. NaN is never better."""
+        """Return why the run ends after these evaluations, oldest first; "" if it continues. NaN is never better."""
         sign = 1.0 if self.mode == "max" else -1.0
         best, waited = -math.inf, 0
         for value in values:

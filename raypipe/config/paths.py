@@ -34,10 +34,10 @@ def is_address(text: str) -> bool:
 
 
 def expanded(text: str) -> str:
-    """Replace $NAME, ${NAME} and a leading ``~``, and refuse an address that holds credentials.
+    """Replace $NAME, ${NAME} and a leading ``~``.
 
     Raises:
-        ConfigError: a variable is not set, there is no such user, or credentials are in the address.
+        ConfigError: a variable is not set, there is no such user, or an address has credentials.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -87,7 +87,7 @@ def absolute_path(text: str, *, written: bool = False) -> str:
 
 
 def job_copy(path: Path) -> Path | None:
-    """Return the copy of a job's working directory that holds this absolute path; None outside of one."""
+    """Return the copy of a Ray job's working directory that contains this absolute path; None if none does."""
     at = next((i for i, pair in enumerate(pairwise(path.parts)) if pair == _COPIES), None)
     return None if at is None or len(path.parts) <= at + 2 else Path(*path.parts[: at + 3])
 
@@ -106,7 +106,7 @@ def _refuse_credentials(address: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """Cut what may be secret from an address: its user and its query."""
+    """Return an address without its user and query, which may be secret; a local path is returned unchanged."""
     if not is_address(text):
         return text
     scheme, _, rest = text.partition("://")

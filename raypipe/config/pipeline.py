@@ -35,7 +35,10 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Rule for the values of a field: the predicate, and its description."""
+    """Rule for the values of a field.
+
+    ``accepts`` is the predicate, ``text`` its description, ``names`` the accepted names, for suggestions.
+    """
 
     accepts: Callable[[Any], bool]
     text: str
@@ -132,7 +135,7 @@ _ALLOWED: Mapping[str, _Rule] = {
 
 
 def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
-    """Make a dataclass raise ConfigError for an unknown keyword, with the most similar field. Changes ``cls``."""
+    """Make a dataclass raise ConfigError for an unknown keyword, with the most similar field. Returns ``cls``."""
     generated = cls.__init__
 
     @functools.wraps(generated)

@@ -36,7 +36,7 @@ READ: Mapping[str, tuple[str, ...]] = {
 """Fields that raypipe reads, by class of Ray Train."""
 
 SCORES = ("loss", "grad_norm")
-"""Numbers that every checkpoint carries; where there is eval_data, eval_loss and eval_<name> of a metric too."""
+"""Numbers in every checkpoint's manifest; with eval_data also eval_loss and eval_<name> of each metric."""
 
 _NO_TPU = "stages compute on CPUs and on NVIDIA GPUs"
 _PLACED = "every worker is placed by itself, by its resources_per_worker alone"
@@ -54,7 +54,7 @@ _REASONS: Mapping[str, str] = {
 
 
 RESIZE_INTERVAL_S = 60.0
-"""Ray's default of elastic_resize_monitor_interval_s."""
+"""Ray's default of elastic_resize_monitor_interval_s, in seconds."""
 
 
 class WorkerRange(NamedTuple):
@@ -87,14 +87,14 @@ def most_workers(scaling: Any) -> int | None:
 
 
 ACCELERATOR_SHARE = 0.001
-"""Amount of Ray's accelerator_type resource, of which a node has 1, that a worker reserves, as Ray Train does."""
+"""Amount that a worker reserves of Ray's accelerator_type resource, of which each node has 1; as in Ray Train."""
 
 
 def resources_of(scaling: Any) -> dict[str, float]:
-    """Return the resources of one worker by a ScalingConfig or None; one CPU by default.
+    """Return the resources of one worker by a ScalingConfig; one CPU by default.
 
     Args:
-        scaling: anything with the fields as attributes.
+        scaling: any object with the fields of ScalingConfig as attributes, or None.
     """
     resources: dict[str, float] = {"CPU": 1, **({"GPU": 1} if getattr(scaling, "use_gpu", False) else {})}
     resources |= getattr(scaling, "resources_per_worker", None) or {}
@@ -114,7 +114,7 @@ def gpu_share(resources: Mapping[str, float]) -> float:
 
 
 def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) -> None:
-    """Refuse settings of Ray Train that would have no effect on a run.
+    """Raise ConfigError for settings of Ray Train that are impossible or would have no effect on a run.
 
     Args:
         scaling, run: ray.train.ScalingConfig and RunConfig, or None.
@@ -155,7 +155,7 @@ _EXAMPLES = {
 
 
 def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield the fields of one of Ray's settings that would have no effect, with the fix.
+    """Yield (field, reason with the fix) for fields of one of Ray's settings that are impossible or have no effect.
 
     Args:
         kind: name of the class of Ray Train.
@@ -179,7 +179,7 @@ def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def _only(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any, Any], str]:
-    """Make the check of a field that looks at its value alone."""
+    """Make the check function of a field from a predicate on its value; ``otherwise`` is the message."""
     return lambda value, settings: "" if accepts(value) else otherwise
 
 

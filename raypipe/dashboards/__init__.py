@@ -1,6 +1,6 @@
 """Boards for Grafana and alerts for Prometheus, as files that ``raypipe dashboards install`` writes.
 
-The JSON and ``rules.yaml`` beside this file are generated from the table of metrics, by ``dashboards/`` of the
+The JSON files and ``rules.yaml`` in this folder are generated from raypipe.metrics, by ``dashboards/`` of the
 repository.
 """
 

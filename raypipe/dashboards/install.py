@@ -29,14 +29,14 @@ POD_METRICS = "metrics"
 
 
 def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[Path]:
-    """Write all files; those of an earlier installation are replaced, and others stay.
+    """Write all files, and return their paths. Files of an earlier installation are replaced, other files stay.
 
     Args:
-        prometheus: its address, for Grafana.
-        discovery: Ray's file of nodes, for Prometheus.
+        prometheus: address of Prometheus, for Grafana.
+        discovery: Ray's file that lists the nodes, for Prometheus.
 
     Raises:
-        ConfigError: the address is not an address, or the folder cannot be written.
+        ConfigError: ``prometheus`` is not an address, or the folder cannot be written.
     """
     if not re.match(r"https?://[^\s/]+", prometheus):
         raise ConfigError(f"--prometheus {prometheus} is no address: give it as in http://localhost:9090.")
@@ -53,7 +53,7 @@ def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[P
 
 
 def contents(folder: Path, prometheus: str, discovery: str) -> dict[str, str]:
-    """Text of every file, by its name below the folder."""
+    """Return the text of every file, by its path below ``folder``."""
     boards = {file.name: file.read_text("utf-8") for file in files(__package__).iterdir() if _is_board(file.name)}
     rules = (files(__package__) / "rules.yaml").read_text("utf-8")
     grafana = folder / "grafana"
@@ -77,7 +77,7 @@ def _yaml(content: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are."""
+    """YAML dumper that writes texts of several lines as blocks."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -98,7 +98,7 @@ def _source(prometheus: str) -> dict[str, Any]:
 
 
 def _scraping(discovery: str) -> dict[str, Any]:
-    """Every 10 s, as often as Ray collects."""
+    """Build prometheus.yml, which collects metrics every 10 s, as often as Ray does."""
     ray = {"job_name": "ray", "file_sd_configs": [{"files": [discovery]}]}
     return {
         "global": {"scrape_interval": "10s", "evaluation_interval": "10s"},
@@ -112,7 +112,7 @@ def _meta(name: str, **labels: str) -> dict[str, Any]:
 
 
 def _config_map(boards: dict[str, str]) -> dict[str, Any]:
-    """Taken by the sidecar of Grafana's chart, for its label."""
+    """Build a ConfigMap of the boards; its label makes the sidecar of Grafana's chart load it."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -122,7 +122,7 @@ def _config_map(boards: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod_monitor() -> dict[str, Any]:
-    """Head and workers of every RayCluster in the namespace."""
+    """Build a PodMonitor for head and workers of every RayCluster in the namespace."""
     nodes = {"key": "ray.io/node-type", "operator": "In", "values": ["head", "worker"]}
     return {
         "apiVersion": "monitoring.coreos.com/v1",

@@ -15,7 +15,7 @@ LEAST_SHM_BYTES = 256 << 20
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``cure`` is empty if nothing is wrong."""
+    """One line of the report. ``cure`` is the fix; "" if nothing is wrong."""
 
     level: Literal["ok", "warning", "problem"]
     subject: str
@@ -75,9 +75,14 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Requirements of a run: ports for links (None for any), storage_path, workers and their resources.
+    """Requirements of a run on a cluster.
 
-    ``num_workers`` is the minimum of an elastic run, 0 if unknown; ``codecs`` is True if a codec may be used.
+    Attributes:
+        ports: (lowest, highest) port for links; None for any.
+        storage: storage_path.
+        num_workers: number of workers, the minimum if the run is elastic; 0 if unknown.
+        resources: resources of one worker.
+        codecs: True if a codec may be used.
     """
 
     ports: tuple[int, int] | None = None
@@ -137,7 +142,7 @@ _Complaints = Iterator[tuple[Any, ...]]
 
 
 def _connection(facts: Facts) -> Iterator[Finding]:
-    """Check that the cluster accepts this process, and that it accepts no process without a token."""
+    """Check that the cluster accepts this process, and that it refuses processes without a token."""
     if not facts.address:
         text = "no cluster: this machine only (--address or RAY_ADDRESS names one)"
         yield Finding("ok", "cluster", text)
@@ -241,7 +246,7 @@ LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 
 
 def _driver(node: NodeFacts) -> tuple[str, str]:
-    """Explain why torch, built with CUDA, finds no GPU although CUDA_VISIBLE_DEVICES hides none; with the fix."""
+    """Return (reason, fix) if torch with CUDA finds no GPU, although CUDA_VISIBLE_DEVICES hides none."""
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:
         text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
@@ -260,7 +265,7 @@ LEAST_NCCL = (2, 19, 1)
 
 
 def _nccl(node: NodeFacts) -> _Complaints:
-    """Check that links over NCCL can be made and aborted."""
+    """Check that torch has an NCCL whose links can be aborted."""
     if not node.nccl:
         text = f"node {_name(node)}: torch has no NCCL, which transport='collective' takes between GPUs"
         yield ("problem", "gpus", text, "install a torch for CUDA on Linux, or take transport='tcp'")
@@ -271,7 +276,7 @@ def _nccl(node: NodeFacts) -> _Complaints:
 
 
 def _cupy(node: NodeFacts, *, needed: bool) -> _Complaints:
-    """Check that the codecs' kernels can run beside torch, if they are needed: one CuPy, built for torch's CUDA."""
+    """Check that CuPy, which runs the codecs' kernels, is installed if ``needed``, once, and for torch's CUDA."""
     fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     extra = fits.removeprefix("cupy-").removesuffix("x")
     others = [name for name in node.cupy if name not in (fits, "cupy")]  # "cupy" is built for what is there
@@ -330,7 +335,7 @@ _CHECKS: Mapping[str, Callable[[list[NodeFacts], Facts, Requirements], _Complain
 
 
 def _all_well(subject: str, nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> str:
-    """Summarise the facts of one subject, in which no check found a problem, in one line."""
+    """Describe in one line the facts of a subject, such as "ports", for which no check found a problem."""
     if not nodes:
         return "not known: no node answered"
     ray_gives = bool(facts.address) and not facts.error

@@ -1,6 +1,6 @@
 """Collection of the facts for raypipe.doctor.checks, in a separate process, because Ray may hang or end its process.
 
-The last line of the separate process's output is the answer as JSON. Without an answer in time that process is killed.
+That process prints its answer as JSON, in the last line of its output. It is killed if it does not answer in time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TIMEOUT_S = 180.0
 
 
 def requirements_of(run: RunFile | None, ports: tuple[int, int] | None) -> Requirements:
-    """Return the requirements of a run file; without a run file, those of the default storage folder alone.
+    """Return the requirements of a run file; without a run file, a writable default storage folder only.
 
     Args:
-        ports: lowest and highest port, instead of the run's link_ports; None for link_ports.
+        ports: (lowest, highest) port, instead of the run's link_ports; None for link_ports.
     """
     values = {} if run is None else run.values
     pipeline = values.get("pipeline") or {}
@@ -51,7 +51,7 @@ def requirements_of(run: RunFile | None, ports: tuple[int, int] | None) -> Requi
 
 
 def collect(address: str, needs: Requirements, devices: str = "/dev", timeout_s: float = TIMEOUT_S) -> Facts:
-    """Collect facts of the cluster, or of this machine if ``address`` is empty or the cluster refuses the connection.
+    """Collect facts of the cluster; of this machine alone if ``address`` is "" or the cluster cannot be reached.
 
     Args:
         address: address of the cluster.
@@ -115,7 +115,7 @@ def local_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the facts of this machine alone, without Ray.
 
     Args:
-        request: devices, storage ("" for no local folder), low and high of the ports.
+        request: {"devices": folder of device files, "storage": folder or "", "low", "high": range of ports}.
     """
     word = uuid.uuid4().hex
     ports = node_facts.listen("127.0.0.1", request["low"], request["high"], word)
@@ -131,10 +131,13 @@ def local_facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cluster_facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of every node, or the reason of a failure: {"error", "kind", "nodes"}.
+    """Collect the facts of every node of a cluster.
 
     Args:
-        request: as for local_facts, and address.
+        request: as for local_facts, with "address".
+
+    Returns:
+        {"error": reason of a failed connection or "", "kind": its kind or "", "nodes": facts of each node}.
     """
     import ray
     from ray.exceptions import AuthenticationError
@@ -171,7 +174,7 @@ def _query_nodes(ray: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _about(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Ray reports of a node."""
+    """Return facts that Ray has of a node: address, id, resources."""
     resources = node["Resources"]
     return {
         "address": node["NodeManagerAddress"],
@@ -183,7 +186,7 @@ def _about(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probe(ray: Any, node_id: str) -> Any:
-    """Start an actor on one node; its class is defined here, so that Ray sends its code, not a module's name."""
+    """Start an actor on one node, which needs no raypipe there: Ray sends the code of a class defined in a function."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     class Probe:
@@ -203,7 +206,7 @@ def _probe(ray: Any, node_id: str) -> Any:
 
 
 def _gather(ray: Any, answers: list[dict[str, Any]], probes: list[Any], function: str, arguments: list[Any]) -> None:
-    """Query all nodes at once; a node that fails or does not answer has its "error"."""
+    """Call a function on all nodes at once, and add its results to ``answers``; "error" for a node without a result."""
     calls = [probe.call.remote(function, argument) for probe, argument in zip(probes, arguments, strict=True)]
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=NODE_TIMEOUT_S)
     for answer, ref in zip(answers, calls, strict=True):
@@ -217,7 +220,7 @@ def _gather(ray: Any, answers: list[dict[str, Any]], probes: list[Any], function
 
 
 def _gather_reach(ray: Any, answers: list[dict[str, Any]], probes: list[Any], words: list[str]) -> None:
-    """Have every node connect to every other node, and store the failures; a single node connects to itself."""
+    """Have every node connect to every other node (a single one to itself), and add the failures to ``answers``."""
     listening = {
         answer["node_id"]: (answer["address"], answer["port"], word)
         for answer, word in zip(answers, words, strict=True)
@@ -238,7 +241,7 @@ def _gather_reach(ray: Any, answers: list[dict[str, Any]], probes: list[Any], wo
 
 @contextlib.contextmanager
 def _marker(storage: str) -> Iterator[str]:
-    """Create a file in the storage folder while the context lasts, by which other nodes recognise a shared folder.
+    """Create a file in the storage folder while the context lasts. Nodes that see this file share the folder.
 
     If the storage folder does not exist, the file is in the nearest existing folder above it. The context yields the
     path of the file, or "" if it cannot be written; another check reports that.
@@ -254,7 +257,7 @@ def _marker(storage: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Answer the request in argv on standard output."""
+    """Print the facts that are requested as JSON in the first argument of the command line."""
     request = json.loads(sys.argv[1])
     answer: dict[str, Any] = cluster_facts(request) if request["address"] else {"nodes": [local_facts(request)]}
     answer["here"] = node_facts.versions()

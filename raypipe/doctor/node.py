@@ -59,12 +59,15 @@ def machine_facts(devices: str, under_ray: bool) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, torch, Ray and raypipe as a stage here would import them; "" if not installed."""
+    """Return the versions of Python, torch, Ray and raypipe that this process imports; "" for a missing package."""
     return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "ray", "raypipe")}
 
 
 def storage_facts(storage: str, marker: str) -> dict[str, Any]:
-    """Check that a folder is writable, and that the file ``marker`` of another machine is visible.
+    """Check that a folder, or its nearest existing parent, is writable, and that the file ``marker`` is visible here.
+
+    Args:
+        marker: file that another node has created in its storage folder; "" for no comparison.
 
     Returns:
         {"storage_error": reason or "", "storage_shared": True if ``marker`` is "" or exists}.
@@ -82,7 +85,9 @@ def storage_facts(storage: str, marker: str) -> dict[str, Any]:
 
 
 def listen(host: str, low: int, high: int, word: str) -> dict[str, Any]:
-    """Listen on the first free port from ``low`` to ``high`` (0 and 0: any), and answer connections with ``word``.
+    """Listen on the first free port from ``low`` to ``high``, and answer every connection with ``word``.
+
+    Port range 0 to 0 takes any free port.
 
     Returns:
         {"port": the port, or 0 if no port is free, "port_error": reason or ""}.

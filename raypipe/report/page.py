@@ -30,7 +30,11 @@ from raypipe.viz.timeline_svg import timeline_svg
 
 
 def bytes_over_step(stages: Sequence[StagePrediction], timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Compute the bytes of each stage over time: by stage, (seconds since the begin, bytes from then on)."""
+    """Compute the bytes that each stage holds over a step.
+
+    Returns:
+        For each stage, (seconds since the start of the timeline, bytes from then on) of every change.
+    """
     zero = min((span.start_s for span in timeline.spans), default=0.0)
     splits = any(span.action.op is Op.W for span in timeline.spans)
     last = Op.W if splits else Op.B
@@ -68,11 +72,11 @@ MOST_STAGES = 8
 MOST_METRICS = 12
 MOST_EVENTS = 1000
 FEW = 16
-"""Maximum number of letters in a cell of a table whose text is not broken into lines."""
+"""Maximum number of letters of a table cell whose text is kept on one line."""
 
 
 def facts_of(run: RunFacts) -> list[tuple[str, str]]:
-    """List the numbers at the top as (name, value)."""
+    """List (name, value) of the numbers at the top of the page."""
     last = run.records[-1] if run.records else None
     begun, num_steps = run.events_of("start"), 0
     facts: list[tuple[str, str]] = []
@@ -224,24 +228,24 @@ def _links(run: RunFacts) -> str:
 
 
 def _way(place: int) -> str:
-    """Name an index of ``link_s``, which has hop 0 forward, hop 0 backward, hop 1 forward, ..."""
+    """Name the direction of index ``place`` in ``link_s``: hop 0 forward, hop 0 backward, hop 1 forward, ..."""
     hop, back = divmod(place, 2)
     return f"{hop + 1}→{hop}" if back else f"{hop}→{hop + 1}"
 
 
 def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
-    """Compute (step, seconds of a message) of one direction of a link; the last value holds until the end."""
+    """Return (step, seconds of a message) of one direction of a link; the last value is repeated at the last step."""
     points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
 
 
 def _span(run: RunFacts) -> tuple[float, float]:
-    """Return the first and the last step: the x range of every chart over steps."""
+    """Return the numbers of the first and the last step, from 1: the x range of charts over steps."""
     return (run.records[0].step + 1.0, run.records[-1].step + 1.0) if run.records else (0.0, 1.0)
 
 
 def _turned(run: RunFacts) -> list[str]:
-    """Draw k over steps if every schedule is kfkb; else the number of the schedule, named in the legend."""
+    """Draw k over steps if every schedule is kfkb or 1f1b; else the schedule's number, explained below the chart."""
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:
         return []
@@ -257,7 +261,7 @@ def _turned(run: RunFacts) -> list[str]:
 
 
 def _group_size(name: str) -> int | None:
-    """Parse k of ``kfkb k=2``; 1F1B is kFkB with k = 1."""
+    """Parse k of "kfkb k=2"; 1 for "1f1b", which is kFkB with k = 1; None for other schedules."""
     words = name.split(" + ")[0].split()
     if words == ["1f1b"]:
         return 1
@@ -359,11 +363,11 @@ def write_report(folder: Place, state: str, output: str = "") -> str:
     Args:
         folder: folder of the run.
         state: as in ``report_html``.
-        output: file on this machine; "" for report.html in the folder of the run.
+        output: file on this machine; "" for report.html in the run's folder.
 
     Raises:
         ConfigError: the folder is not that of a run, or ``output`` cannot be written.
-        CheckpointError: report.html cannot be written to the folder of the run.
+        CheckpointError: report.html cannot be written to the run's folder.
     """
     page = report_html(read_run(folder), state).encode()
     if not output:

@@ -23,13 +23,14 @@ MOST_RECORDS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Content of a run's folder; ``missing`` has one sentence for each missing or damaged file.
+    """Content of a run's folder.
 
     Attributes:
         events: lines of events.jsonl, oldest first.
         plan: last plan of the run; None if it cannot be read.
         timelines: predicted and measured timeline of one step.
         cost: cost of all submissions so far; None if workers have no price.
+        missing: one sentence for each missing or damaged file.
     """
 
     name: str
@@ -43,7 +44,7 @@ class RunFacts:
     missing: tuple[str, ...] = ()
 
     def events_of(self, *decisions: str) -> list[dict[str, Any]]:
-        """Return the events of these kinds."""
+        """Return the events whose field "decision" is one of these."""
         return [event for event in self.events if event["decision"] in decisions]
 
 
@@ -51,7 +52,7 @@ def read_run(folder: Place) -> RunFacts:
     """Read the files of a run's folder; missing or damaged files are named in ``RunFacts.missing``.
 
     Raises:
-        ConfigError: it is not the folder of a run.
+        ConfigError: ``folder`` is not the folder of a run.
     """
     missing: list[str] = []
     try:
@@ -74,10 +75,10 @@ def read_run(folder: Place) -> RunFacts:
 
 
 def timelines_of(folder: Place) -> list[Timeline]:
-    """Read the timelines of a run, the predicted one first.
+    """Read the timelines of a run from timeline/spans.parquet, the predicted one first.
 
     Raises:
-        CheckpointError: not found, or unreadable.
+        CheckpointError: the file is missing or unreadable.
     """
     spans: dict[str, list[Span]] = {}
     try:

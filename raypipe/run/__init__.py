@@ -5,7 +5,7 @@
 
     requests.py  begin, stop, save  --+
                                       v
-    same_run.py  start position -->  loop.py  -->  orders for the stages, a segment at a time: ordering.py
+    same_run.py  start position -->  loop.py  -->  orders of one or several steps for the stages: ordering.py
                                       |  ^
             controller_thread.py <----+  +---- reports
             checkpoints.py, evaluations.py

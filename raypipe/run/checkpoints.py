@@ -43,7 +43,7 @@ LOST_WAIT_S = 10.0
 
 
 class Checkpoints:
-    """Checkpoints of one run.
+    """Checkpoints of one run: schedule, completion in the background, pruning.
 
     Args:
         fleet: stages that write the checkpoints.
@@ -77,15 +77,12 @@ class Checkpoints:
         return self.due_at(step) or self.overdue
 
     def due_at(self, step: int) -> bool:
-        """Return True if an interval in steps is configured and ends at ``step``.
-
-        In contrast to ``due`` this does not depend on the clock.
-        """
+        """Return True if an interval in steps is configured and ``step`` is a multiple of it."""
         return self._policy.interval_steps is not None and step % self._policy.interval_steps == 0
 
     @property
     def overdue(self) -> bool:
-        """True if no interval in steps is configured, and AUTO_INTERVAL_S have passed since the last checkpoint."""
+        """True if no interval in steps is configured, and AUTO_INTERVAL_S seconds have passed since the last begin."""
         return self._policy.interval_steps is None and time.monotonic() - self._begun_s >= AUTO_INTERVAL_S
 
     @property
@@ -94,7 +91,7 @@ class Checkpoints:
         return self._last is not None and not self._last[1].done()
 
     def begin(self, step: int) -> str:
-        """Restart the interval by the clock, and return the folder to which the stages save the state of ``step``."""
+        """Return the folder to which the stages must save the state of ``step``; the clock for ``overdue`` restarts."""
         self._begun_s = time.monotonic()
         return self._files(step)
 
@@ -103,22 +100,23 @@ class Checkpoints:
 
         Args:
             end: position of the run when the state was saved.
-            metrics: numbers for the manifest, such as the loss; ``scored`` if an evaluation's results are among them.
+            metrics: numbers for the manifest, such as the loss.
+            scored: True if ``metrics`` has the results of an evaluation.
         """
         self._last = end.step, self._pool.submit(self._complete, end, dict(metrics), self._times_forgotten)
         self._scored = end.step if scored else 0
 
     def score(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the results of the evaluation after ``step`` steps to the manifest of this step's checkpoint.
+        """Add the results of an evaluation to the manifest of the checkpoint of ``step``, unless it has results.
 
-        That happens in the background, after the checkpoint was committed; nothing if it has an evaluation already.
+        The manifest is changed in the background, after the checkpoint was committed.
         """
         if self._scored != step:
             self._scored = step
             self._pool.submit(self._score, step, dict(metrics))
 
     def finish(self, step: int) -> None:
-        """Wait for all checkpoints. Failures of earlier ones are ignored.
+        """Wait for all checkpoints in the background; failures of those before ``step`` are ignored.
 
         Raises:
             CheckpointError: the checkpoint of ``step`` could not be written.
@@ -128,20 +126,20 @@ class Checkpoints:
             self._last[1].result()
 
     def settle(self, error: Exception) -> None:
-        """Wait for the checkpoint that is being written when the run ends with an error.
+        """Wait for the checkpoint that is being written, before the run ends with an error.
 
         Args:
-            error: if it is a StageLostError, the wait is limited to LOST_WAIT_S.
+            error: error of the run; after a StageLostError the wait is limited to LOST_WAIT_S seconds.
         """
         if self._last is not None:
             wait([self._last[1]], LOST_WAIT_S if isinstance(error, StageLostError) else None)
 
     def forget_after(self, step: int) -> bool:
-        """Cancel the checkpoints that are not completed, because the run resumes from ``step``.
+        """Cancel checkpoints that are not complete, because the run resumes from ``step``.
 
         Returns:
-            True if the newest of them was saved by request or by the clock, so that it will not be saved again when the
-            run repeats its step.
+            True if the newest of them was saved by request or by the clock. Then it is not saved again by the interval
+            in steps, and the caller must order it anew.
         """
         dropped = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -207,11 +205,9 @@ class Checkpoints:
     def _discard(self, step: int, times_forgotten: int) -> None:
         """Remove the files of a failed checkpoint if this process holds the lease; errors are ignored.
 
-        Nothing is removed if ``forget_after`` was called since the checkpoint began: the run may be saving the same
-        step again.
-
         Args:
-            times_forgotten: number of calls of ``forget_after`` when the checkpoint began.
+            times_forgotten: calls of ``forget_after`` when the checkpoint began. If there were more since, nothing is
+                removed, because the run may be saving the same step again.
         """
         with self._discarding, contextlib.suppress(CheckpointError, LeaseError):
             if times_forgotten == self._times_forgotten:

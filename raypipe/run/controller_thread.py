@@ -1,11 +1,11 @@
-"""Controller of a run's schedule: a thread that receives the reports of every step and sets how later orders run.
+"""Controller of a run's schedule: a thread that processes the reports of every step and sets how later orders run.
 
     loop: reports of a step --> Control.on_step --> [queue] --> thread: Controller.handle, maybe for seconds
     loop: next order        <-- Control.settings <-- setting       |
     loop: events, metrics   <-- take_news <------------------------+
 
 The loop never waits for the thread: the pipeline continues unchanged until the thread has decided. A new setting
-replaces the rows of actions and the codecs; processes, links and weights stay.
+replaces the sequence of each worker's actions and the codecs; processes, links and weights stay.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from raypipe.run.reporting import Reporter
 
 END_TIMEOUT_S = 1.0
 ESTIMATES_EVERY_S = 1.0
-"""Seconds between estimates of links: making them takes time, and clients read them less often."""
+"""Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
 
 
 class ActiveSettings(NamedTuple):
-    """Settings with which an order runs.
+    """Settings with which an order (one training step or a few) runs.
 
     Attributes:
-        choice: choice of the controller; None without a controller.
+        choice: settings that the controller has chosen; None without a controller.
         name: name of the choice, for records.
         num_microbatches: micro-batches of a whole mini-batch; None for the number in the plan.
         spec: schedule, as in Segment; None for the plan's schedule.
@@ -67,12 +67,12 @@ class ControllerThread:
     Args:
         setup: configuration of the controller.
         state: attribute ``state`` of an earlier submission of this run; "" for a new run.
-        machine: object to run instead of a new Controller.
+        machine: controller to run; None for a new one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission. It is updated at every change of the setting,
-            and in ``close``.
+        state: state of the controller as JSON, for a later submission; updated when the setting changes, and in
+            ``close``.
     """
 
     def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
@@ -109,7 +109,7 @@ class ControllerThread:
         return news
 
     def close(self) -> None:
-        """End the thread; wait for a running search at most END_TIMEOUT_S."""
+        """End the thread, and wait END_TIMEOUT_S seconds at most for a search that it runs."""
         self._events.put(None)
         self._thread.join(END_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -144,7 +144,7 @@ class Control:
 
     Args:
         make: (configuration, state that an earlier submission saved, or "") -> started controller thread.
-        reporter: receives decisions and estimates; the state is saved in its folder.
+        reporter: publishes decisions and estimates; the controller's state is saved in its folder.
     """
 
     def __init__(self, make: Callable[[ControllerConfig, str], ControllerThread], reporter: Reporter) -> None:
@@ -154,7 +154,7 @@ class Control:
 
     @property
     def runs(self) -> bool:
-        """True if there is a controller, so that steps must be measured."""
+        """True if a controller runs, so that stages must measure their steps."""
         return self._thread is not None
 
     @property
@@ -163,7 +163,7 @@ class Control:
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
     def begin(self, config: ControllerConfig | None, *, resumed: bool) -> None:
-        """Start the controller, if it is configured; ``resumed`` continues from the state saved in the run's folder."""
+        """Start the controller unless ``config`` is None; ``resumed`` continues from its state in the run's folder."""
         self._config, place = config, self._reporter.folder.place
         if config is not None:
             known = resumed and place.exists(STATE_FILE)
@@ -184,14 +184,14 @@ class Control:
             seconds: duration of the step.
             of_step: reports of all workers on the step.
             setting: settings with which the step ran.
-            counts: True if the step's duration is representative.
+            counts: False if the step's duration is not representative, for example because a checkpoint was saved.
         """
         if self._thread is not None:
             self._thread.on_step(step_done(seconds, setting, of_step, counts=counts))
             self._publish(self._thread)
 
     def _publish(self, thread: ControllerThread) -> None:
-        """Publish decisions and estimates. After a change, save the state at once, because the driver may die."""
+        """Publish new decisions and estimates. Changed settings are saved at once, because the driver may die."""
         reporter, changed = self._reporter, False
         for news in thread.take_news():
             if isinstance(news, str):
@@ -215,13 +215,13 @@ class Control:
 
 
 def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
-    """Build the controller's event for a step. While a copy of state is being sent, the event has no samples.
+    """Build the controller's event for a step. It has no samples if a copy of a stage's state was sent meanwhile.
 
     Args:
         seconds: duration, from the end of the previous step to the end of this one.
         setting: settings with which the step ran; its choice is not None.
         reports: reports of all workers on the step.
-        counts: see StepDone.
+        counts: as in ``Control.on_step``.
     """
     assert setting.choice is not None
     step = reports[0].step

@@ -3,10 +3,10 @@
     record of step 199    evaluation = (("eval_loss", 0.31), ("eval_accuracy", 0.90))
                           one column per number in metrics.parquet; also in the manifest of a checkpoint of step 200
 
-The results are kept in the record of the step before the evaluation. If an evaluation is due, and if the run ends
-early, depends on the records alone. So a resumed run repeats or omits no evaluation, and it ends at the same step as
-without the interruption. For this reason early stopping counts only the evaluations at the configured interval:
-evaluations at the end of a submission, or for a scored checkpoint, depend on how the run was divided into submissions.
+The results are kept in the record of the step before the evaluation. These records alone decide if an evaluation is
+due, and if the run ends early. So a resumed run repeats or omits no evaluation, and it ends at the same step as without
+the interruption. Early stopping therefore counts only the evaluations at the configured interval: others, at the end of
+a submission or for a scored checkpoint, depend on how the run was divided into submissions.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class Evaluations:
         self._microbatches = 0  # of all evaluations so far
 
     def after(self, step: int, *, saves: bool) -> bool:
-        """Return True if an evaluation follows ``step`` steps, after which a checkpoint is saved if ``saves``."""
+        """Return True if an evaluation is due after ``step`` steps; ``saves`` is True if a checkpoint is saved then."""
         due = step >= self._num_steps or self._at_interval(step) or (saves and self._scores)
         return self._any and step > 0 and due
 
     def make(self, fleet: AnyFleet, plan: PlanInForce, halted: Callable[[], bool]) -> tuple[Numbers, str] | None:
-        """Evaluate all samples of eval_data on the stages; None if ``halted()``: the stages were halted meanwhile.
+        """Evaluate all samples of eval_data on the stages; None if the evaluation was interrupted.
+
+        Args:
+            halted: returns True if the stages were halted, for example by a stop.
 
         Returns:
-            Results by name, and a remark ("" if every loss is finite).
+            Results by name, and a remark; the remark is "" if every loss is finite.
         """
         spec = self._spec
         orders = evaluation_orders(
@@ -65,16 +68,16 @@ class Evaluations:
         return numbers_of(reports, sums=spec.sums_losses), remark_on(reports)
 
     def at(self, position: Position) -> Numbers:
-        """Return the results of the evaluation after the newest step, if the position is after it; else empty."""
+        """Return the results of the evaluation at this position; empty if it was not made, or a later step was done."""
         last = self._metrics.recent[-1:]
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
     def lacking(self, at: Position, saved: int) -> bool:
-        """Return True if an evaluation is due and was not done; the last checkpoint is of step ``saved``."""
+        """Return True if an evaluation is due here and was not done; ``saved`` is the step of the newest checkpoint."""
         return not self.at(at) and self.after(at.step, saves=saved == at.step)
 
     def verdict(self) -> str:
-        """Return why the run ends before its last step; "" if it continues."""
+        """Return why early stopping ends the run now; "" if the run continues."""
         policy = self._policy.early_stopping
         return "" if policy is None else policy.verdict(self._values(policy.metric))
 
@@ -89,9 +92,11 @@ class Evaluations:
 
 
 def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool) -> Numbers:
-    """Compute eval_loss and metrics from an evaluation's reports, by order, by stage, by step of the order.
+    """Compute eval_loss and metrics from an evaluation's reports.
 
-    With ``sums``, the losses of mini-batches are added instead of averaged.
+    Args:
+        reports: indexed by order, by worker, by step of the order.
+        sums: True to add the losses of mini-batches instead of averaging them.
 
     Raises:
         DataError: no item counts in the loss.
@@ -111,20 +116,23 @@ def remark_on(reports: Sequence[Sequence[Sequence[StepReport]]]) -> str:
 def evaluation_orders(
     num_samples: int, minibatch_size: int, microbatch_size: int, first: int = 0, *, generation: int = 0
 ) -> list[Order]:
-    """Create the orders that evaluate all samples once, in their order, forward only.
+    """Create the orders that evaluate all samples once, in sequence, forward only.
 
-    Micro-batches are numbered from ``first``: as many as earlier evaluations of this run have used.
+    Args:
+        minibatch_size, microbatch_size: in samples.
+        first: number of the first micro-batch, which is the number of those in the run's earlier evaluations.
+        generation: number of the plan that the workers run.
     """
     segments = evaluation_segments(num_samples, minibatch_size, microbatch_size, first)
     return [Order(replace(segment, generation=generation), training=False) for segment in segments]
 
 
 class Outputs(Protocol):
-    """Receiver of the last stage's outputs."""
+    """Protocol of a receiver of the last stage's outputs."""
 
     @property
     def give(self) -> Callable[[Any], torch.Tensor]:
-        """Function (output of a micro-batch) -> scalar, called on the last stage in the order of the micro-batches."""
+        """Function that the last stage calls with the output of each micro-batch, in order; returns a scalar tensor."""
 
     def take(self) -> list[Any]:
         """Return all outputs that were received, by micro-batch."""

@@ -26,14 +26,14 @@ KEPT_RECORDS = 4096
 
 
 class News(NamedTuple):
-    """New records, with status and outcome.
+    """Answer to a reader of a journal: new records, status, and outcome.
 
     Attributes:
         records: new records in order. If the run was rolled back, a step occurs again; the reader then drops its
             earlier record of this step and all records of later steps.
         status: current status.
         outcome, error: one of them is set once the run has ended; both are None before.
-        end: number of records ever written, these included: argument ``since`` of the next call.
+        end: number of records ever written, these included; argument ``since`` of the reader's next call.
     """
 
     records: list[StepRecord]
@@ -51,10 +51,10 @@ class Journal:
     """Records and status of a run, written by its thread and read by others.
 
     Args:
-        name, path: of the run and its folder.
+        name, path: name of the run, and its folder.
 
     Attributes:
-        predicted: simulated timeline of one step of the plan in force; None if that plan has no predicted times.
+        predicted: simulated timeline of one step of the current plan; None if that plan has no predicted times.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -86,9 +86,10 @@ class Journal:
             self.update(step=step, first_step=step, checkpoint=checkpoint, source=source, stages=stages)
 
     def step(self, record: StepRecord, reports: Sequence[StepReport], stages: Stages) -> None:
-        """Publish a completed step, which ``stages`` made; after a rollback it may repeat an earlier step.
+        """Publish a completed step; after a rollback it may repeat an earlier step.
 
-        Step and workers change together, so that the status never shows a step with workers that did not make it.
+        Args:
+            stages: facts of the workers that made the step, shown in the status together with it.
         """
         with self._changed:
             self._records.append(record)
@@ -104,23 +105,23 @@ class Journal:
             self._changed.notify_all()
 
     def decided(self, decision: ControllerDecision) -> None:
-        """Count a decision of the controller that changed something."""
+        """Count a decision of the controller in the status, if it changed the settings."""
         if decision.choice is not None:
             with self._changed:
                 self.update(retunes=self._status.retunes + 1)
 
     def estimated(self, links: Sequence[LinkEstimate]) -> None:
-        """Accept the controller's estimates of links, which a journal does not keep."""
+        """Ignore the controller's estimates of links, which a journal does not keep."""
 
     def planned(self, plan: PlanInForce) -> None:
         """Keep the predicted timeline of a plan that is in force from now on."""
         self.predicted = plan.predicted
 
     def counted(self, metric: str, value: float = 1.0) -> None:
-        """Accept an increment of a metric, see raypipe.metrics, which a journal does not keep."""
+        """Ignore an increment of a metric (see raypipe.metrics), which a journal does not keep."""
 
     def begins(self, doing: str = "", **changes: Any) -> None:
-        """Publish a phase of the start of a run. After a stop request, state and message are not changed.
+        """Publish a phase of the start of a run; after a stop request, state and message stay.
 
         Args:
             doing: what the run is doing, as text; "" once the stages are ready, which sets the state to "running".
@@ -170,7 +171,7 @@ class Journal:
                 self.update(state="stopping", message=reason)
 
     def end(self, outcome: Outcome | None, error: BaseException | None) -> None:
-        """Publish how the run ended. An error that is not raypipe's own is wrapped with its class name."""
+        """Publish the outcome, or the error; an Exception that is no RaypipeError is wrapped in a StageError."""
         with self._changed:
             status = self._status
             if outcome is not None:
@@ -184,13 +185,13 @@ class Journal:
             self.update(**changes)
 
     def news(self, since: int, wait_s: float) -> News:
-        """Wait up to ``wait_s`` for a record, an alert or the end of the run, and return the new records.
+        """Wait up to ``wait_s`` seconds for a record, an alert or the end of the run, and return the new records.
 
-        After the first record it waits GATHER_S for more, because one reply per step would cost more than a short step.
-        With ``wait_s`` 0 it returns at once.
+        After the first record it waits GATHER_S seconds for more, because one reply per step would cost more than a
+        short step. With ``wait_s`` 0 it returns at once.
 
         Args:
-            since: number of records that the reader has received or skipped: ``end`` of the last call, at first 0.
+            since: number of records that the reader has received or skipped: ``end`` of its last call, at first 0.
 
         Returns:
             Records from number ``since`` on. Records that the journal no longer keeps are missing: then ``end`` is

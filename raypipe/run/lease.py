@@ -34,7 +34,7 @@ from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, LeaseError
 
 HERE: set[str] = set()
-"""Ids of the leases that this process holds. Any other lease of this process was not released, but is over."""
+"""Ids of the leases that this process holds. A lease with this process as its holder and another id is over."""
 
 
 class Holder(NamedTuple):
@@ -45,7 +45,7 @@ class Holder(NamedTuple):
         machine: boot id and process namespace of the host; process ids are comparable only if this text is equal.
         pid: process id.
         started: start of the process in the kernel's ticks, because process ids are reused.
-        id: id of the lease.
+        id: random id of the lease.
     """
 
     host: str
@@ -62,13 +62,13 @@ class Holder(NamedTuple):
         """Parse a holder from its JSON.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not a holder.
+            ValueError, KeyError, TypeError: ``row`` does not describe a holder.
         """
         return cls(str(row["host"]), str(row["machine"]), int(row["pid"]), str(row["started"]), str(row["id"]))
 
     @property
     def is_gone(self) -> bool:
-        """True if the holder is known to hold the lease no longer; False if it is on another machine."""
+        """True if the holder is a dead process of this machine, or this process without its lease; False if unknown."""
         if not self.machine or self.machine != _machine():
             return False
         if self.pid == os.getpid() and self.started == _started(self.pid):
@@ -83,7 +83,7 @@ def myself() -> Holder:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks since the boot; empty if no process has this id."""
+    """Return when a process began, in the kernel's ticks since the boot; "" if no live process has this id."""
     try:
         # The name in parentheses may hold anything, so fields count from the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -106,11 +106,11 @@ LEASE, LOCK = "lease.json", "lease.lock"
 FORMAT = 1
 RENEW_S = 5.0
 ASLEEP_S = 2 * RENEW_S
-"""Seconds without reading the lease after which a process reads it before it continues."""
+"""Maximum age, in seconds, of the last reading of the lease; ``Lease.check`` reads an older one again."""
 OBSERVE_S = 30.0
 """Seconds without a renewal after which a holder is assumed dead: six renewals, for slow disks and busy processes."""
 MOVES = 2
-"""Renewals that prove a live holder: a driver whose owner was just killed may renew once more."""
+"""Number of renewals that prove a live holder; one may still come from a driver that is being killed."""
 POLL_S = 0.25
 SETTLE_S = 2.0
 LOCK_TIMEOUT_S = 15.0
@@ -141,7 +141,7 @@ class Held(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """True if the lease can be taken without observing it."""
+        """True if the lease can be taken at once: it was released, or its holder is known to be dead."""
         return self.released or self.holder.is_gone
 
 
@@ -196,16 +196,16 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         dead: int | None = None,
         patience_s: float = 0.0,
     ) -> Lease:
-        """Take the lease on the run in this folder, after observing it for a while if its holder may be alive.
+        """Take the lease on the run in this folder. If its holder may be alive, its renewals are observed first.
 
         Args:
-            report: called with a message about the wait.
-            dead: generation of the lease whose holder is known to have ended; None if unknown.
-            patience_s: seconds to retry while the place is full, forbidden or unreachable.
+            report: called with a message when this has to wait.
+            dead: ``Held.generation`` of a holder that is known to have ended; None if unknown.
+            patience_s: seconds to retry while the storage is full, forbidden or unreachable.
 
         Raises:
             LeaseError: another process trains the run; names the process and the start of its lease.
-            CheckpointError: the place is full, forbidden or unreachable.
+            CheckpointError: the storage is full, forbidden or unreachable.
         """
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -244,16 +244,16 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         return self._other is not None
 
     def signature(self) -> dict[str, Any]:
-        """Return holder and generation, for every manifest and the event of a start."""
+        """Return holder and generation of this lease, for checkpoint manifests and events of a start."""
         return {"generation": self.held.generation, "holder": f"{self.held.holder} ({self.held.holder.id})"}
 
     def check(self) -> None:
-        """Raise LeaseError if another process has taken the lease, as far as the renewing thread has seen.
+        """Raise LeaseError if another process has taken the lease, as of the last reading by the renewing thread.
 
-        If the lease was not read for ASLEEP_S, for example because the process was suspended, it is read first.
+        If that is older than ASLEEP_S seconds, for example after the process was suspended, the lease is read now.
 
         Raises:
-            LeaseError: names the new holder.
+            LeaseError: the lease was taken; names the new holder.
         """
         if time.monotonic() - self._looked_s > ASLEEP_S:
             with contextlib.suppress(CheckpointError, LeaseError):
@@ -267,7 +267,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Hold the lock, and check that this process still holds the lease, for a write in this context.
+        """Return a context for a write that only the holder of the lease may make: it locks and checks the lease.
 
         Raises:
             LeaseError: another process has taken the lease.
@@ -311,7 +311,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 
 def _wait_and_see(place: Place, name: str, report: Callable[[str], None], dead: int | None) -> Held | None:
-    """Observe the lease until it may be taken, and return its content; None if it is missing.
+    """Observe the lease until it may be taken, and return its content; None if no lease exists. See ``Lease.take``.
 
     Raises:
         LeaseError: the holder is alive: it renewed the lease MOVES times.
@@ -351,10 +351,10 @@ def _write(place: Place, held: Held) -> None:
 
 @contextlib.contextmanager
 def _locked(place: Place) -> Iterator[None]:
-    """Hold the lock file while the context lasts; without effect in an object store or a file system without locks.
+    """Hold the lock of a run's folder while the context lasts; no effect on storage without locks.
 
     Raises:
-        CheckpointError: the folder cannot be written, or another process held the lock for LOCK_TIMEOUT_S.
+        CheckpointError: the folder cannot be written, or another process held the lock for LOCK_TIMEOUT_S seconds.
     """
     if not place.is_local:
         yield

@@ -45,14 +45,14 @@ class LoopSetup:
 
     Attributes:
         fleet: stages, configured for ``plan``.
-        watcher: receives records, status and alerts.
+        watcher: object that records steps, status and alerts.
         requests: requests of clients, such as a stop.
         make_controller: (``plan.retune``, state that an earlier submission saved, or "") -> controller thread; called
             only if ``plan.retune`` is not None.
         lease: lease on the run's folder; None if no other process can access it.
         recovery: carries out transitions of the stages; None if stages cannot fail separately, as in threads.
-        lost: error of a lost driver whose stages this driver has adopted: the run then begins with a recovery. It is a
-            StageLostError, which counts as a failure, if some of the stages were lost too. None for any other start.
+        lost: error if this driver has taken over the stages of a driver that was lost; the run then begins with a
+            recovery. It is a StageLostError, which counts as a failure, if stages were lost too. Else None.
     """
 
     fleet: AnyFleet
@@ -73,6 +73,7 @@ def run_loop(setup: LoopSetup) -> Outcome:
 
     Raises:
         LeaseError: another process has taken the run over; nothing more is written then.
+        RaypipeError: the failure that ends the run.
     """
     loop = _Loop(setup)
     end: RunEnd | None = None  # None if another process took the run over: that process reports its end
@@ -122,7 +123,10 @@ class _Loop:
         return self._ordering.plan
 
     def run(self) -> Outcome:
-        """Resume from the newest checkpoint or from the copies of adopted stages, and train; recover from failures."""
+        """Train to the end, and recover from failures.
+
+        The start is the newest checkpoint, or the in-memory copies of stages that were taken over from a lost driver.
+        """
         lost = self._lost
         self._resume() if lost is None else self._resume_from_copies(lost)
         began_at = self._progress.at.step
@@ -151,7 +155,7 @@ class _Loop:
         self._requests.serve(self._fleet, self._ordering.patience_s)
 
     def _train_to_end(self) -> None:
-        """Train the rest of the run, up to its last checkpoint."""
+        """Train the rest of the run, with evaluations and changes of the stages; wait for its last checkpoint."""
         spec, requests, progress = self._spec, self._requests, self._progress
         self._changing.keep_copy()
         self._end_step()
@@ -190,7 +194,7 @@ class _Loop:
         return Outcome(self._evaluation, latest, progress.at.step, stopped)
 
     def _measured_spans(self) -> Sequence[Span]:
-        """Return the spans of the traced step; empty if no step was traced, or if a stage was lost since."""
+        """Return the timed actions of the traced step; empty without such a step, or, with an alert, on an error."""
         if not self._ordering.traced:
             return ()
         try:
@@ -204,7 +208,8 @@ class _Loop:
         """Record an error that ends the run, and complete its newest checkpoint if possible.
 
         Returns:
-            End of the run for ``close``; None if another process has taken the run over: then nothing is written.
+            Argument of the callbacks' ``on_end``. None if another process has taken the run over: then nothing is
+            written.
         """
         if self._lease is not None and self._lease.lost:
             return None
@@ -219,7 +224,7 @@ class _Loop:
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
     def close(self, end: RunEnd | None) -> None:
-        """Close all components, even if closing one raises. ``end`` is the argument of ``on_end``; None calls none."""
+        """Close all components, even if one raises. ``end`` is the argument of ``on_end``; None omits that call."""
         with ExitStack() as last:  # called in reverse order
             last.callback(self._log_alerts)
             last.callback(lambda: self._reporter.callbacks.end(end))
@@ -233,7 +238,7 @@ class _Loop:
             self._reporter.log(ALERTS, in_words(alerts), step=step, alerts=as_event(alerts))
 
     def _resume(self) -> None:
-        """Restore the newest good checkpoint of this run, if it has one."""
+        """Restore the newest intact checkpoint of this run, if it has one, and write settings.json."""
         spec, progress, folder = self._spec, self._progress, self._reporter.folder
         self._note_taken_lease()
         begins = beginning(spec, folder)
@@ -281,13 +286,13 @@ class _Loop:
         self._watcher.resumed(self.metrics.recent, step, checkpoint, source, self._fleet.makers(()))
 
     def _train(self) -> None:
-        """Train up to the end of the run, a stop, a change of the stages or an evaluation."""
+        """Train up to the end of the run, or until a stop, a change of the stages or an evaluation is due."""
         orders = self._ordering.orders(self._progress.at, empty=self._progress.empty)
         self._follow(self._fleet.run(orders, self._plan.rows), may_hand_over=True)
         self._drain()
 
     def _drain(self) -> None:
-        """Drain the pipeline: complete the mini-batches that a stop left under way."""
+        """Complete the mini-batches that are still in the pipeline, so that it is empty."""
         if not self._progress.empty:
             orders = iter([self._ordering.draining(self._progress.at)])
             self._follow(self._fleet.run(orders, self._plan.rows, last=True))
@@ -296,9 +301,9 @@ class _Loop:
         """Process the reports of completed orders: records, metrics, watchers, checkpoints.
 
         Args:
-            news: reports of each order: by step, by stage, as ``AnyFleet.run`` yields them.
-            may_hand_over: True to carry out a request to hand the run over to another driver; False while stages are
-                being changed.
+            news: reports of each order, by worker and by step of the order, as ``AnyFleet.run`` yields them.
+            may_hand_over: True to carry out a request to hand the run over to another driver; False while the pipeline
+                drains or stages recover.
         """
         progress = self._progress
         for reports in news:
@@ -321,7 +326,7 @@ class _Loop:
                 go()
 
     def _record(self, of_step: tuple[StepReport, ...], ordered: Ordered) -> None:
-        """Merge the stages' reports on a step into a record, and pass it to all components that process steps."""
+        """Merge the workers' reports on a step into a record, and pass it to all components that process steps."""
         progress, setting = self._progress, ordered.setting
         record = merge_reports(of_step, progress.end_s, norm_of)
         if setting.choice is not None:
@@ -353,10 +358,11 @@ class _Loop:
         self._checkpoints.complete(end, {**last, **scores}, scored=bool(scores))
 
     def _end_step(self) -> None:
-        """Do what is due after the current step and was not done yet: checkpoint, evaluation, early stopping.
+        """Carry out what is due after the current step and was not done yet: checkpoint, evaluation, early stopping.
 
-        A checkpoint that got no manifest because of a failure or a change of the stages is saved again, because its
-        step is not repeated. Early stopping is decided at each call, because the run may have rolled back.
+        A checkpoint that has no manifest yet, because it waits for an evaluation, is completed afterwards. One that was
+        dropped by a failure or a change of the stages is saved again. Early stopping is decided at each call, because
+        the run may have rolled back.
         """
         progress, step = self._progress, self._progress.at.step
         if progress.empty and progress.saved < step and self._checkpoints.due_at(step):
@@ -377,11 +383,11 @@ class _Loop:
         return not self._requests.stop_reason and self._evaluations.after(step, saves=saves)
 
     def _evaluates_again(self) -> bool:
-        """Return True if a change of the stages halted this evaluation, which is repeated after the change."""
+        """Return True if a request to change the stages has halted this evaluation, which is repeated afterwards."""
         return self._requests.wants_change and self._evaluations.lacking(self._progress.at, self._progress.saved)
 
     def _evaluate(self) -> None:
-        """Compute loss and metrics over the evaluation samples; no result if the evaluation was halted."""
+        """Compute and publish loss and metrics over the evaluation samples, unless the evaluation is halted."""
         reporter, step = self._reporter, self._progress.at.step
         made = self._evaluations.make(self._fleet, self._plan, lambda: bool(self._requests.stop_reason))
         if made is None:

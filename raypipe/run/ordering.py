@@ -1,4 +1,4 @@
-"""Orders of a run: the next segments, each with its settings and what stages save, copy or trace with it.
+"""Orders of a run. Each has a segment (one or several mini-batches), settings, and what stages save, copy or trace.
 
 position --next_segment--> segment --+-- a checkpoint is due ------> save_to
                                      +-- a copy is due ------------> keep_copy
@@ -26,19 +26,15 @@ from raypipe.run.spec import PlanInForce, RunSpec
 
 WINDOW_STEPS, WINDOW_COPIES = 16, 9
 GROWTH = 2
-"""Maximum growth of the interval from one copy to the next."""
+"""Maximum factor by which the interval between copies grows from one copy to the next."""
 NEW_MEMORY_COPIES = 3
-"""Number of first copies that allocate memory, so that their cost is not representative: a stage keeps two copies, and
-copies before the optimizer's first step are smaller than later ones.
-"""
+"""Number of first copies with unusual cost: they allocate memory, and before the first step they are smaller."""
 AGAIN_STEPS = 32
-"""Steps after which the next copy is ordered even if the previous copy was not reported as arrived and no stage is
-sending it any more.
-"""
+"""Steps after which a copy that was not reported as arrived, and is not being sent, counts as failed."""
 
 
 class CopyTimes:
-    """Schedule of a run's in-memory copies of the state.
+    """Schedule of a run's in-memory copies of parameters and optimizer state, which recoveries load.
 
     Args:
         least_steps: minimum number of steps between two copies; None takes no copies.
@@ -58,7 +54,7 @@ class CopyTimes:
         self._costs_s: deque[float] = deque(maxlen=WINDOW_COPIES)
 
     def empties(self, step: int) -> bool:
-        """Return True if an asynchronous schedule drains after ``step``, so that a copy can be taken."""
+        """Return True if an asynchronous pipeline has to drain after ``step``, so that a copy can be taken there."""
         return self._least_steps is not None and step % self._least_steps == 0
 
     def due(self, step: int) -> bool:
@@ -70,16 +66,16 @@ class CopyTimes:
         return since >= max(self._least_steps, self.interval) and (self._arrived or failed)
 
     def ordered(self, step: int) -> None:
-        """Record that a copy is taken after ``step``. After a rollback it may be an earlier step again."""
+        """Record that a copy was ordered after ``step``, which may be an earlier step than before, after a rollback."""
         self._at, self._arrived, self._copying_s = step, False, []
 
     def soon(self) -> None:
-        """Make a copy due after the next step, even if the previous copy has not arrived: workers left or joined."""
+        """Make a copy due after the next step, whatever the previous one; called when workers have left or joined."""
         self._at, self._arrived, self._copying_s = -MOST_STEPS, True, []
         self._into_new_memory = NEW_MEMORY_COPIES
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport]) -> None:
-        """Update the cost of copies, arrival of the newest, and interval, from all workers' reports on a step."""
+        """Update the interval, and the arrival of the newest copy, from a step's duration and all workers' reports."""
         if self._least_steps is None:
             return
         self._under_way = any(report.copying for report in of_step)
@@ -103,23 +99,23 @@ class CopyTimes:
 
 
 PATIENCE_S = 10.0
-"""Seconds that a change may wait for the next copy: a part of the 30 s that most clouds give before a node leaves."""
+"""Maximum seconds that a move may wait for the next copy: a third of the 30 s notice of most clouds."""
 SETTLED_STEPS = 10
-"""Steps between a change of the stages and the traced step: the first ones are not representative."""
+"""Steps between a change of the stages and the traced step, because the first steps are not representative."""
 
 
 class Ordered(NamedTuple):
-    """Segment that was ordered, and what was ordered with it.
+    """Segment (one or several mini-batches) that was ordered, and what was ordered with it.
 
     Attributes:
-        after: position of the run after the segment.
+        after: data position of the run after the segment.
         setting: settings with which the segment runs.
         counts: False if the duration is not representative: at the first order of a sequence, with a checkpoint or a
             trace, and directly after such an order.
-        saves: every stage writes a checkpoint of the state after the segment.
-        copies: every stage keeps a copy of that state in memory.
-        once: the checkpoint is saved by request or by the clock, so that a repetition of the step would not save it.
-        traced: every worker keeps the spans of its actions.
+        saves: True if every stage writes a checkpoint of the state after the segment.
+        copies: True if every stage copies that state to memory.
+        once: True if the checkpoint was requested or due by the clock, so that repeating the step would not save it.
+        traced: True if every worker records the start and end of its actions.
     """
 
     segment: Segment
@@ -133,15 +129,15 @@ class Ordered(NamedTuple):
 
 
 class Ordering:
-    """Source of the run's orders. It also keeps the orders that were issued and have not been carried out.
+    """Source of the run's orders, which keeps those that were issued and have not been carried out.
 
     Args:
-        pauses_after: (step, saves=True if a checkpoint is saved there) -> True if an evaluation follows that step, so
-            that orders must end there.
+        pauses_after: (step, saves=...) -> True if an evaluation follows that step, so that orders must end there;
+            ``saves`` is True if a checkpoint is saved there.
 
     Attributes:
         plan: plan in force.
-        traced_step: step of which every worker records the spans of its actions.
+        traced_step: step in which every worker records the start and end of its actions.
         traced: True if the current workers have completed this step.
         measures: True if stages must report their durations even without a controller.
         copy_times: schedule of in-memory copies.
@@ -168,16 +164,19 @@ class Ordering:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a change may wait for the next copy, at which an asynchronous run drains anyway; else 0."""
+        """Seconds that a move may wait for the next copy, at which an asynchronous run drains; 0 for other runs."""
         return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
 
     def cancel_pending_saves(self) -> None:
-        """Drop saves and copies of outstanding orders, because not all stages have carried them out."""
+        """Drop saves and copies of orders that were not carried out by all stages.
+
+        A dropped checkpoint that the interval in steps would not repeat is requested again.
+        """
         self._save_what_was_ordered()
         self._ordered = {step: ordered._replace(saves=False, copies=False) for step, ordered in self._ordered.items()}
 
     def take(self, step: int) -> Ordered:
-        """Remove and return the segment that begins with ``step`` and was carried out."""
+        """Remove and return the order that was carried out and begins with ``step``."""
         ordered = self._ordered.pop(step)
         self.traced = self.traced or ordered.traced
         return ordered
@@ -188,21 +187,17 @@ class Ordering:
         self.traced, self.traced_step = False, min(last, began_at + max(2, (last + 1 - began_at) // 2))
 
     def save_soon(self) -> None:
-        """Request a checkpoint.
-
-        An asynchronous run saves it at the next step at which it drains for a copy, because another drain would change
-        bits.
-        """
+        """Request a checkpoint; an asynchronous run saves it when it drains for a copy, since a drain changes bits."""
         if self.plan.flow is None:
             self._save_requested = True
         else:
             self._save_when_empty = True
 
     def forget(self, step: int) -> None:
-        """Drop outstanding orders, because the run rolls back to ``step``.
+        """Drop outstanding orders, because the run resumes from ``step``.
 
-        Dropped checkpoints that a repetition of the step would not save are requested again. A new step to trace is
-        chosen if the old one was traced or is before ``step``.
+        Dropped checkpoints that the interval in steps would not repeat are requested again. Another step is traced if
+        the chosen one was traced by earlier workers or is before ``step``.
         """
         self._save_what_was_ordered()
         self._ordered.clear()
@@ -216,7 +211,9 @@ class Ordering:
     def orders(self, at: Position, *, empty: bool = True) -> Iterator[Order]:
         """Yield orders up to the end of the run, the next evaluation or the next change of the stages.
 
-        The pipeline is ``empty`` if it holds no micro-batches of later steps.
+        Args:
+            at: position of the run, where the first order begins.
+            empty: True if the pipeline holds no micro-batches of later steps.
         """
         self._steady = False
         for segment, after, setting in self._segments(at, empty=empty):
@@ -244,7 +241,7 @@ class Ordering:
                 return
 
     def draining(self, at: Position) -> Order:
-        """Make the order that completes the mini-batches which a halt left under way."""
+        """Make the order that completes the mini-batches in the pipeline after a halt at position ``at``."""
         assert self.plan.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
         spec = self._spec
         segment = draining_segment(self.plan.flow, at)
@@ -264,16 +261,16 @@ class Ordering:
         )
 
     def _empties_after(self, step: int) -> bool:
-        """Return True if the pipeline is always empty after ``step`` (synchronous), or drains there for a copy."""
+        """Return True if the pipeline is empty after ``step``: always if synchronous, else if it drains for a copy."""
         return self.plan.flow is None or self.copy_times.empties(step)
 
     def _empty_after(self, step: int) -> bool:
-        """Return True if an asynchronous schedule has to drain after ``step``."""
+        """Return True if an asynchronous schedule must drain after ``step``: for a checkpoint, copy or evaluation."""
         saves = self._checkpoints.due_at(step)
         return saves or self._empties_after(step) or self._pauses_after(step, saves=saves)
 
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
-        """Yield each next segment, the position after it, and the controller's settings at that moment."""
+        """Yield each next segment from position ``at``, the position after it, and the controller's settings then."""
         spec, generation = self._spec, self.plan.plan.generation
         if self.plan.flow is not None:
             flowing = flowing_segments(

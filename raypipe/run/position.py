@@ -8,8 +8,8 @@ Goodput: share of a run's wall time in steps that were neither skipped nor rolle
     counts        yes    no                          yes                 yes      the second step was rolled back and
                                                                                   repeated by the third
 
-Copy positions: data positions of the in-memory copies, which a run needs to resume from a copy. They are also written
-to the run's folder, for the next driver.
+Copy positions: every stage copies its parameters and optimizer state to memory at intervals. To resume from such a copy
+a run needs its data position, which is also written to the run's folder, for the next driver.
 
     copy of step 40   position: epoch 1, sample 128, ...   number of skipped steps before it: 0
 """
@@ -30,10 +30,10 @@ from raypipe.planner.segments import Position
 
 
 class Goodput:
-    """Goodput of one submission.
+    """Goodput of one submission: share of its wall time in steps that were neither skipped nor rolled back.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class Goodput:
         self._sums = array("d", [0.0])  # seconds of the steps from the first on, added up
 
     def begin(self, step: int) -> None:
-        """Start measuring: the stages are ready, after ``step`` steps."""
+        """Start measuring, when the stages are ready and the run has done ``step`` steps."""
         self._begun_s, self._first, self._sums = self._clock(), step, array("d", [0.0])
 
     def done(self, record: StepRecord) -> float:
@@ -66,14 +66,14 @@ MOST_BYTES = 1 << 16
 
 
 class CopyPosition(NamedTuple):
-    """Data position of an in-memory copy, and the number of steps before it that were skipped as not finite."""
+    """Data position of an in-memory copy of the state, and ``Progress.skipped`` at that position."""
 
     position: Position
     skipped: int
 
 
 class CopyPositions:
-    """Data positions of a run's newest in-memory copies, at most MOST_COPIES, in the run's folder."""
+    """Data positions of a run's newest in-memory copies, at most MOST_COPIES; ``write`` keeps them in its folder."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -88,26 +88,26 @@ class CopyPositions:
         return self._by_step[step]
 
     def add(self, position: Position, skipped: int) -> None:
-        """Add the position of a copy that every stage has or is making; keep the MOST_COPIES newest positions."""
+        """Add the position of a copy that every stage has or is making, and drop all but the newest MOST_COPIES."""
         self._by_step[position.step] = CopyPosition(position, skipped)
         for step in self.steps[:-MOST_COPIES]:
             del self._by_step[step]
 
     def forget_after(self, step: int) -> None:
-        """Drop the positions after ``step``, because the run rolls back to ``step``."""
+        """Drop the positions of copies made after step ``step``, because the run rolls back to that step."""
         self._by_step = {at: position for at, position in self._by_step.items() if at <= step}
 
     def write(self) -> None:
-        """Write the positions for the next driver. The records of the steps before them must be written first.
+        """Write the positions for the next driver; records of the steps before them must have been written.
 
         Raises:
-            CheckpointError: the place is full, forbidden or unreachable.
+            CheckpointError: the storage is full, forbidden or unreachable.
         """
         rows = [{"position": asdict(position), "skipped": skipped} for position, skipped in self._by_step.values()]
         self._place.write_bytes(COPIES_FILE, json.dumps(rows).encode())
 
     def read(self) -> None:
-        """Read the positions that an earlier driver wrote; nothing if the file is missing or damaged."""
+        """Add the positions that an earlier driver has written; no effect if the file is missing or damaged."""
         try:
             rows = (
                 json.loads(self._place.read_bytes(COPIES_FILE, MOST_BYTES)) if self._place.exists(COPIES_FILE) else []
@@ -126,14 +126,15 @@ class Progress:
         place: the run's folder.
 
     Attributes:
-        at: position after the last step that every stage has finished.
-        skipped: number of steps of this submission that were skipped because they were not finite.
+        at: position in the data after the last step that every stage has finished.
+        skipped: number of steps skipped, for a loss or gradient that is not finite, since the checkpoint that was
+            loaded last.
         empty: True if the pipeline holds no micro-batches of later steps.
-        end_s: time when the last step ended; None if the duration of the next step is not measured from there.
-        saved: step of the newest checkpoint that the stages have saved.
+        end_s: end of the last step, in seconds; None if the next step's duration is not measured from there.
+        saved: step of the newest checkpoint whose files the stages were ordered to write.
         completed: step of the newest checkpoint whose completion, with a manifest, was started.
-        copies: positions of the in-memory copies.
-        copied: True if all stages have a copy of the state with which they began.
+        copies: positions of the in-memory copies of the state.
+        copied: True if all stages have copied the state with which they began or to which they rolled back.
         goodput: goodput of this submission.
     """
 
@@ -148,13 +149,13 @@ class Progress:
         self.goodput = Goodput()
 
     def mark(self) -> None:
-        """Add the current position to ``copies``, because every stage keeps a copy of its state."""
+        """Add the current data position to ``copies``; called when every stage has copied its state to memory."""
         self.copies.add(self.at, self.skipped)
 
     def roll_back(self, step: int, position: Position | None) -> None:
-        """Roll back to a step whose state the stages have now, and drop copies and goodput of later steps.
+        """Roll back to the step whose state the stages have loaded, and drop copies and goodput of later steps.
 
-        ``position`` is that saved in a checkpoint; None uses that of an in-memory copy.
+        ``position`` is that of a loaded checkpoint; None if the stages loaded in-memory copies.
         """
         self.at, self.skipped = self.copies[step] if position is None else (position, 0)
         self.copies.forget_after(self.at.step)

@@ -28,20 +28,20 @@ from raypipe.run.spec import RunSpec, Watcher
 from raypipe.user_lines import quoted, short
 
 MOST_WAITING = 10_000
-"""Maximum number of queued calls; further steps are dropped, so that a hung callback does not fill the memory."""
+"""Maximum number of queued calls; calls for further steps are dropped, lest a hung callback fill the memory."""
 END_S = 60.0
-"""Maximum seconds for the remaining calls when the run is over."""
+"""Maximum seconds to wait for the queued calls of callbacks when the run is over."""
 PATIENCE_S = 1.0
 FAILURES = ("failure", "recovery", "regroup", "give up")
 _TOO_LONG = re.compile(r"(parameter|buffer) '|.*, sample \d|parameters of group|.* after \d+ steps?$")
-"""Labels of settings.json that ``on_start`` does not get: they describe model and data tensor by tensor."""
+"""Labels of settings.json that are not passed to ``on_start``: they describe model and data tensor by tensor."""
 
 
 class Reporter:
     """Publisher of one submission's events.
 
     Args:
-        watcher: receives an alert for each failed write and each failed callback.
+        watcher: object that shows alerts: one for each failed write and each failed callback.
 
     Attributes:
         folder: the run's folder.
@@ -73,14 +73,14 @@ class Reporter:
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
-        """Append a line to events.jsonl, and call the callbacks with the event."""
+        """Append a line to events.jsonl, and queue the call of the callbacks with this event."""
         self.log(decision, reason, **numbers)
         self.callbacks.event(decision, reason, numbers)
 
     def complain(self, kind: str, message: str, step: int, in_a_row: int = 0) -> None:
-        """Raise an alert, see ``Journal.alert``, and write it to events.jsonl.
+        """Raise an alert (arguments as in ``Journal.alert``) and write it to events.jsonl.
 
-        Of a kind of repeated failures only the first is written.
+        If ``in_a_row`` is not 0, only the first alert of its kind is written.
         """
         if not in_a_row or kind not in {alert.kind for alert in self.watcher.alerts}:
             self.log("warning", message, step=step)
@@ -88,11 +88,12 @@ class Reporter:
 
 
 class CallbackThread:
-    """Queue of calls to the callbacks of one submission. Without callbacks no thread is started.
+    """Queue of calls to the callbacks of one submission, and the thread that makes them; no thread without callbacks.
 
     Args:
-        complain: called with (kind, sentence, steps done, failures in a row) whenever a callback raises.
-        waiting: called with a message while the end waits for callbacks.
+        complain: called with (kind, message, steps done, failures in a row) if a callback raises, is too slow, or
+            changes requires_grad.
+        waiting: called with a message when ``end`` has to wait for callbacks.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class CallbackThread:
         self._thread = threading.Thread(target=self._work, name="raypipe callbacks", daemon=True)
 
     def start(self, run: RunStart) -> None:
-        """Start the thread and queue the calls of ``on_start``. Events before this call never reach the callbacks."""
+        """Start the thread and queue the calls of ``on_start``; calls that were requested before are dropped."""
         if self._callbacks and not self._begun:
             self._begun, self._path = True, run.path
             self._thread.start()
@@ -129,15 +130,17 @@ class CallbackThread:
         self._put("on_checkpoint", step, step, path)
 
     def event(self, decision: str, reason: str, numbers: Mapping[str, Any]) -> None:
-        """Queue the call of ``on_recovery`` or ``on_decision`` for an event of events.jsonl."""
+        """Queue the call of ``on_recovery``, if ``decision`` is one of FAILURES, else of ``on_decision``."""
         event = Event(int(numbers.get("step", 0)), str(decision), reason, numbers)
         self._put("on_recovery" if decision in FAILURES else "on_decision", event.step, event)
 
     def end(self, how: RunEnd | None) -> None:
-        """Carry out the queued calls and ``on_end(how)``, for END_S at most; later events are ignored.
+        """Wait about END_S seconds at most for the queued calls and ``on_end(how)``; later events are ignored.
 
-        The remaining calls are then dropped, with an alert. A callback that hangs ends with the process. If ``how``
-        is None, ``on_end`` is not called.
+        Calls that remain then are dropped, with an alert. A callback that hangs ends with the process.
+
+        Args:
+            how: argument of ``on_end``; None does not call it.
         """
         if not self._begun:
             return
@@ -209,7 +212,7 @@ class CallbackThread:
 
 
 def _modules_of(callback: Any) -> list[nn.Module]:
-    """List the modules in a callback's attributes, and in the closures and globals of its methods."""
+    """List the nn.Module objects that a callback refers to: in attributes, and in closures and globals of methods."""
     held = list(getattr(callback, "__dict__", {}).values())
     for method in METHODS:
         if inspect.isfunction(called := getattr(type(callback), method, None)):
@@ -219,7 +222,7 @@ def _modules_of(callback: Any) -> list[nn.Module]:
 
 
 def _trainable(modules: Sequence[nn.Module]) -> dict[str, bool]:
-    """Return requires_grad by parameter name."""
+    """Return requires_grad of the parameters of these modules, by name within the module."""
     return {name: p.requires_grad for module in modules for name, p in module.named_parameters()}
 
 
@@ -232,7 +235,7 @@ def name_of(callback: Any) -> str:
 
 
 def start_of(spec: RunSpec, step: int) -> RunStart:
-    """Build the argument of ``on_start``."""
+    """Build the argument of ``on_start`` for a submission that begins after ``step`` steps."""
     known = {**spec.settings.fixed, **spec.settings.free}
     settings = {
         label: value

@@ -16,16 +16,16 @@ class _Haltable(Protocol):
 
 
 class Resize:
-    """Request to change the number of stages, and its answer.
+    """Request to change the number of stages or replicas, and its answer.
 
     Attributes:
         num_stages: requested number of stages.
         planned: plan with this number of stages; None if the driver has to make it.
         reason: reason of the request, for events.
         num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
-        done: set once the request was answered.
-        error: reason why the resize was refused or failed; None if it was done.
-        withdrawn: reason not to carry it out any more, because its caller has stopped waiting; "" before.
+        done: event that is set once the request was answered.
+        error: reason why the resize was refused or failed; None if it was done, and before the answer.
+        withdrawn: message to the caller who has stopped waiting, so that nothing is changed any more; "" before.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Resize:
 
 
 class Requests:
-    """Requests shared by the thread that runs the loop and threads that serve clients.
+    """Queue of requests from threads that serve clients to the thread that runs the loop.
 
     Attributes:
-        stop_reason: reason to end the run after the current segment; "" without a request.
+        stop_reason: reason to end the run after the current order (one step or a few); "" without a request.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,10 @@ class Requests:
         self._go_on = threading.Event()
 
     def serve(self, fleet: _Haltable, patience_s: float = 0.0) -> None:
-        """Set the fleet that requests halt. If a stop or a move was requested before, it is halted now.
+        """Set the fleet of stages, and halt it now if a stop or a move was requested before.
 
         Args:
+            fleet: stages, which later requests halt, so that the loop can take a request.
             patience_s: seconds that a request to leave nodes waits for a step at which the pipeline drains anyway,
                 before it halts the fleet.
         """
@@ -84,7 +85,7 @@ class Requests:
             self._halt_to_leave()
 
     def checked(self) -> None:
-        """Allow the loop to begin, because the client has compared the model with its stages."""
+        """Allow the loop to begin: the client has verified that the stages compute the same as the whole model."""
         self._go_on.set()
 
     def wait_checked(self, timeout_s: float) -> bool:
@@ -92,7 +93,7 @@ class Requests:
         return self._go_on.wait(timeout_s) or bool(self.stop_reason)
 
     def stop(self, reason: str) -> None:
-        """End the run after the current segment, with a checkpoint. The first reason is kept."""
+        """Request the end of the run after the current order, with a checkpoint; later reasons are ignored."""
         with self._lock:
             self.stop_reason = self.stop_reason or reason or "stop requested"
             fleet = self._fleet
@@ -136,9 +137,9 @@ class Requests:
             raise resize.error
 
     def _withdraw(self, resize: Resize, timeout_s: float) -> bool:
-        """Withdraw a resize that the loop has not taken, and answer it; return False if the loop has taken it.
+        """Withdraw a resize and answer it with a PlanError; return False if the loop has taken it and not yet answered.
 
-        It stays in the queue, because its request has halted the fleet: the loop takes it, and the run continues.
+        A withdrawn resize stays in the queue: its request has halted the fleet, which continues when the loop takes it.
         """
         with self._lock:
             if self._resize is not resize:
@@ -153,14 +154,17 @@ class Requests:
     def _halt_for(self, fleet: _Haltable, wanted: Callable[[], bool]) -> None:
         """Halt the fleet for a request, unless the loop has taken the request already.
 
-        The loop lets a halted fleet continue when it has dealt with the request. A later halt would last for ever.
+        The loop lets a halted fleet continue after it has carried out the request. A later halt would never end.
+
+        Args:
+            wanted: returns True while the loop has not taken the request.
         """
         with self._halting:
             if wanted():
                 fleet.halt()
 
     def leave(self, nodes: Collection[str]) -> None:
-        """Request that the stages on these nodes move soon, because the nodes are about to be removed."""
+        """Request that stages move away from these nodes (Ray node ids), which are about to be removed."""
         with self._lock:
             self._leaving.update(nodes)
             served = self._fleet is not None
@@ -180,25 +184,25 @@ class Requests:
             self._halt_for(fleet, lambda: bool(self._leaving))
 
     def offer(self, offer: Offer) -> None:
-        """Request a change to the offered partition of the stages. Outstanding orders are carried out first."""
+        """Request a change to the offered partition of the model, after the orders that were issued already."""
         with self._lock:
             self._offer = offer
 
     def join(self) -> None:
-        """Request that spare workers join stages that lack replicas. Outstanding orders are carried out first."""
+        """Request that spare workers join stages that lack replicas, after the orders that were issued already."""
         with self._lock:
             self._joining = True
 
     def hand_over(self, go: Callable[[], None]) -> None:
-        """Request a call of ``go`` after a step, which ends this driver so that another driver adopts the stages."""
+        """Request that the loop calls ``go`` after a step: it ends this driver, and another one takes the stages."""
         with self._lock:
             self._hand_over = go
 
     def take_hand_over(self) -> Callable[[], None] | None:
-        """Return the function of ``hand_over`` and remove the request; None without a request.
+        """Return the argument of ``hand_over`` and remove the request; None without a request.
 
-        Returns None, and keeps the request, while a stop, a checkpoint, a move or a resize is requested, because the
-        next driver would not know of that.
+        The request is kept, with the result None, while a stop, a checkpoint, a move or a resize is requested: those
+        requests would be lost with this driver.
         """
         with self._lock:
             if self._leaving or self._resize is not None or self.stop_reason or self._checkpoint.is_set():
@@ -242,7 +246,7 @@ class Requests:
         return resize
 
     def end(self) -> None:
-        """Refuse further resizes, and answer the resize that waits with a PlanError."""
+        """Mark the run as over: further resizes are refused, and a waiting one is answered with a PlanError."""
         with self._lock:
             self._over, self._fleet = True, None
             resize, self._resize = self._resize, None
@@ -250,7 +254,7 @@ class Requests:
             resize.answer(PlanError("The run ended before it could be resized."))
 
     def checkpoint(self) -> None:
-        """Request a checkpoint after one of the next segments."""
+        """Request a checkpoint after one of the next steps."""
         self._checkpoint.set()
 
     @property

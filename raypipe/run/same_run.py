@@ -39,19 +39,19 @@ from raypipe.run.spec import Outcome, RunIdentity, RunSpec
 
 SETTINGS = "settings.json"
 LANES = "num_lanes"
-"""Label of the lanes in which gradients are summed; absent from runs with one lane."""
+"""Label of the number of lanes, which are partial sums of gradients; absent from runs with one lane."""
 CUTS = "first operations of the stages"
-"""Label of the first operation of each stage; present only if weight versions depend on it."""
+"""Label of the first operation of each stage; present only if the weight versions of the schedule depend on it."""
 GRAPH = "operations of the model"
 """Label of a traced model's operations; absent for a model that runs as its children."""
 REDUCTION = "loss_reduction"
-"""Label of what the loss averages over; among the given values, of the configured field, which may be "auto"."""
+"""Label of what the loss averages over; in ``RunIdentity.given``, of the configured field, which may be "auto"."""
 FORMAT = 2
-"""Format 1 lacks the given values."""
+"""Version of the format of settings.json; version 1 lacks ``RunIdentity.given``."""
 MOST_LINES = 12
 MOST_BYTES = 1 << 26
 SKETCH_TOLERANCE = 1e-4
-"""Relative tolerance of a row's sums: computed rows are rounded differently on other processors."""
+"""Relative tolerance for the sums of a data row, because computed rows are rounded differently on other processors."""
 
 _OPTION = re.compile(r"(\w+) of group \d+")
 _GROUPING = re.compile(r"parameters of group \d+|number of parameter groups")
@@ -62,7 +62,7 @@ _COMES_AND_GOES = re.compile(r".* of .*|constant '.*'|\w+_data.*, sample .*|loss
 """Labels that another version of raypipe or torch may add or omit without a change by the user."""
 _PLANNED = {LANES, "num_stages", "num_replicas", "replicated_buffers"}  # values of the plan, not of the field
 _DEFAULTS = {one.name: one.default for one in fields(PipelineConfig) if one.name not in _PLANNED}
-"""Values of absent labels: fields that an older raypipe did not have, or that are written only if set."""
+"""Values assumed for absent labels: fields that an older raypipe did not have, or that are written only if set."""
 # If a label of the first kind differs, labels of the second kind differ as a consequence and are left out.
 _EXPLAINS = (
     (re.compile("optimizer"), re.compile(r".* of group \d+.*|number of parameter groups")),
@@ -77,7 +77,7 @@ _EXPLAINS = (
 
 
 class SettingsChange(NamedTuple):
-    """Changes accepted after ``step`` steps: one line of text for each, and the options that take their new values."""
+    """Changes accepted by the user after ``step`` steps: a line of text for each, and options that take new values."""
 
     step: int
     lines: tuple[str, ...]
@@ -85,7 +85,13 @@ class SettingsChange(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Differences between two identities, as {label: line of text}, and a note on what could not be compared."""
+    """Differences between two RunIdentity, as {label: line of text}.
+
+    Attributes:
+        fixed: differences that make it another run.
+        free: differences that resume=True accepts.
+        note: sentence on values that could not be compared; "" if all were.
+    """
 
     fixed: dict[str, str]
     free: dict[str, str]
@@ -93,14 +99,14 @@ class Compared(NamedTuple):
 
 
 class GoingOn(NamedTuple):
-    """Changes of a resumed run so far, and a sentence on its change of versions; "" if versions are equal."""
+    """Changes of a resumed run so far, new ones included, and a sentence on changed versions; "" if they are equal."""
 
     changes: tuple[SettingsChange, ...] = ()
     versions: str = ""
 
 
 class SavedSettings(NamedTuple):
-    """Content of settings.json."""
+    """Content of settings.json: the run's identity, and changes of it that the user has accepted since."""
 
     settings: RunIdentity
     changes: tuple[SettingsChange, ...]
@@ -109,9 +115,9 @@ class SavedSettings(NamedTuple):
 def compare(was: RunIdentity, now: RunIdentity) -> Compared:
     """List the differences between two identities, without those that other versions of raypipe or torch may cause.
 
-    Models with equal operations are equal, whatever their code. If the operations differ and the versions are equal, it
-    is another model. If the versions differ, or the model has no graph, the code is compared instead; differences of
-    the code are free, so that ``resume=True`` accepts them.
+    Models with equal operations are equal, whatever their code. If operations differ under equal versions, it is
+    another model. If versions differ, or the model has no graph, the code is compared instead; ``resume=True`` accepts
+    differences of the code.
     """
     equal = was.versions == now.versions
     pairs = (was.fixed, now.fixed), (was.free, now.free), (was.given, now.given if was.given else {})
@@ -139,7 +145,7 @@ def compare(was: RunIdentity, now: RunIdentity) -> Compared:
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, equal_versions: bool = True) -> dict[str, str]:
     """Describe the differences as {label: line of text}, without those that follow from another difference.
 
-    Without ``equal_versions``, labels are left out that exist on one side only because versions differ.
+    Without ``equal_versions``, a label on one side only is left out if another version may have added or dropped it.
     """
     pairs = {
         label: (was.get(label, _DEFAULTS.get(label)), now.get(label, _DEFAULTS.get(label)))
@@ -204,7 +210,7 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
 
 
 def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: str) -> str:
-    """Describe the change of versions, and the step from which the new ones apply; "" if they are equal."""
+    """Describe changed versions, and the step from which the new ones apply, followed by ``note``; "" if all agree."""
     if was == now:
         return ""
     new, old = (" and ".join(f"{n} {one[n]}" for n in one if was.get(n) != now.get(n)) for one in (now, was))
@@ -218,7 +224,7 @@ def _thaws(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, steps_left: int) -> None:
-    """Raise ConfigError if the new values were not accepted, or no step is left to train with them."""
+    """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them."""
     if not asked:
         raise ConfigError(
             f"{begun} with other settings:\n{_listed(free.values())}\nGive resume=True to go on with the new ones, "
@@ -232,7 +238,7 @@ def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, st
 
 
 def fresh_after(changes: Iterable[SettingsChange], step: int) -> FreshOptions:
-    """Return the optimizer options whose configured values replace those saved in a checkpoint of ``step`` steps."""
+    """Return the options changed at ``step`` or later: their new values replace those in a checkpoint of that step."""
     fresh = FreshOptions()
     for change in changes:
         if change.step >= step:
@@ -241,7 +247,7 @@ def fresh_after(changes: Iterable[SettingsChange], step: int) -> FreshOptions:
 
 
 def fresh_options(place: Place, step: int) -> FreshOptions:
-    """Read settings.json of the run in this folder, and return ``fresh_after`` for its changes and ``step``.
+    """Return ``fresh_after`` for ``step`` and the changes that settings.json in this folder lists.
 
     Raises:
         ConfigError: settings.json is damaged.
@@ -288,7 +294,7 @@ def write_settings(place: Place, settings: RunIdentity, changes: Iterable[Settin
     """Write settings.json.
 
     Raises:
-        CheckpointError: the place is full, forbidden or unreachable.
+        CheckpointError: the storage is full, forbidden or unreachable.
     """
     rows = [
         {
@@ -327,7 +333,7 @@ _DIGESTS = {"sha256", "sampled_sha256"}
 
 
 def _may_lack(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if another version of raypipe or torch, not only the user, may have added or dropped the label."""
+    """Return True if the label may have been added or dropped by another version of raypipe or torch."""
     return _COMES_AND_GOES.fullmatch(label) is not None or "file" in (_dict(was.get(label)) | _dict(now.get(label)))
 
 
@@ -377,12 +383,12 @@ def _what(labels: Iterable[str]) -> str:
 
 
 class Beginning(NamedTuple):
-    """Start of a submission.
+    """Point from which a submission (one call of fit or start) begins.
 
     Attributes:
         checkpoint: checkpoint to restore; None for a new run.
         fresh: optimizer options whose configured values replace those of the checkpoint.
-        changes: accepted changes, for settings.json.
+        changes: changes of settings that the user has accepted, for settings.json.
     """
 
     checkpoint: Checkpoint | None
@@ -395,7 +401,7 @@ class Beginning(NamedTuple):
 
 
 def stopped_at(spec: RunSpec, reason: str) -> Outcome:
-    """Return the outcome of a run that was stopped before it had workers: that of its newest checkpoint."""
+    """Return the outcome of a run that was stopped before it had workers: step and path of its newest checkpoint."""
     newest = find_checkpoint(spec.place)[0]
     if newest is None:
         return Outcome((), "", 0, reason)
@@ -439,7 +445,7 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
 
 
 def refuse_another_run(place: Place, name: str, settings: RunIdentity, num_steps: int, resume: bool | None) -> None:
-    """Refuse the folder of another run before anything is started; checksums are left to ``beginning``.
+    """Refuse the folder of another run before anything is started; ``beginning`` verifies checksums later.
 
     Raises:
         ConfigError: the folder is that of another run; one line for each difference.

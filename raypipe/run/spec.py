@@ -24,7 +24,7 @@ from raypipe.run.status import Alert, Stages
 
 
 class Watcher(Protocol):
-    """Receiver of a run's progress; see run.journal.Journal."""
+    """Protocol of an object that records a run's progress; see run.journal.Journal."""
 
     def resumed(
         self, records: Sequence[StepRecord], step: int, checkpoint: str, source: str, stages: Stages
@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class AnyFleet(Protocol):
-    """Fleet of stages that carry out orders: actors or threads."""
+    """Protocol of a fleet: the stages of a run, in actors or threads, which carry out orders."""
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
@@ -77,7 +77,7 @@ class CheckpointPolicy:
     """Policy of checkpoints: when they are saved, and which are kept.
 
     Attributes:
-        interval_steps: steps between two; None uses the clock.
+        interval_steps: steps between two checkpoints; None saves one every run.checkpoints.AUTO_INTERVAL_S seconds.
         num_to_keep, score_attribute, score_order: as in ray.train.CheckpointConfig.
     """
 
@@ -93,8 +93,8 @@ class EvaluationPolicy:
 
     Attributes:
         interval_steps: as PipelineConfig.eval_interval_steps.
-        names: of all numbers that an evaluation returns.
-        early_stopping: None trains to the end.
+        names: names of all numbers that an evaluation returns.
+        early_stopping: condition to end the run early; None trains to the last step.
     """
 
     interval_steps: int | None = None
@@ -132,7 +132,7 @@ class RunSpec:
         num_samples: number of samples of "train", and of "eval" if there is eval_data.
         minibatch_size, microbatch_size: in samples.
         num_steps: optimizer steps of the whole run, earlier submissions included.
-        seed: key of randomness, and of the order of the data.
+        seed: seed of all random numbers, and of the order of the data.
         aliases: further names of shared tensors -> names under which they are stored.
         sums_losses: True if loss_reduction is "sum".
         checkpoints: when to save, what to keep.
@@ -141,7 +141,7 @@ class RunSpec:
         num_workers: number of workers that the user offers. If failures are survived, workers that the plan does not
             use are spares.
         workers: range of the number of workers of an elastic run; None if the number is fixed.
-        wanted_workers: number of workers in the plan for the most workers.
+        wanted_workers: workers used by the first plan, which was made for the most workers that the user offers.
         copy_interval_steps: minimum steps between in-memory copies of every stage's state; None takes no copies.
         callbacks: objects that are called while the run trains, see raypipe.callbacks.
     """
@@ -174,12 +174,12 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Plan, with further results of its planning that the controller needs.
+    """Plan, with further results of planning that the controller needs.
 
     Attributes:
         budgets: memory budget of each stage, within which the controller may change the schedule.
-        microbatch_seconds: as in planner.controller.ControllerConfig, if the number of micro-batches may change; else
-            empty.
+        microbatch_seconds: (number of micro-batches, seconds) for each number that the controller may choose, as in
+            planner.controller.ControllerConfig; empty if it may not change the number.
     """
 
     plan: Plan
@@ -188,14 +188,14 @@ class Planned:
 
 
 class RequestedSize(NamedTuple):
-    """Size requested with ``handle.resize``: stages, workers used by its plan, and replicas by stage."""
+    """Size of the plan of ``handle.resize``: stages, workers that it uses, and replicas by stage (empty: one each)."""
 
     num_stages: int
     workers: int
     replicas: tuple[int, ...] = ()
 
     def of(self, request: Request) -> Request:
-        """Return the planning request of a run that was resized to this size."""
+        """Return a run's planning request with this size in place of the configured one."""
         return replace(request, num_stages=self.num_stages, split_points=(), replicas=self.replicas or 1)
 
 
@@ -206,7 +206,7 @@ class PlanInForce:
     Attributes:
         planned: plan, which is saved as plan.json, and its memory budgets.
         setup: configuration of the workers.
-        schedules: lowered rows by key; ``rows`` adds those of further keys.
+        schedules: actions of all workers, by key; ``rows`` adds those of further keys.
         predicted: simulated timeline of one step, for the trace; None if the plan was made without a profile.
         predicted_step_s: predicted seconds of one step, in the steady state if asynchronous; 0 if unknown.
         flow: flow of mini-batches of an asynchronous schedule; None if the pipeline drains after every step.
@@ -226,7 +226,7 @@ class PlanInForce:
         return self.planned.plan
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Return the lowered rows of a key; they are lowered on first use."""
+        """Return the actions of all workers for a kind of segment; they are derived from the plan on first use."""
         if key not in self.schedules:
             self.schedules[key] = rows_for(self.plan, key)
         return self.schedules[key]

@@ -26,7 +26,7 @@ KEEP_EVERY_S = 30.0
 
 
 class Spent(NamedTuple):
-    """Cost in the currency of the price, and the worker-hours that it paid for."""
+    """Cost of a run, in the currency of the price, and the worker-hours for which it was paid."""
 
     cost: float = 0.0
     worker_hours: float = 0.0
@@ -38,9 +38,11 @@ class Meter:
     Args:
         price: price of a worker-hour.
         workers: returns the number of workers that the run holds, spares included.
-        held: True if the workers were held since the last write of cost.json, for an earlier driver: that time counts.
-        guard: returns a context that is entered for each write to the folder, such as ``Lease.completing``: it raises
-            if another process has taken the run over.
+        held: True if this driver takes over workers of a lost driver. Then the time since the last write of cost.json
+            is added.
+        guard: returns a context for each write to the folder, such as ``Lease.completing``, which raises if another
+            process has taken the run over.
+        clock: returns seconds since 1970.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Meter:
         return self._price * self._count
 
     def read(self) -> Spent:
-        """Add the cost since the last call and return the total; it is saved every KEEP_EVERY_S."""
+        """Add the cost since the last call and return the total; it is written at most every KEEP_EVERY_S seconds."""
         now_s, count = self._clock(), self._workers()
         # Workers that came or left meanwhile count for half of the time.
         self._add((self._count + count) / 2, now_s - self._last_s)
@@ -83,7 +85,7 @@ class Meter:
         return self._spent
 
     def close(self) -> None:
-        """Save the total and write it to events.jsonl, because the run or its driver ends."""
+        """Write the total to cost.json and events.jsonl, at the end of the run or of its driver."""
         spent = self.read()
         self._keep()
         reason = f"{spent.worker_hours:.3g} hours of workers at {self._price:g} each, earlier submissions included"

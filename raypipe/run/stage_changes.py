@@ -32,9 +32,9 @@ from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Roll
 IN_THREADS = "Stages in threads of one process stay as they are; start the run with local=False."
 UNLIMITED = -1
 MOST_LOST = 5
-"""Retries after the same loss of a process or link while the run makes no progress."""
+"""Maximum number of times that one loss of a process or link may recur while the run makes no progress."""
 MOST_LIGHTER = 5
-"""Retries after the same out-of-memory failure while the run makes no progress, each with less on that worker."""
+"""Maximum recurrences of one out-of-memory failure without progress; each retry puts less on that worker."""
 MOST_HERE = 20
 """Maximum number of failures of any kind while the run makes no progress."""
 
@@ -42,7 +42,7 @@ Follow = Callable[[Iterator[list[list[StepReport]]]], None]
 
 
 def detection_delay(error: BaseException) -> dict[str, float]:
-    """Return {"seconds": time since the error was raised on a stage}, as fields of an event; {} if unknown."""
+    """Return {"seconds": seconds since the error was raised on a stage}, a field of an event; {} if unknown."""
     at_s = getattr(error, "raised_at_s", None)
     return {} if at_s is None else {"seconds": round(max(0.0, time.time() - at_s), 3)}
 
@@ -50,9 +50,9 @@ def detection_delay(error: BaseException) -> dict[str, float]:
 class Failures:
     """Counter of failures, limited by ``FailureConfig(max_failures)``: -1 is no limit, 0 survives none.
 
-    A deterministic failure, such as an exception in user code or a non-finite loss, is retried once. Repeated losses of
-    a process or link without progress are retried a few times, and so are out-of-memory failures, each time with a
-    plan that needs less memory.
+    A deterministic failure, such as an exception in user code or a non-finite loss, is retried once. A loss of a
+    process or link is retried a few times if the run makes no progress. So is an out-of-memory failure, each time with
+    a plan that needs less memory.
 
     Args:
         most: ``max_failures``.
@@ -69,11 +69,11 @@ class Failures:
         self._again = self._here = 0
 
     def survivable(self, error: RaypipeError) -> bool:
-        """Return True if failures of this kind are survived at all."""
+        """Return True if the run may recover from an error of this type; the number of failures is not checked."""
         return self._most != 0 and isinstance(error, StageError | LinkError)
 
     def counted(self, error: RaypipeError, step: int) -> str:
-        """Count a failure after ``step`` steps of every stage; return why the run may not continue, or ""."""
+        """Count a failure after ``step`` steps; return the reason why the run must end, or "" if it may recover."""
         self.count += 1
         if self._most != UNLIMITED and self.count > self._most:
             return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
@@ -98,7 +98,7 @@ class Failures:
 
 @dataclass
 class Changing:
-    """Recoveries, resizes, moves and re-partitions of one run, and the components of the loop that they change.
+    """Manager of one run's recoveries, resizes, moves and re-partitions; it updates the components of the loop.
 
     Attributes:
         lease: lease on the run's folder; None if no other process can access the folder.
@@ -127,12 +127,12 @@ class Changing:
             self.ordering.measures = self._replanning.measures
 
     def recover(self, error: RaypipeError, follow: Follow, *, adopted: bool = False) -> None:
-        """Recover from a failure: bring all stages to one state and resume from it.
+        """Recover from a failure: bring all stages to the state of the same step, and resume from it.
 
         Args:
             follow: called with reports of steps that were completed before the failure but not yet processed.
-            adopted: True if the stages were adopted from a lost driver. Then all of them roll back, and the failure
-                counts only if it is a StageLostError.
+            adopted: True if this driver has taken over the stages of a driver that was lost. Then all stages roll
+                back, and the failure counts only if it is a StageLostError.
 
         Raises:
             RaypipeError: the failure, if it cannot be survived.
@@ -175,7 +175,7 @@ class Changing:
         self._watcher.counted("lost_steps", redone)
 
     def _recover_in_place(self, recovery: Transitions, follow: Follow, begin_s: float) -> bool:
-        """Try to recover without a rollback, by dropping the lost replicas; return True on success."""
+        """Try to recover without a rollback, by continuing with the replicas that are left; return True on success."""
         steps = recovery.catch_up(self.progress.at.step)
         if steps is None:
             return False
@@ -190,7 +190,7 @@ class Changing:
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish "recovery", of all stages by a rollback, or "regroup", without the lost replicas, after a failure."""
+        """Publish a recovery: ``decision`` "recovery" for a rollback, "regroup" if lost replicas were dropped."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))
@@ -269,7 +269,7 @@ class Changing:
             self._replanning.on_step(record.step, record.seconds, of_step, setting.spec)
 
     def keep_copy(self) -> None:
-        """Have all stages copy their initial state to memory, if the pipeline is empty and no copy exists yet."""
+        """Have all stages copy their state to memory, if the pipeline is empty and they have not copied it yet."""
         progress = self.progress
         if self.recovery is None or not self.spec.copy_interval_steps:
             return
@@ -280,7 +280,7 @@ class Changing:
             progress.copied = True
 
     def copied(self) -> None:
-        """Record the position of a copy that every stage keeps, also in the run's folder for a later driver."""
+        """Record the data position of the in-memory copy that all stages have made, also in the run's folder."""
         progress = self.progress
         progress.mark()
         if self.reporter.try_to(self.metrics.write):  # first: a later driver reads the steps before the copy there
@@ -302,13 +302,13 @@ class Changing:
         self._watcher.counted("failures")
 
     def _use_less_memory(self, error: RaypipeError, recovery: Transitions) -> None:
-        """Re-partition after an out-of-memory failure, so that the worker holds less.
+        """Re-partition after an out-of-memory failure, so that the worker holds less; no effect after other failures.
 
-        A process that was killed from outside may have been killed for the memory of other processes: if no such plan
-        exists, it is replaced like any lost process, as often as Failures allows.
+        If no plan needs less, a worker whose process was killed is replaced with the same plan, because other
+        processes may have used the memory.
 
         Raises:
-            RaypipeError: the failure; no such plan exists, and the current one would fail again.
+            RaypipeError: the failure, if no plan needs less and the worker's process is alive.
         """
         if error.ran_out is None:
             return
@@ -323,7 +323,7 @@ class Changing:
             raise type(error)(f"{error}\nThe run ends: {impossible}") from None
 
     def _roll_back(self, back: Recovered) -> None:
-        """Roll back to the step whose state the stages have: drop what came after it, and order it again."""
+        """Set the loop back to the step whose state the stages have loaded, and drop records and orders after it."""
         progress = self.progress
         self._torn = False
         progress.roll_back(back.step, back.position)
@@ -337,7 +337,7 @@ class Changing:
         progress.saved = progress.completed = min(self.checkpoints.latest_step, progress.at.step)
 
     def _stay(self, back: Recovered) -> None:
-        """Resume at the current step on other workers; outstanding orders are dropped and issued again."""
+        """Resume at the current step on other workers; orders that were not carried out are issued again."""
         progress = self.progress
         progress.empty, progress.end_s, progress.copied = True, None, True
         self._take_plan_of(back)
@@ -356,10 +356,10 @@ class Changing:
             self.ordering.save_soon()
 
     def _take_plan_of(self, back: Recovered) -> None:
-        """Put the new plan of a transition in force, if it has one, and restart the controller and the replanner.
+        """Adopt the new plan of a transition, if it has one, and restart the controller and the replanner.
 
-        If the plan is unchanged but workers were replaced, only the replanner restarts: its measurements are of the
-        lost workers.
+        If workers were replaced under the same plan, only the replanner restarts, because it has measured the lost
+        workers.
         """
         plan, replanning = back.plan, self._replanning
         if plan is None:

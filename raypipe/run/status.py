@@ -12,7 +12,7 @@ from raypipe.ir.report import StepRecord
 from raypipe.ir.units import human_price
 
 ALERTS = "alerts"
-"""Event of events.jsonl that keeps the alerts at the end of a submission."""
+"""Name of the event in events.jsonl that lists a submission's alerts, written at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Alert:
     Attributes:
         kind: "checkpoint failed", "callback Name.on_step" and so on.
         count: number of events.
-        first_step, last_step: steps done at the first and at the last one.
+        first_step, last_step: steps done at the first and at the last event.
         message: message of the last event.
-        in_a_row: consecutive failures up to the last one; 0 for other events.
+        in_a_row: number of consecutive failures at the last event; 0 for events that are not failures.
     """
 
     kind: str
@@ -35,22 +35,22 @@ class Alert:
     in_a_row: int = 0
 
     def __str__(self) -> str:
-        """Format in one line: "checkpoint failed 68 times in a row, after steps 1 to 68; last: ..." for several."""
+        """Format in one line; several events: "checkpoint failed 68 times in a row, after steps 1 to 68; last: ...\""""
         if self.count == 1:
             return f"{self.kind}, after step {self.last_step}: {self.message}"
         return f"{self.kind} {self.times}, after steps {self.first_step} to {self.last_step}; last: {self.message}"
 
     @property
     def times(self) -> str:
-        """Describe how often it occurred."""
+        """Text on how often the event occurred: "3 times", "2 times in a row, 5 in all"."""
         if self.in_a_row < 2:
             return f"{self.count} times"
         return f"{self.in_a_row} times in a row" + f", {self.count} in all" * (self.count > self.in_a_row)
 
     def since(self, shown: int) -> str:
-        """Describe the events after the first ``shown`` ones, which the reader has seen already.
+        """Describe the events that a reader has not seen, who has seen the first ``shown`` ones.
 
-        If there is one such event, and it is not one of several consecutive failures, that is its message alone.
+        The text is the message alone if that is one event, and not one of several consecutive failures.
         """
         return (
             self.message
@@ -60,9 +60,9 @@ class Alert:
 
 
 def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
-    """Return the alerts, one of each kind, after one more event; kinds keep the order of their first events.
+    """Return the alerts ``known``, one of each kind, with one more event after ``step`` steps counted.
 
-    Events that are not failures have 0 failures ``in_a_row``.
+    ``in_a_row`` is the number of consecutive failures; 0 for events that are not failures.
     """
     for at, alert in enumerate(known):
         if alert.kind == kind:
@@ -82,7 +82,7 @@ def as_event(alerts: Iterable[Alert]) -> list[dict[str, Any]]:
 
 
 def alerts_in(run: Place) -> tuple[Alert, ...]:
-    """Read the alerts that the newest submission left in the run's folder; empty if it has not ended.
+    """Read the alerts of a run's newest submission from events.jsonl; empty if the submission has not ended.
 
     Raises:
         CheckpointError: events.jsonl cannot be read.
@@ -114,21 +114,21 @@ class RunStatus:
         name: name of the run.
         path: the run's folder.
         step, num_steps: optimizer steps done, and total number wanted (0 before it is known).
-        first_step: steps that earlier submissions of this run had done.
-        source: checkpoint or stages from which it resumed, in words.
-        loss, samples_per_s, tokens_per_s, bubble_fraction, lr, goodput: of the last step, as StepRecord has them;
-            tokens_per_s and goodput are 0 if unknown.
-        step_s, seconds_left: smoothed over the last steps.
-        checkpoint: newest complete one.
-        checkpoint_error: why the last attempt at one failed; "" if it succeeded.
-        schedule: of the last step, if the controller may change it.
+        first_step: steps that the run had done when this submission began.
+        source: checkpoint or stages from which the run resumed, as text.
+        loss, bubble_fraction, lr, goodput: numbers of the last step, as in StepRecord; goodput is 0 if unknown.
+        step_s: seconds per step, a moving average; seconds_left is derived from it.
+        samples_per_s, tokens_per_s: samples and tokens of the last step, divided by step_s; 0 if unknown.
+        checkpoint: path of the newest complete checkpoint.
+        checkpoint_error: why the last checkpoint could not be saved; "" if it was.
+        schedule: schedule of the last step, if the controller may change it; else "".
         retunes: number of changes by the controller in this submission.
         recovery: kind of the last recovery: "roll back" of all stages, or "regroup" without the lost replicas; ""
             before the first.
-        message: what it waits for, or why it stopped or failed.
-        cost: so far, in the currency of PipelineConfig(worker_price_per_hour); None if that is not set.
-        stages: host, process id and versions of each worker, which holds one stage or several. They are the workers
-            that made the last step, or that have its state since a recovery, a resize or a move.
+        message: what the run waits for, or why it stopped or failed.
+        cost: cost so far, in the currency of PipelineConfig(worker_price_per_hour); None if that is not set.
+        stages: host, process id and versions of each worker that made the last step, or that has its state since a
+            recovery, a resize or a move.
         alerts: alerts of this submission, one of each kind: checkpoints that failed, callbacks that raised, files that
             could not be written, stages that were lost.
     """

@@ -1,4 +1,4 @@
-"""Run in threads of this process: the same loop and journal as with actors, without Ray."""
+"""Execution of a run in threads of this process: the same loop and journal as with actors, without Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThreadConnection:
         make_fleet: (assembled plan) -> fleet; called in the thread of the run, which also stops the fleet.
 
     Raises:
-        LeaseError: another thread of this process trains this run, and was not requested to stop.
+        LeaseError: another thread of this process trains this run, and no stop of that thread was requested.
     """
 
     def __init__(self, blueprint: Blueprint, planned: Planned, make_fleet: Callable[[PlanInForce], AnyFleet]) -> None:

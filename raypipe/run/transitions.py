@@ -1,4 +1,4 @@
-"""Transitions of a run's stages: reasons, results, and the protocol that runtime/fleet/recovery.py implements."""
+"""Transitions of a run's stages (recovery, resize, move): types, results, protocol of runtime/fleet/recovery.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Steps = Sequence[list[list[StepReport]]]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Result of a recovery or another transition: all stages are ready, with the state of the same step.
+    """Result of a recovery or another transition, after which all stages have the state of the same step.
 
     Attributes:
         step: optimizer steps done in this state.
@@ -30,11 +30,12 @@ class Recovered:
         position: data position saved in the checkpoint; None if the state comes from in-memory copies.
         replaced: titles of stages whose process was replaced; empty if only links had failed.
         seconds: duration of each phase of the recovery, by name.
-        stages: facts of each worker for the status.
+        stages: host, process id and versions of each worker, for the status.
         plan: new plan in force; None if it is unchanged.
         moved_bytes: bytes of state that workers read from copies of other workers.
         lost: titles of workers that the run continues without.
-        stopped: the run was stopped while it waited for workers: no stage is ready, and it ends at this checkpoint.
+        stopped: True if the run was stopped while it waited for workers. Then no stage is ready, and the run ends at
+            this checkpoint.
     """
 
     step: int
@@ -60,10 +61,10 @@ class Recovered:
 
 
 class Laps:
-    """Stopwatch for consecutive phases, which starts when it is created.
+    """Stopwatch for consecutive phases, started when it is created.
 
     Attributes:
-        laps_s: seconds of each phase, by name.
+        laps_s: seconds of each phase, by its name.
     """
 
     def __init__(self) -> None:
@@ -71,14 +72,14 @@ class Laps:
         self.laps_s: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Record the time since the previous lap, or the start, as the duration of phase ``name``."""
+        """Record the time since the last call, or since the start, as the duration of phase ``name``."""
         now_s = time.monotonic()
         self.laps_s[name] = now_s - self._then_s
         self._then_s = now_s
 
 
 class Rollback(NamedTuple):
-    """Rollback after a failure: all stages load the newest state that each of them can reach.
+    """Rollback after a failure: all stages load the state of the newest step whose state each of them can load.
 
     Attributes:
         steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load the
@@ -89,11 +90,11 @@ class Rollback(NamedTuple):
 
 
 class Regroup(NamedTuple):
-    """Regrouping after a failure and ``catch_up``: training resumes at this step without the lost replicas."""
+    """Regrouping after a failure and a successful ``Transitions.catch_up``: training resumes without lost replicas."""
 
 
 class Join(NamedTuple):
-    """Joining of spare workers to groups that lack replicas."""
+    """Joining of spare workers to stages that lack replicas."""
 
 
 class Move(NamedTuple):
@@ -107,7 +108,7 @@ class Move(NamedTuple):
 
 
 Change = Rollback | Regroup | Join | Move | Resize | Offer
-"""Reason for a transition; the last four occur between two steps, when all stages have the state of the same step."""
+"""Kind of a transition; the last four occur between two steps, when all stages have the state of the same step."""
 
 
 class Transitions(Protocol):
@@ -132,10 +133,10 @@ class Transitions(Protocol):
         """
 
     def catch_up(self, step: int) -> Steps | None:
-        """Bring the surviving replicas to the newest step that any of them has completed, after a failure.
+        """Bring the surviving replicas, after a failure, to the newest step that any of them has completed.
 
         Args:
-            step: steps that every stage had completed, as far as the loop knows.
+            step: steps that every stage had completed by the reports that the loop has processed.
 
         Returns:
             Reports of the steps since then. None if that is impossible: the run has no replicas, a stage has no worker
@@ -146,7 +147,7 @@ class Transitions(Protocol):
         """
 
     def carry_out(self, change: Change, step: int) -> Recovered | None:
-        """Make a transition; return None if nothing has to change.
+        """Carry out a transition; return None if nothing has to change.
 
         A rollback that waits for workers ends early if the run is stopped; see ``Recovered.stopped``.
 
@@ -154,7 +155,7 @@ class Transitions(Protocol):
             step: steps that every stage has done.
 
         Raises:
-            PlanError: no such plan exists, or no workers for it, and the run can continue unchanged; after a failure:
-                too few workers became available before the deadline.
+            PlanError: no such plan exists, or no workers for it; the run can continue unchanged. After a failure: too
+                few workers became available before the deadline.
             StageError, LinkError: the transition failed half-way; a rollback must follow.
         """

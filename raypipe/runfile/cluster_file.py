@@ -42,14 +42,14 @@ UNITS: Mapping[str, Mapping[str, Fraction]] = {
     "latency": {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))},
     "deadline": {"s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "days": Fraction(86400)},
 }
-"""Units of a quantity, by its kind; a plain number is in bytes, bytes per second or seconds."""
+"""Factors of units, by kind of quantity, to bytes, bytes per second or seconds, in which a plain number is."""
 
 EXAMPLES = {"memory": "24 GiB", "bandwidth": "25 Gbit/s", "latency": "20 us", "deadline": "12 h"}
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read the file.
+    """Read a cluster's YAML file.
 
     Raises:
         ConfigError: names file, line and field, and the possible values.
@@ -193,11 +193,11 @@ def parse_quantity(value: Any, kind: str) -> float:
 
 
 def cluster_text(devices: Mapping[str, int], links: Sequence[LinkProbe]) -> str:
-    """Write the file, as ``read_cluster`` reads it.
+    """Return the text of a cluster's YAML file, from measured links.
 
     Args:
         devices: number of workers by node; nodes without a worker are left out.
-        links: between every two nodes, and from at least one node to itself.
+        links: measurements between every two nodes, and from at least one node to itself.
 
     Raises:
         ConfigError: no node has room for a worker.

@@ -3,8 +3,8 @@
     optimizer=partial(AdamW, lr=3e-4)    optimizer: {target: "torch.optim.adamw:AdamW", args: {lr: 0.0003}}
     loss_fn=lambda output, y: ...        loss_fn: {unnamed: "a lambda (train.py, line 12)"}
 
-Parts that can be imported by name train again; others are described, and ``raypipe train`` refuses the file with their
-descriptions.
+Parts that can be imported by name are targets. Others are only described; ``raypipe train`` refuses a file with such a
+part, and shows the description.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLAIN = (str, int, float, bool, type(None))
 def describe(
     pipeline: PipelineConfig, scaling: Any, run: Any, functions: Mapping[str, Any], name: str, num_steps: int
 ) -> str:
-    """Write the text of a run file.
+    """Return the text of a run file for a run that was started from Python.
 
     Args:
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
@@ -79,7 +79,7 @@ def _part(part: str, value: Any) -> Any:
 
 
 def _callbacks(callbacks: Sequence[Any]) -> Any:
-    """Make a target of each callback, with the fields that differ from their defaults."""
+    """Return a target for each callback, with the fields that differ from their defaults, or one description."""
     targets: list[dict[str, Any]] = []
     for callback in callbacks:
         target = _target(type(callback))
@@ -94,7 +94,7 @@ def _callbacks(callbacks: Sequence[Any]) -> Any:
 
 
 def _target(value: Any) -> dict[str, Any]:
-    """Make a target with its args, or a description of what has no name."""
+    """Return {"target", "args"} of an object that can be imported by name, else {"unnamed": description}."""
     if isinstance(value, functools.partial):
         inner = _target(value.func)
         if value.args or "target" not in inner or not all(map(_is_plain, value.keywords.values())):
@@ -117,7 +117,7 @@ def _target(value: Any) -> dict[str, Any]:
 
 
 def _is_made_by_default(value: torch.nn.Module) -> bool:
-    """Return True if the class without arguments makes an equal object, as nn.CrossEntropyLoss() does."""
+    """Return True if calling the class without arguments makes an equal object, as for nn.CrossEntropyLoss()."""
     try:
         return repr(vars(type(value)())) == repr(vars(value))
     except Exception:  # noqa: BLE001  (it needs arguments)

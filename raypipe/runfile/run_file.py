@@ -46,9 +46,9 @@ class RunFile:
     """Settings of a run, checked without importing anything that they name.
 
     Attributes:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         values: the file's settings with all overrides.
-        origins: where each key was set, by its path: "line 7" or "--set".
+        origins: place where each key was set, by the key's path: "line 7" or "--set".
     """
 
     name: str
@@ -72,7 +72,7 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a YAML file and check it.
 
     Args:
-        overrides: "pipeline.schedule=kfkb" and the like; values are YAML. They win over the file, and num_steps
+        overrides: "pipeline.schedule=kfkb" and the like, with YAML values, which replace those of the file. num_steps
             and num_epochs replace one another.
 
     Raises:
@@ -92,27 +92,27 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def to_yaml(run: RunFile) -> str:
-    """Write the effective settings as a file that ``read_runfile`` reads as the same."""
+    """Format the settings, overrides included, as YAML that ``read_runfile`` reads to equal settings."""
     return dump(run.values)
 
 
 def as_begun(run: RunFile, name: str) -> RunFile:
-    """Return the settings of the run that was begun from this file, with its name.
+    """Return the settings for config.yaml of a run that was begun from this file under the name ``name``.
 
-    ``resume`` is left out: it applied to that start only.
+    ``resume`` is left out, because it applied to that start only.
     """
     values = {key: value for key, value in run.values.items() if key != "resume"}
     return RunFile(run.name, {**values, "run_config": {**values.get("run_config", {}), "name": name}}, run.origins)
 
 
 def with_name(run: RunFile, name: str) -> RunFile:
-    """Return the run with this name, unless it has one."""
+    """Return the settings with this name of the run, unless they have a name."""
     settings = {"name": name, **{k: v for k, v in run.values.get("run_config", {}).items() if v is not None}}
     return RunFile(run.name, {**run.values, "run_config": settings}, run.origins)
 
 
 def unnamed_parts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List (key, description) of parts without a name to import; see raypipe.runfile.config_yaml."""
+    """List (key, description) of parts that config_yaml.py could only describe, because no import reaches them."""
     pipeline = values.get("pipeline")
     inner = pipeline.items() if isinstance(pipeline, dict) else ()
     metrics = values.get("metrics")
@@ -126,7 +126,7 @@ def unnamed_parts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def is_target(value: object) -> bool:
-    """Return True for a Python object by name: ``{target: "package.module:callable", args: {...}}``."""
+    """Return True for a mapping that names a Python object: ``{target: "package.module:callable", args: {...}}``."""
     return isinstance(value, dict) and "target" in value
 
 
@@ -141,11 +141,7 @@ def refuse(run: RunFile, path: KeyPath, complaint: str) -> NoReturn:
 
 
 def refuse_unknown(run: RunFile, path: KeyPath, keys: Iterable[Any], known: Sequence[str]) -> None:
-    """Raise for the first key under ``path`` that is not known.
-
-    Raises:
-        ConfigError: with the nearest known key, or all of them.
-    """
+    """Raise ConfigError for the first key under ``path`` that is not known; it names the nearest known key, or all."""
     for key in keys:
         if key not in known:
             close = _nearest(str(key).lower(), known)
@@ -154,13 +150,13 @@ def refuse_unknown(run: RunFile, path: KeyPath, keys: Iterable[Any], known: Sequ
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """Return the most similar known key, or ""; keys that contain one another come first."""
+    """Return the most similar known key, or ""; names that contain the key, or are contained in it, are preferred."""
     within = [name for name in known if min(len(name), len(key)) >= _TELLING and (name in key or key in name)]
     return next(iter(difflib.get_close_matches(key, within or known, n=1, cutoff=0.0 if within else 0.5)), "")
 
 
 _TELLING = 5
-"""Letters of a key that are not in another one by chance."""
+"""Minimum length of a key that counts as contained in another one; shorter keys are contained by chance."""
 
 
 def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:

@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that this loader or one for YAML 1.1 would read as something else."""
+    """Dumper that quotes strings which this module's loader, or one for YAML 1.1, would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -74,7 +74,7 @@ def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """Parse a file to a mapping, and the line (from 1) of every key in it, by path.
 
     Args:
-        name: of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
         ConfigError: not YAML, not a mapping, or a duplicate key; names the line.
@@ -111,7 +111,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: Mapping[str, Any]) -> str:
-    """Write text that ``parse`` reads as the same values, in their order."""
+    """Return YAML text that ``parse`` reads as the same values, in their order."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

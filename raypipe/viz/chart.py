@@ -1,6 +1,6 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks at events.
 
-If there are more points than pixels, local minima and maxima are drawn pale, with the running median on top. A
+If there are more points than pixels, local minima and maxima are drawn pale, with the median of neighbours on top. A
 non-finite point leaves a gap and a red dash on the axis.
 """
 
@@ -27,13 +27,13 @@ TITLE_PX = 17
 MEDIANS = 120
 """Number of points of the median line."""
 MOST_LONG = 12
-"""Maximum number of long marks. If there are more, kinds become short, marks of failures last."""
+"""Maximum number of marks drawn as long lines; if there are more, whole kinds are drawn short, "bad" marks last."""
 SHORT_PX = 9.0
 BESIDE_PX = 3.0
-"""Distance between long marks at the same step."""
+"""Distance in pixels between long marks at the same step."""
 
 DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
-"""Dash pattern by kind of mark, so that kinds differ without colour; its order is that of the rows of short marks."""
+"""Dash pattern by kind of mark, so that kinds differ without colour. Rows of short marks have the same order."""
 
 
 class Line(NamedTuple):
@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 
 class Annotation(NamedTuple):
-    """Event at ``x``, drawn as a dashed line; ``kind`` is "bad", "good" or "note"."""
+    """Event to mark at ``x``: ``words`` is its tooltip, ``kind`` is "bad", "good" or "note"."""
 
     x: float
     words: str
@@ -107,7 +107,7 @@ def chart_svg(
 
 
 def _usual(points: Sequence[Point]) -> float:
-    """Return an upper end for the axis that clips rare peaks; infinity if there are no such peaks."""
+    """Return an upper end for the y axis that clips rare peaks; infinity if the maximum is not far above the others."""
     heights = sorted(y for _, y in points)
     if not heights:
         return math.inf
@@ -116,7 +116,7 @@ def _usual(points: Sequence[Point]) -> float:
 
 
 class _Box:
-    """Plot area, and the mapping from values to pixels."""
+    """Plot area of a chart, and the mapping from values to pixels."""
 
     def __init__(
         self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool, top: float
@@ -166,7 +166,7 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
-    """Draw a dashed line per mark, side by side at the same step; frequent kinds are short, one row per kind."""
+    """Draw a line per mark, side by side at the same step: long and dashed, or short, in one row per frequent kind."""
     seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
         at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
@@ -182,7 +182,7 @@ def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
 
 
 def _long(marks: Sequence[Annotation]) -> set[str]:
-    """Choose the kinds of marks to draw long: in the order of DASHES, as long as their total is at most MOST_LONG."""
+    """Choose the kinds of marks to draw long: from "bad" to "note", while their total is at most MOST_LONG."""
     counts, kinds = Counter(mark.kind for mark in marks), set[str]()
     for kind in filter(counts.__contains__, DASHES):
         if sum(counts[one] for one in kinds) + counts[kind] > MOST_LONG:
@@ -220,7 +220,10 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 
 
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
-    """Return the legend and the height that it adds: right of the y label if it fits, else below; none for one line."""
+    """Return a legend and the height in pixels that it adds; empty and 0 for one line.
+
+    It is right of the y label if it fits there, else below the chart.
+    """
     if len(names) < 2:
         return [], 0.0
     names = [shortened(name, WIDTH / 2) for name in names]
@@ -244,7 +247,7 @@ def _finite(point: Point) -> bool:
 
 
 def _thinned(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """Return at most about ``most`` points: minimum and maximum of each group of neighbours, in order."""
+    """Return about ``most`` points at most: minimum, maximum and a non-finite point of each group of neighbours."""
     if len(points) <= most:
         return points
     ends = [len(points) * i // (most // 2) for i in range(most // 2 + 1)]

@@ -49,7 +49,7 @@ def _microseconds(zero_s: float, moment_s: float) -> float:
 
 
 def _tracks(spans: Sequence[Span], num_workers: int, clock: Clock) -> tuple[list[str], dict[Action, int]]:
-    """Return the names of the tracks, and the track of every action.
+    """Return the names of the tracks (rows of the trace viewer), and the track of every action.
 
     Slices of a track may not overlap. Computation is on the worker's first track. A message that leaves while another
     one is in transit gets a further track.
@@ -86,7 +86,7 @@ def _slice(span: Span, process: int, track: int, clock: Clock) -> Event:
 
 
 def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: Clock) -> list[Event]:
-    """Build two flow events for each message, inside the slice of its source and inside the slice of its target."""
+    """Build two flow events for each message: the ends of an arrow from its source's slice to its target's."""
     events: list[Event] = []
     for number, (_, source, target, start_s, _, taken_s) in enumerate(messages_of(spans)):
         flow: Event = {"pid": process, "cat": "message", "name": "message", "id": (process << 32) + number}
@@ -98,7 +98,7 @@ def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], cl
 
 
 def _inside(span: Span, moment_us: float, clock: Clock) -> float:
-    """Clamp a time to the half-open slice of a span, so that viewers bind the flow to it."""
+    """Clamp a time to a span without its end, in microseconds, so that viewers bind the arrow to the span's slice."""
     begin_us, end_us = clock(span.start_s), clock(span.end_s)
     return round(max(begin_us, min(moment_us, end_us - NANOSECOND_US)), 3)
 

@@ -14,12 +14,12 @@ from raypipe.viz.svg import frame, legend, text
 from raypipe.viz.timeline_svg import schedule_svg, timeline_svg
 
 BYTES = (1, 3, 5, 6, 4, 7, 8, 9)
-"""Colours of memory categories: indices into ``LINES`` that differ from those of F and B."""
+"""Colours of memory categories, as indices into ``svg.LINES`` whose colours differ from those of F and B."""
 
 LEFT, BAR, ROW, HEAD, FOOT = 104.0, 16.0, 52.0, 40.0, 56.0
 LETTER_PX = 8.0
 FAR = 4
-"""Ratio of limit to bytes of the fullest stage above which no line is drawn: bars on that scale would be dots."""
+"""Maximum ratio of a limit to the bytes of the fullest stage at which the limit is drawn; else bars would be dots."""
 
 
 def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
@@ -42,7 +42,7 @@ def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
 
 
 def plan_html(plan: Plan, words: str) -> str:
-    """Build the HTML of a plan for notebooks: its text, its schedule in slots, and the stages' bars if predicted.
+    """Build the HTML of a plan for notebooks: its text, its schedule in slots, and bars of the stages if predicted.
 
     Args:
         words: text of the plan.
@@ -55,7 +55,9 @@ def plan_html(plan: Plan, words: str) -> str:
 
 
 def stage_bars_svg(prediction: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:
-    """Draw two bars per stage: seconds per micro-batch (F, B) and bytes by category, with a line at a near limit.
+    """Draw two bars per stage: seconds per micro-batch (F, B), and bytes by category, with a line at the memory limit.
+
+    The line is drawn if the limit is at most FAR times the bytes of the fullest stage.
 
     Args:
         placement: worker of each stage; shown if a worker holds several stages, which then share its limit.
@@ -94,7 +96,7 @@ def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s
 
 
 def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
-    """Format the bytes of a stage and its limit; ``worker`` owns the limit if it holds several stages."""
+    """Format a stage's bytes and limit; ``worker`` is given if the limit is that of a worker with several stages."""
     if stage.limit_bytes is None:
         return human_bytes(stage.memory_bytes)
     of_worker = "" if worker is None else f" of worker {worker}"
@@ -122,7 +124,7 @@ def _add_bytes(
 
 
 def _kind(name: str) -> str:
-    """Return a memory category without its count: "activations of 4 micro-batches" -> "activations"."""
+    """Return the name of a memory category without its count: "activations of 4 micro-batches" -> "activations"."""
     return name.split(" of ")[0].split(" x ")[0] if name.startswith(("activations", "weights")) else name
 
 

@@ -17,7 +17,7 @@ from raypipe.ir.plan import Candidate, Plan, Prediction, Stage, smallest_bubble
 from raypipe.ir.units import human_bytes, human_rate, human_s
 
 FEW = 4
-"""Number of stages or workers up to which each one is listed."""
+"""Maximum number of stages or workers of which each one is listed."""
 
 
 def summary(plan: Plan) -> str:
@@ -84,7 +84,7 @@ def _step_without_seconds(plan: Plan) -> str:
 
 
 def _memory(plan: Plan, prediction: Prediction) -> str:
-    """Describe peak memory by worker; replicas of a stage are represented by the fullest."""
+    """Describe peak memory by worker; a stage with replicas is described once, "each of stage 1's 2 workers"."""
     placement = plan.schedule.wiring.placement
     held: dict[int, int] = {}
     for stage, worker in zip(prediction.stages, placement, strict=True):
@@ -125,9 +125,9 @@ def _memory_without_bytes(plan: Plan) -> str:
 
 
 def _why(plan: Plan) -> str:
-    """Return the reason why the step is not shorter, and that of the most important choice.
+    """Return why the step is not shorter, and the reason of the most important choice of the plan.
 
-    Of each reason only the part before the first semicolon is returned.
+    Each reason is cut at its first semicolon.
     """
     words = dict(plan.reasons)
     prediction = plan.prediction
@@ -145,7 +145,7 @@ def _why(plan: Plan) -> str:
 Column = tuple[str, Sequence[str]]
 LONGEST_CURVE = 12
 SEEN = 0.0005
-"""Fraction of a step below which a difference would be printed as 0.0%."""
+"""Fraction of a step below which a difference is not shown, because it would be printed as 0.0%."""
 _REFUSED = {
     "memory": "does not fit into memory",
     "model": "the model does not take so few samples at once",
@@ -251,7 +251,7 @@ def _step_lines(prediction: Prediction) -> list[str]:
 
 
 def _fullest(prediction: Prediction, placement: Sequence[int]) -> str:
-    """Describe the fullest stage; if workers hold several stages, the fullest worker, summed over its stages."""
+    """Describe the stage with the most memory; if workers hold several stages, the worker with the most in total."""
     if len(set(placement)) < len(placement):
         held: dict[int, int] = {}
         for stage, worker in zip(prediction.stages, placement, strict=True):
@@ -279,7 +279,7 @@ def _moment(action: str) -> str:
 
 
 def _bubble(plan: Plan, workers: int) -> str:
-    """Describe the lower bound of the bubble; "" for zb-v, where it depends on the costs of I and W."""
+    """Describe the minimum idle share of the workers; "" if it depends on costs (zb-v) or there are replicas."""
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages

@@ -44,7 +44,7 @@ LINES: Final = (
     ("#b5528b", "#e59ac6"),
     ("#7a7a1e", "#c8c86a"),
 )
-"""(light, dark) colours of chart lines: classes ``rp-line0``, ...; of areas: ``rp-area0``, ..."""
+"""(light, dark) colours, in turn: of lines in classes ``rp-line0``, ...; of areas in ``rp-area0``, ..."""
 
 
 def _rules(dark: bool) -> str:
@@ -67,8 +67,8 @@ def frame(width: float, height: float, label: str, inside: str, kind: str = "", 
         width, height: in pixels; a page may scale it down.
         label: text for screen readers.
         inside: SVG content.
-        kind: additional class, for scripts.
-        data: additional attributes, for scripts.
+        kind: additional CSS class, for scripts.
+        data: additional attributes of the element, for scripts.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:.0f}" '
@@ -81,7 +81,7 @@ def frame(width: float, height: float, label: str, inside: str, kind: str = "", 
 def text(
     x: float, y: float, words: str, kind: str = "ink", anchor: str = "", size: float = 0, bold: bool = False
 ) -> str:
-    """Return a text element at (x, y); by default left-aligned, in the picture's font size."""
+    """Return a text element at (x, y) pixels; by default left-aligned, in the picture's font size."""
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-size="{size:g}"' if size else "")
     more += ' font-weight="600"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="rp-{kind}"{more}>{html.escape(words)}</text>'
@@ -103,7 +103,9 @@ _UNITS = {
 
 
 def in_unit(most: float, unit: str) -> tuple[float, str]:
-    """Return (divisor, unit) that make values short; units other than seconds and bytes stay unchanged.
+    """Return (divisor, unit) that make values short: 0.02 s -> (0.001, "ms").
+
+    Units other than seconds and bytes stay unchanged.
 
     Args:
         most: the largest of the values.
@@ -117,7 +119,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> Sequen
     """Return about ``most`` round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten.
 
     Args:
-        whole: only integers.
+        whole: True for integers only.
     """
     rough = max((high - low) / most, 1e-12 * max(abs(low), abs(high), 1e-300))
     power = 10.0 ** math.floor(math.log10(rough))
@@ -132,10 +134,10 @@ ROW, MARK, GAP, LETTER_PX = 22.0, 22.0, 22.0, 7.3
 
 
 def legend(entries: Sequence[tuple[str, str]], left: float, top: float, right: float) -> tuple[list[str], int]:
-    """Return the SVG parts and the number of rows, each ``ROW`` pixels high.
+    """Return the SVG parts of a legend, and the number of its rows, each ``ROW`` pixels high.
 
     Args:
-        entries: (class and further attributes of the mark, words).
+        entries: (CSS class of the coloured mark, optionally with further attributes; text).
         left, top, right: origin, and the right end of a row, in pixels.
     """
     parts, at, rows = list[str](), left, 1

@@ -21,11 +21,11 @@ LEFT, RIGHT, HEAD, FOOT = 104.0, 28.0, 34.0, 44.0
 TITLE_PX = 17
 LANE, LINK, GAP = 28.0, 18.0, 6.0
 LETTER_PX, SMALL_PX = 8.0, 7.2
-"""Width of a letter in a box, and of a small one (size 12); page.js has the same numbers."""
+"""Widths of a letter in a box, in pixels: normal, and small (font size 12). page.js has the same numbers."""
 EDGE_PX, THIN_PX = 0.8, 4.0
-"""Edge between boxes; thinner for boxes narrower than ``THIN_PX``, which it would cover."""
+"""Width of the edge between boxes; it is thinner if most boxes are narrower than ``THIN_PX``."""
 MOST_BOXES = 20_000
-"""Limit that keeps pictures below some megabytes, so that browsers can scroll them."""
+"""Maximum number of boxes in a picture, so that it has a few megabytes at most and browsers can scroll it."""
 WORDS = {
     Op.F: "forward",
     Op.B: "backward",
@@ -49,7 +49,7 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200, slots: bool =
     Args:
         timelines: timelines, drawn one below the other on one scale; each begins with its first span.
         width: width of the picture in pixels; the height follows from the number of workers.
-        slots: times are abstract slots instead of seconds.
+        slots: True if times are abstract slots instead of seconds.
     """
     longest = max((t.makespan_s for t in timelines), default=0.0) or 1.0
     unit_s, unit = (1.0, "slots") if slots else in_unit(longest, "s")
@@ -70,7 +70,7 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200, slots: bool =
 
 
 class _Scale(NamedTuple):
-    """Pixels per second, length in seconds, and the unit of the axis."""
+    """Scale of the time axis: pixels per second, length and unit of the axis in seconds, and the name of the unit."""
 
     px: float
     longest_s: float
@@ -79,7 +79,7 @@ class _Scale(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Boxes and messages that are drawn; not the whole timeline if there are too many."""
+    """Boxes and messages that are drawn; ``whole`` is False if some of the timeline is left out."""
 
     spans: Sequence[Span]
     links: Sequence[tuple[tuple[int, int], list[MessageSpan]]]
@@ -87,7 +87,7 @@ class _Shown(NamedTuple):
 
 
 def _shown(timeline: Timeline, links: bool) -> _Shown:
-    """Select the boxes to draw: if there are too many, drop messages first, then the latest boxes."""
+    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out, then the latest boxes."""
     spans = sorted(timeline.spans, key=lambda span: span.start_s)
     if len(spans) <= MOST_BOXES:
         return _Shown(spans, _links(spans) if links else ())
@@ -144,7 +144,7 @@ def _edge_px(spans: Sequence[Span], scale: _Scale) -> float:
 
 
 class _Boxes:
-    """Boxes of one timeline."""
+    """Drawing of the boxes of one timeline."""
 
     def __init__(self, spans: Sequence[Span], zero_s: float, scale: _Scale) -> None:
         self._spans, self._zero_s, self._scale = spans, zero_s, scale
@@ -156,7 +156,7 @@ class _Boxes:
         self._stages = any(len(stages) > 1 for stages in own.values())
 
     def lane(self, worker: int, top: float) -> list[str]:
-        """Draw the boxes of a worker; boxes of computation cover those of waits."""
+        """Draw the boxes of a worker in its row; boxes of computation cover those of waits."""
         mine = [span for span in self._spans if span.worker == worker and span.action.op not in SENDS]
         waits = [span for span in mine if span.action.op in (Op.RECV_F, Op.RECV_B)]
         return [part for span in waits + [s for s in mine if s not in waits] for part in self._box(span, top)]
@@ -205,9 +205,12 @@ class _Boxes:
 
 
 def _fitting(label: str, wide: float) -> list[tuple[str, float, float]]:
-    """Fit a label into a box of ``wide`` pixels: (words, pixels below its top, font size or 0); [] if too narrow.
+    """Fit a label into a box of ``wide`` pixels.
 
     If it does not fit into one line, the stage is printed above the rest: "4F0" becomes "4" and "F0".
+
+    Returns:
+        (words, pixels below the top of the box, font size or 0 for the picture's) of each line; [] if too narrow.
     """
     if wide >= LETTER_PX * _letters(label) + 4:
         return [(label, LANE / 2 + 5, 0)]
@@ -221,7 +224,7 @@ def _fitting(label: str, wide: float) -> list[tuple[str, float, float]]:
 
 
 def _letters(words: str) -> float:
-    """Return the width of words in average letters."""
+    """Return the width of words in units of an average letter."""
     return len(words) + 0.6 * words.count("W")
 
 
@@ -252,10 +255,10 @@ SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
 
 
 def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Sequence[Action]], name: str) -> str:
-    """Draw a schedule's rows.
+    """Draw a schedule in abstract time slots.
 
     Args:
-        rows: by worker.
+        rows: actions of each worker, in order.
         before: (action) -> actions that must have ended, as ``dependencies``.
         name: name of the schedule.
     """
@@ -265,7 +268,7 @@ def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Se
 def in_slots(
     rows: Sequence[Sequence[Action]], before: Callable[[Action], Sequence[Action]], name: str = ""
 ) -> Timeline:
-    """Compute the timeline of a schedule in slots, see SLOTS. If the rows deadlock, it ends at the deadlock."""
+    """Compute the timeline of a schedule in abstract slots: F, I and W take 1, B takes 2. A deadlock ends it."""
     rows = [[action for action in row if action.op in COMPUTE] for row in rows]
     known = {action for row in rows for action in row}
     ends: dict[Action, float] = {}

@@ -1,4 +1,4 @@
-"""Blueprint of a run: the part that does not depend on a plan, and ``assemble``, which joins it with a plan.
+"""Blueprint of a run (its part that does not depend on a plan), and ``assemble``, which joins it with a plan.
 
     blueprint --plan_for--> planned        (planning.py)
         |                      |
@@ -38,8 +38,8 @@ BACKWARD_CODECS = ("bf16",)
 def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """Return the configuration of a run's controller; None if the controller could change nothing.
 
-    It could change nothing with one stage, an asynchronous schedule, several stages on a worker, no field set to
-    "auto", or retune_interval_steps=0.
+    That is so with one stage, an asynchronous schedule, several stages on a worker, no choice left to the controller
+    ("auto"), or retune_interval_steps=0.
     """
     kinds = turns_schedule(pipeline)
     wanted = [
@@ -69,14 +69,14 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Part of a run that does not depend on a plan. It holds no parameters and can be sent to any process.
+    """Part of a run that does not depend on a plan. It has no parameters of the model and can be sent to any process.
 
     Attributes:
         basis: input of the run's plans; see ``plan_for``.
         pipeline: configuration of the pipeline.
         setup: description of the run for workers.
         spec: description of the run for the loop.
-        turns: True if a controller may change settings; False for threads of one process, which have no links.
+        turns: True if a controller may change settings during training; False for stages in threads, without links.
         resources: resources of one worker, as in ScalingConfig.
     """
 
@@ -89,7 +89,7 @@ class Blueprint:
 
 
 class Charter(NamedTuple):
-    """Inputs of a run's driver; stored on its stages too, for another driver.
+    """Input of a run's driver actor. The stages store it too, so that another driver can continue the run.
 
     Attributes:
         planned: plan in force; for a new run, its first plan.
@@ -104,7 +104,7 @@ class Charter(NamedTuple):
 
 
 def assemble(blueprint: Blueprint, planned: Planned) -> PlanInForce:
-    """Build the programs, setup, rows and controller configuration of a plan; the same in every process."""
+    """Build what workers and loop need for a plan: programs, setup, schedules, controller; equal in every process."""
     plan, spec = planned.plan, blueprint.spec
     # Other sizes would change bits; later plans keep them.
     assert (plan.minibatch_size, plan.microbatch_size) == (spec.minibatch_size, spec.microbatch_size)
@@ -132,7 +132,9 @@ def generation_setup(plan: Plan, programs: Sequence[StageProgram], codecs: Codec
 def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
     """Return the predicted seconds of one step; 0 if the plan was made without a profile.
 
-    A step ``overlaps`` if it may begin before the previous one has ended on every stage, as between processes.
+    Args:
+        predicted: simulated timeline of a step alone.
+        overlaps: True if a step may begin before the previous one has ended on every stage, as between processes.
     """
     if plan.prediction is None or predicted is None:
         return 0.0
@@ -140,7 +142,7 @@ def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
 
 
 def codecs_of(pipeline: PipelineConfig) -> Codecs:
-    """Return the configured codecs; "auto" begins without a codec."""
+    """Return the codecs with which a run begins: the configured ones, and no codec for "auto"."""
     names = (pipeline.codec_forward, pipeline.codec_backward)
     return Codecs(*(Codec("none" if name == "auto" else name) for name in names))
 
@@ -155,7 +157,7 @@ def predicted_step(plan: Plan) -> Timeline | None:
 
 
 def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Lower the rows for every number of micro-batches in the run: in full mini-batches, and in smaller last ones."""
+    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer."""
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
     if "eval" in num_samples:
         lengths["eval"] = num_samples["eval"]

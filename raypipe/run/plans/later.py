@@ -1,5 +1,7 @@
 """Later plans of a run: other workers, stages or replicas, with the same mini-batches, micro-batches and lanes.
 
+Lanes are partial sums of gradients; their number fixes the order of summation, and so the bits of the result.
+
 a resize, other workers, another partition --> another basis --> later_plan --> as plan_for, with PlanErrors only
 """
 
@@ -30,17 +32,20 @@ def another(
     cluster: Cluster | None = None,
     replicas: int | tuple[int, ...] | None = 1,
 ) -> PlanBasis:
-    """Build the input of a later plan of the same run. Mini-batches and lanes are kept, so that no bit changes.
+    """Build the input of a later plan of the same run.
+
+    Mini-batches and lanes (partial sums of gradients) are kept, so that no bit of the result changes.
 
     Args:
         basis: input of the run's first plan.
+        plan: plan of this run that has its mini-batches and lanes.
         num_stages: number of stages; None leaves it to the planner.
         num_workers: number of workers available now; None for one per stage.
         cluster: current cluster; None for equal workers.
         replicas: replicas per stage, one number for all stages or one for each; None leaves them to the planner.
 
     Raises:
-        PlanError: so many replicas are impossible, or the run cannot change them.
+        PlanError: the run cannot have these numbers of replicas.
     """
     _check_replicas(plan, replicas)
     recompute = basis.request.recompute
@@ -67,7 +72,7 @@ def another(
 
 
 def _check_replicas(plan: Plan, replicas: int | tuple[int, ...] | None) -> None:
-    """Raise PlanError if the run cannot have so many replicas; see ``another``."""
+    """Raise PlanError if the run cannot have these numbers of replicas; see ``another``."""
     lanes, counts = plan.schedule.wiring.lanes, replicas if isinstance(replicas, tuple) else (replicas or 1,)
     if max(counts) > lanes:
         few = "one lane, in the order of micro-batches" if lanes == 1 else f"{lanes} lanes"
@@ -85,13 +90,18 @@ def _check_replicas(plan: Plan, replicas: int | tuple[int, ...] | None) -> None:
 
 
 def for_workers(basis: PlanBasis, plan: Plan, request: Request, workers: int) -> PlanBasis:
-    """Build the input of another plan of a run, with the request as configured or resized, for ``workers`` workers."""
+    """Build the input of a plan of the same run for ``workers`` workers.
+
+    Args:
+        plan: plan of this run that has its mini-batches and lanes.
+        request: planning request as configured, or as changed by a resize.
+    """
     num_stages, num_workers, replicas = shape_of(request, workers)
     return another(basis, plan, num_stages=num_stages, num_workers=num_workers, replicas=replicas)
 
 
 def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
-    """Return the first plan of a run that may change its number of workers: ``wanted``, or a plan for fewer workers.
+    """Return the first plan of an elastic run: ``wanted`` if ``workers`` suffice for it, else a plan for ``workers``.
 
     Raises:
         PlanError: no plan exists for so few workers.
@@ -102,7 +112,9 @@ def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
 
 
 def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
-    """Plan again for a running job, as ``plan_for``; capture errors become PlanError, so that the old plan can stay.
+    """Make a plan for a running job, as ``plan_for``, but with PlanError in place of CaptureError.
+
+    A PlanError does not end a run: it continues with its old plan.
 
     Raises:
         PlanError: no such plan exists.
@@ -114,7 +126,7 @@ def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
 
 
 class MemoryLimits:
-    """Memory limits of the workers that ran out of memory in one run.
+    """Memory limits that one run has learnt from its workers that ran out of memory.
 
     Args:
         basis: input of the run's plans.
@@ -126,7 +138,7 @@ class MemoryLimits:
         self._most_bytes: dict[int, int] = {}
 
     def lighter(self, plan: Plan, ran_out: RanOut) -> Decision:
-        """Plan for the same workers, with less on the one that ran out of memory, and record its new limit.
+        """Find a plan for the same workers with less on the one that ran out of memory; record its new limit.
 
         Raises:
             PlanError: no such plan exists; names worker, bytes and fields.
@@ -145,10 +157,9 @@ class MemoryLimits:
         return decision
 
     def capped(self, planned: Planned) -> Planned:
-        """Limit the micro-batches in flight on these workers to the number that the plan itself uses.
+        """Limit micro-batches in flight, on workers that ran out of memory, to the number that the plan itself uses.
 
-        These workers ran out of memory in spite of their budgets, so the controller must not use the budgets to take
-        more in flight.
+        These workers ran out of memory within their memory budgets, so the controller must not rely on the budgets.
         """
         budgets, prediction = list(planned.budgets), planned.plan.prediction
         assert prediction is not None, "of a plan made with a profile"
@@ -170,11 +181,11 @@ class MemoryLimits:
 
 
 class Offered(NamedTuple):
-    """Memory that a worker's device offers.
+    """Memory that a device offers to one worker.
 
     Attributes:
-        title: of the device, for messages.
-        memory_bytes: limit of the worker there; None if it is unknown.
+        title: name of the device, for messages.
+        memory_bytes: bytes that the worker may use; None if unknown.
     """
 
     title: str
@@ -187,7 +198,7 @@ class Fitted(NamedTuple):
     Attributes:
         basis: input of all later plans, with the smallest memory limit.
         planned: the plan.
-        members: indices of the available workers that become workers 0, 1, ... of the plan; None keeps their order.
+        members: item i is the index of the available worker that becomes worker i of the plan; None keeps their order.
         why: reason for a new plan; "" if the plan is unchanged.
     """
 
@@ -198,10 +209,12 @@ class Fitted(NamedTuple):
 
 
 def within(basis: PlanBasis, planned: Planned, offered: Sequence[Offered]) -> Fitted:
-    """Return a plan whose workers have enough memory. Mini-batches are split as before, so that no bit changes.
+    """Return ``planned`` if its workers have enough memory, else another plan that fits.
+
+    Another plan splits mini-batches as before, so that no bit of the result changes.
 
     Args:
-        planned: plan of this basis, which is not in force yet.
+        planned: plan made from ``basis``; no worker runs it yet.
         offered: memory of each available worker's device; the plan may use fewer workers, or need more.
 
     Raises:

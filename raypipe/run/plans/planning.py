@@ -1,12 +1,12 @@
-"""Planning in any process: client, driver actor or threads. The same basis gives the same plan.
+"""Planning in any process: client, driver actor or threads. The same input (PlanBasis) gives the same plan everywhere.
 
     PlanBasis   recipe of the model, profile, request, cluster, facts about optimizer and machine
         |  plan_for: decide, partition, schedule, shares, memory budgets, notes
         v
     Planned
 
-Nothing here reads a clock, the environment or a tensor. ``later.another`` makes the basis of a later plan of a run that
-has begun, with another number of stages or other links.
+Nothing here reads a clock, the environment or a tensor. For a run that has begun, ``later.another`` makes the PlanBasis
+of its next plan.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from raypipe.run.spec import Planned
 
 
 def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partition) -> tuple[tuple[str, str], ...]:
-    """Describe the modules of each stage, as Plan.reasons keep them: ("stage 0", "first module to last module").
+    """Describe the modules of each stage, for Plan.reasons: ("stage 0", "first module to last module").
 
-    Named are the largest modules that no other stage shares. A stage from the middle of a module gets that module's
-    name; operations outside modules are named themselves.
+    The names are those of the largest modules that are on this stage only. If a stage has only parts of modules, the
+    first of these modules is named; if it has only operations outside modules, the first and the last operation.
 
     Args:
         classes: class name of every module of the model, by path.
@@ -82,7 +82,7 @@ def _from_to(ends: Sequence[str]) -> str:
 
 
 MOST_EACH = 2
-"""Maximum workers per processor for a note on crowding; a plan for more must be meant for other machines."""
+"""Maximum workers per processor for a note on shared processors; a plan with more is meant for other machines."""
 ONE_SIZE = "retune_microbatches has no effect: only one size of micro-batches is possible or was measured."
 
 
@@ -91,15 +91,15 @@ class PlanBasis:
     """Input of a plan.
 
     Attributes:
-        recipe: of the model.
-        request: what was configured, and facts of model and optimizer; what it leaves open is decided with every plan.
+        recipe: captured model, ready to be partitioned.
+        request: configured values, and facts of model and optimizer. The planner chooses open values.
         profile: seconds and bytes of every operation; None if no open choice depends on them.
         cluster: cluster to plan for; None for equal workers.
-        optimizer_class: its name; "" if it cannot be built for one parameter alone.
-        retunes_microbatches: the controller may change the number of micro-batches.
+        optimizer_class: class name of the optimizer; "" if it cannot be built for one parameter alone.
+        retunes_microbatches: True if the controller may change the number of micro-batches.
         module_classes: class name of every module of the model, by path.
-        loss_words: what the loss averages over; "" if a plan needs no sentence on it.
-        processors: of the machine that all workers will share; None if they will not, or if that is unknown.
+        loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
+        processors: number of processors, if all workers will share one machine; else, or if unknown, None.
         notes: further sentences for every plan.
     """
 
@@ -116,7 +116,7 @@ class PlanBasis:
 
 
 def changing_nodes(recipe: ModelRecipe) -> tuple[int, ...]:
-    """List the nodes, by position, of modules with a buffer that forwards change; all if such a module has no nodes."""
+    """List the indices of nodes in modules whose forward changes buffers; all nodes if such a module has no nodes."""
     (whole,) = recipe.programs(())
     owners = {name.rpartition(".")[0] for name in _known_to_change(whole)}
     nodes = recipe.graph.nodes
@@ -135,9 +135,9 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
     """Make a plan, with memory budgets, notes and reasons.
 
     Args:
-        decision: decision to carry out, such as an offered partition; None decides everything that the request leaves
+        decision: partition and schedule to use, such as an offered partition; None chooses all that the request leaves
             open.
-        generation: generation of the plan: number of plans that the run had before.
+        generation: number of plans that the run had before.
 
     Raises:
         PlanError: nothing fits, or the stages cannot run as configured; names the field.
@@ -165,7 +165,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
 
 
 class _Cut(NamedTuple):
-    """Unfinished plan, without shares and most notes; its stage programs, memory budgets, and microbatch_seconds."""
+    """Plan without shares and most notes, with stage programs, memory budgets, and ``Planned.microbatch_seconds``."""
 
     plan: Plan
     programs: tuple[StageProgram, ...]
@@ -174,7 +174,7 @@ class _Cut(NamedTuple):
 
 
 def _by_parameters(basis: PlanBasis) -> _Cut:
-    """Partition by equal numbers of parameters, if the request needs no seconds."""
+    """Plan without a profile: stages begin at the split points of the request, or have about equal parameter bytes."""
     partition = make_partition(basis.recipe.graph, basis.request)
     programs = basis.recipe.programs(partition.cuts)
     request = dataclasses.replace(basis.request, ties=_ties(programs))
@@ -209,10 +209,12 @@ def _budgets(decision: Decision) -> tuple[MemoryBudget, ...]:
 
 
 def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgram]) -> Plan:
-    """Add each stage's share of the trainable parameters, used if stages clip their gradients separately.
+    """Add each stage's share of the trainable parameters, by which stages clip their gradients separately.
+
+    A synchronous plan needs no shares and is returned unchanged.
 
     Raises:
-        PlanError: stages that do not wait for each other share a parameter.
+        PlanError: stages share a parameter, and the update interval differs by stage or is too short for that.
     """
     interval = plan.weights.interval
     if interval is None:
@@ -248,10 +250,11 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
 
 
 def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Request) -> list[str]:
-    """Return notes on replicas that change buffers separately, and on replica fields without effect.
+    """Return notes on replicas that change buffers separately, and on configured fields of replicas without effect.
 
     Raises:
-        PlanError: such stages exist without replicated_buffers, or it was set and no such stage exists.
+        PlanError: replicas of a stage change buffers, and replicated_buffers is False. Or it is True beside a
+            configured num_replicas, and no stage with several replicas changes a buffer.
     """
     notes = []
     for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
@@ -297,13 +300,13 @@ def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
 
 
 def _known_to_change(program: StageProgram) -> tuple[str, ...]:
-    """List the buffers that the stage's forwards change in training, except those that stayed constant in a trial."""
+    """List the buffers that the stage's forward may change in training, without those found constant in a trial."""
     constant = frozenset(program.train.tried_constant)
     return tuple(name for name in program.train.changing_buffers if name not in constant)
 
 
 def _sharded(plan: Plan, programs: Sequence[StageProgram]) -> list[str]:
-    """Return notes on optimizer state that replicas share out."""
+    """Return notes on optimizer state that is sharded over replicas."""
     notes = []
     for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
         if len(workers) == 1 or not program.trainable:
@@ -337,7 +340,7 @@ def _notes(recipe: ModelRecipe, programs: Sequence[StageProgram]) -> list[str]:
 
 
 def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
-    """Return a note on the device that is speed 1.0 in a cluster, or on processors that workers share."""
+    """Return a note on the device with speed 1.0, for a described cluster; else a note if workers share processors."""
     if basis.cluster is None:
         devices = {device for stage in decision.partition.stages for device in stage.devices}
         return crowded_notes(len(devices), basis.processors)
@@ -347,7 +350,7 @@ def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
 
 
 def crowded_notes(workers: int, processors: int | None) -> list[str]:
-    """Return a note if workers share ``processors`` (None if unknown), which predicted steps ignore."""
+    """Return a note if there are more ``workers`` than ``processors`` (None: unknown), but at most MOST_EACH each."""
     if processors is None or not processors < workers <= MOST_EACH * processors:
         return []
     return [
@@ -357,7 +360,7 @@ def crowded_notes(workers: int, processors: int | None) -> list[str]:
 
 
 def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
-    """Return a note if delayed gradients are known to hurt this optimizer: adaptive moments magnify them."""
+    """Return a note if an asynchronous plan uses an Adam-like optimizer, whose moments magnify delayed gradients."""
     one_stage = plan.partition.num_stages == 1 and plan.weights.rule is not VersionRule.DELAYED
     late = plan.weights.interval is not None and not one_stage
     if not late or "adam" not in optimizer_class.lower():
@@ -369,7 +372,7 @@ def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
 
 
 def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
-    """List further reasons of a plan: loss, shared parameters, notes of the profile."""
+    """List further entries of Plan.reasons: what the loss averages over, shared parameters, notes of the profile."""
     reasons = [("loss", basis.loss_words)] if basis.loss_words else []
     shared = sorted({name for program in programs for name in program.shared_with})
     if shared:

@@ -1,4 +1,4 @@
-"""All plans of a run, by generation. Each later plan computes the same mini-batches on other workers."""
+"""All plans of a run, numbered by generation: 0, 1, ... Later plans compute the same mini-batches on other workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from raypipe.run.spec import PlanInForce, Planned, RequestedSize
 
 
 def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> PlanInForce:
-    """Build the plan of the same stages with these numbers of replicas by group, see planner/elastic.py."""
+    """Build the plan of the same stages with other numbers of replicas.
+
+    Args:
+        counts: replicas of each group, which are the workers that hold the same stages; see planner/elastic.py.
+        generation: number of the new plan.
+    """
     planned = made.planned
     plan = dataclasses.replace(regrouped(planned.plan, counts), generation=generation)
     setup = dataclasses.replace(made.setup, homes=plan.schedule.wiring.homes, generation=generation, addresses=())
@@ -32,15 +37,15 @@ def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> Plan
 
 
 def wanted_workers(request: Request, plan: Plan, requested: RequestedSize | None) -> int:
-    """Return the target number of workers of a run in lanes, also while some are lost; 0 for any other run."""
+    """Return the number of workers that a run with several lanes is to have, lost ones included; 0 with one lane."""
     return sum(_wanted(request, plan, requested)) if plan.schedule.wiring.lanes > 1 else 0
 
 
 def _wanted(request: Request, plan: Plan, requested: RequestedSize | None) -> tuple[int, ...]:
-    """Return the target number of workers by group, also while some are lost.
+    """Return the number of workers that each group (the workers of the same stages) is to have, lost ones included.
 
     Args:
-        plan: plan of this run; it has the values that the request leaves to the planner.
+        plan: plan of this run, for the values that the request leaves to the planner.
         requested: last requested size; None if no resize was requested.
     """
     homes, stages = plan.schedule.wiring.homes, plan.partition.num_stages
@@ -53,13 +58,12 @@ def _wanted(request: Request, plan: Plan, requested: RequestedSize | None) -> tu
 
 
 class Plans:
-    """Plans of one run.
+    """Plans of one run. Its methods make later plans; ``made`` is set by the caller once the workers run one.
 
-    Args:
-        made: plan for which its workers are configured.
+    A group is the set of workers that hold the same stages. A generation is the number of a plan.
 
     Attributes:
-        made: assembled plan in force.
+        made: assembled plan for which the workers are configured.
         requested: last requested size; None if no resize was requested.
         first: plan with which this driver began; it fixes the micro-batches.
         limits: memory limits for later plans.
@@ -72,12 +76,12 @@ class Plans:
         self.limits = MemoryLimits(blueprint.basis, self.first)
 
     def num_stages(self, generation: int) -> int:
-        """Return the number of stages in a generation's plan; 0 if this driver does not have it."""
+        """Return the number of stages in the plan of this number; 0 if this driver does not have that plan."""
         return len(self._whole[generation].setup.programs) if generation in self._whole else 0
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Target number of workers by group; empty if no stage has several."""
+        """Number of workers that each group is to have, lost ones included; empty if no group has several."""
         plan = self.made.plan
         if self.requested is None and plan.partition.num_stages == self.first.partition.num_stages:
             plan = self.first
@@ -85,7 +89,7 @@ class Plans:
         return counts if max(counts) > 1 else ()
 
     def planned_for(self, workers: int) -> Planned:
-        """Make a plan for so many workers, without storing it; callable from any thread.
+        """Make a plan for ``workers`` workers, without storing it; callable from any thread.
 
         Raises:
             PlanError: no such plan exists.
@@ -95,7 +99,10 @@ class Plans:
         return later_plan(for_workers(basis, self.first, request, workers))
 
     def of_stages(self, num_stages: int, num_workers: int, decision: Decision | None = None) -> PlanInForce:
-        """Assemble a plan of these sizes as the next generation; without a decision to carry out, a new one is made.
+        """Make and assemble a plan of these sizes, with the next plan number.
+
+        Args:
+            decision: partition and schedule to use; None lets the planner decide.
 
         Raises:
             PlanError: no such plan exists.
@@ -108,7 +115,7 @@ class Plans:
         return self.assembled(planned if decision is None else self.limits.capped(planned))
 
     def resized(self, num_stages: int, replicas: int | tuple[int, ...] | None) -> PlanInForce:
-        """Assemble a plan with other numbers of stages and replicas, as the next generation.
+        """Make and assemble a plan with other numbers of stages and replicas, with the next plan number.
 
         Args:
             replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
@@ -131,12 +138,12 @@ class Plans:
         return self.assembled(later_plan(basis))
 
     def assembled(self, planned: Planned) -> PlanInForce:
-        """Assemble a plan as the run's next generation."""
+        """Assemble a plan, with the next plan number."""
         planned = replace(planned, plan=replace(planned.plan, generation=self._next))
         return self._kept(assemble(self._blueprint, planned))
 
     def for_fewer(self, workers: int) -> PlanInForce:
-        """Assemble the same stages with fewer replicas; if there are too few workers for that, fewer stages.
+        """Assemble a plan of the same stages with fewer replicas; of fewer stages if ``workers`` are too few for that.
 
         Raises:
             PlanError: no such plan exists, or the run cannot have it.
@@ -151,13 +158,16 @@ class Plans:
         return self._kept(regroup(self.made, counts, self._next))
 
     def regrouped(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble the same stages with other replicas by group, in the same generation: workers keep their copies."""
+        """Assemble the same stages with ``counts`` replicas by group, under the same plan number.
+
+        Under the same number the workers' in-memory copies of their state stay valid.
+        """
         generation = self.made.setup.generation
         made = self._whole[generation]
         return made if counts_of(made.setup.homes) == counts else regroup(made, counts, generation)
 
     def counted_anew(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble the same stages with other replicas by group, as the next generation.
+        """Assemble a plan of the same stages with ``counts`` replicas by group, with the next plan number.
 
         In contrast to ``regrouped``, replicas then re-shard their optimizer state.
         """

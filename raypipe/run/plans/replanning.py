@@ -1,10 +1,10 @@
-"""Replanner of a run: receives every step, searches for a better partition in a thread, and offers it if it pays.
+"""Replanner of a run: measures every step, searches for a better partition in a thread, and offers it if it pays.
 
     loop: reports of a step --> on_step --> RepartitionQuery --> thread: answer, which may take seconds
     loop: between two steps <-- Requests.take_offer <-- offer --+
 
-The loop never waits for the search. Only runs that survive failures have a replanner: an optional change must not end a
-run, and layers are moved with the in-memory copies that such runs keep.
+The loop never waits for the search. Only runs that survive failures have a replanner, for two reasons: an optional
+change must not end a run, and layers are moved by means of the in-memory copies that only such runs keep.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def replanning_of(blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> Re
 
 
 class Replanning:
-    """Replanner of a run: receives every step and offers another partition if it pays. See ``replanning_of``.
+    """Replanner of a run: measures every step, and offers another partition if the time saved exceeds the pause.
 
     Attributes:
         measures: True if reports of steps must include the stages' durations.
@@ -60,21 +60,21 @@ class Replanning:
         self.begin(first)
 
     def serve(self, offer: Callable[[Offer], None]) -> None:
-        """Set the function that receives offers, called from another thread."""
+        """Set the function that is called with each offer, from another thread."""
         self._offer = offer
 
     def begin(self, plan: Plan) -> None:
-        """Drop all measurements, and start again with the plan that the stages run from now on."""
+        """Drop all measurements, and start measuring ``plan``, which the stages run from now on."""
         self.measures = can_be_cut_again(plan)
         if self.measures:
             self._replanner.begin(plan, self._line(plan))
 
     def taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
-        """Record that the stages run the offered plan."""
+        """Record that the stages run the offered plan since ``step``, after ``pause_s`` seconds without training."""
         self._replanner.taken(offer, plan, pause_s, step)
 
     def on_step(self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None) -> None:
-        """Process the reports of a step, and start a search if necessary; steps during a copy of state are ignored."""
+        """Process the reports of a step; a search starts in a thread if needed. Steps that send copies are ignored."""
         samples = [report.sample for report in reports if report.sample is not None]
         if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):
             return
@@ -83,10 +83,7 @@ class Replanning:
             threading.Thread(target=self._search, args=(question,), name="raypipe replanning", daemon=True).start()
 
     def _line(self, plan: Plan) -> Cluster:
-        """Return the plan's workers as a cluster with their memory limits.
-
-        The first plan has the workers of the described cluster; later plans have equal workers.
-        """
+        """Return a plan's workers, with their memory limits, as a cluster; later plans have equal workers."""
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
 
     def _search(self, question: RepartitionQuery) -> None:
