@@ -92,12 +92,19 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     return _best_of(problem, decisions)
 
 
-def _best_of(problem: Problem, decisions: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
-    """Choose the decision with the least step time (of equals the one with the fewest workers), and complete it.
+def _best_of(
+    problem: Problem,
+    decisions: Sequence[Decision],
+    table: tuple[Candidate, ...] = (),
+    chosen: Decision | None = None,
+) -> Decision:
+    """Complete the best decision.
 
-    The result includes ``table``, the compared shapes; empty if shapes were not compared.
+    Args:
+        table: compared shapes, which the result includes; empty if shapes were not compared.
+        chosen: one of ``decisions``; None takes the one with the least step time, of equals that with fewest workers.
     """
-    chosen = min(as_quick(decisions, step_s_of), key=lambda decision: sum(decision.partition.replicas))
+    chosen = chosen or min(as_quick(decisions, step_s_of), key=lambda decision: sum(decision.partition.replicas))
     best = _completed(settled(problem, chosen.request.recomputes), chosen)
     fewer = only_where_needed(problem, best)
     if fewer is not best:
@@ -119,8 +126,8 @@ def _of_any_shape(problem: Problem) -> Decision:
         chosen, table = best_shape(problem, single)
     except PlanError as error:
         raise refusal or error from None
-    if chosen is None:
-        return _best_of(one_each, single, table)
+    if any(chosen is each for each in single):
+        return _best_of(one_each, single, table, chosen)
     best = _replicated(problem, chosen)
     return dataclasses.replace(
         best, reasons=(("replicas", shape_reason(best, table)), *reasons_of(problem, best, [best])), candidates=table

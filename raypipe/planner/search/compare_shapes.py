@@ -86,7 +86,7 @@ def _paying(workers: int) -> Iterator[Shape]:
     yield from _all(FEW_WORKERS)
 
 
-def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision | None, tuple[Candidate, ...]]:
+def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision, tuple[Candidate, ...]]:
     """Find the quickest decision among all shapes.
 
     Args:
@@ -94,7 +94,7 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
         single: decisions with one worker per stage, made before; may be empty.
 
     Returns:
-        (the quickest decision, or None if one of ``single`` is as good; the table of compared shapes).
+        (the quickest decision, one of ``single`` if that is as good; the table of compared shapes).
 
     Raises:
         PlanError: nothing fits, not even with one worker per stage.
@@ -126,7 +126,7 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
     near = as_quick([*single, *decisions], step_s_of)
     chosen = min(near, key=lambda each: (sum(each.partition.replicas), max(each.partition.replicas)))
     table = _table(rows, chosen.partition.replicas)
-    return (None if any(chosen is each for each in single) else chosen), table
+    return chosen, table
 
 
 def of_shape(problem: Problem, shape: Shape) -> Decision:

@@ -32,7 +32,7 @@ from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
-from raypipe.planner.partition.device_order import device_orders
+from raypipe.planner.partition.device_order import MOST_DEVICES, device_orders
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
@@ -175,7 +175,7 @@ class ShapeSearch:
             (one for one in found if one.step_s <= best_s * (1 + EVEN)),
             key=lambda one: (minibatch % one.placed.number > 0, one.held, one.step_s),
         )
-        return self._decision(best, exact=exact)
+        return self._decision(best, exact=exact and len(found) < MOST_SIMULATED)
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
         """Simulate candidates of these cells while their bounds are below ``below_s`` and the best step; list those
@@ -283,11 +283,12 @@ class ShapeSearch:
         return sizes or [(count, size)]
 
     def _number(self, shape: Shape) -> int:
-        """Count the pairs of a cut and an order of devices; ``MOST_PLACED`` + 1 if there are MOST_ORDERS or more."""
+        """Count the pairs of a cut and an order of devices; ``MOST_PLACED`` + 1 if not all orders are listed."""
         places = len(columns_of(self._problem.profile.graph).places) - 2
         cuts = 1 if self._problem.request.split_points else math.comb(places, len(shape) - 1)
         orders = len(self._orders(shape))
-        return cuts * orders if orders < MOST_ORDERS else MOST_PLACED + 1
+        listed = orders < MOST_ORDERS and len(self._problem.cluster.devices) <= MOST_DEVICES
+        return cuts * orders if listed else MOST_PLACED + 1
 
     def _few(self, shape: Shape) -> int:
         """Return the number of cuts to compare if there are too many to compare all."""
@@ -414,7 +415,7 @@ class ShapeSearch:
         positions = [*(stage.start for stage in partition.stages), len(graph.nodes)]
         cuts = np.searchsorted(columns_of(graph).places, [positions])
         placed = self._placed(groups, cuts, decision.num_microbatches, decision.microbatch_size)
-        return _Found(self._step_s(decision.request, placed, 0), decision.request, placed, 0, 0.0)
+        return _Found(self._step_s(decision.request, placed, 0), decision.request, placed, 0, math.inf)
 
     def _moved(self, best: _Found) -> _Found:
         """Improve the cut of a candidate by moving one boundary after the other, while that shortens the step."""
