@@ -198,11 +198,11 @@ class _Source:
 
 
 def assign_by_position(lines: Lines, cuts: Sequence[int], order: Sequence[int] = ()) -> dict[int, int]:
-    """Map every operation, by its index in ``lines.values``, to its stage.
+    """Return the stage of every operation, by the operation's index in ``lines.values``.
 
     Args:
         cuts: ascending positions in ``order``; a new stage begins at each.
-        order: operations as positions in execution order; empty for the execution order itself.
+        order: permutation of the indices of ``lines.operations``; empty for the order of execution.
     """
     places = order or range(len(lines.operations))
     return {lines.operations[at]: bisect.bisect_right(cuts, place) for place, at in enumerate(places)}

@@ -409,7 +409,10 @@ class StageWork:
         ]
 
     def _averages(self) -> tuple[tuple[float, float], ...]:
-        """Return (average over an evaluation's mini-batch or NaN, number of items) for each part of the loss."""
+        """Return (loss, number of items) of one mini-batch of an evaluation, for each term of the loss.
+
+        Items are what the term averages over: samples, or valid labels. The loss is NaN if no micro-batch has any.
+        """
         losses = self._transfer.read([self.loss(part) for part in range(len(self.feed.items))], TransferKind.LOSS)
         return tuple((math.nan if loss is None else loss, n) for loss, n in zip(losses, self.feed.items, strict=True))
 

@@ -162,7 +162,7 @@ class ScheduleSpec:
         return replace(self, num_microbatches=num_microbatches, group_size=group_size)
 
     def as_kind(self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = ()) -> ScheduleSpec:
-        """Return another synchronous kind for the same micro-batches and stages."""
+        """Return a synchronous schedule of another kind with the same micro-batches, stages, replicas and lanes."""
         return ScheduleSpec(
             kind,
             self.num_microbatches,

@@ -1,23 +1,24 @@
-"""Gradient chunks of a stage, the units that its replicas exchange; and the slices that each replica steps.
+"""Gradient chunks of a stage, which its replicas exchange, and the slices of parameters that each replica updates.
 
     use sites   a (large)   b (small)   c (larger than a chunk)        chunks   [c1] [c2] [a] [b]
 
-A use site is one use of a parameter in the model. Large sites come first, in the order in which a backward completes
-them (the last site first). A site may continue in the next chunk; a chunk that is at least one eighth full ends at the
-end of a site. Small sites follow, because their gradients are added after the backward. A chunk has one dtype.
+A use site is one use of a parameter in the model. Sites with large gradients come first, in the order in which a
+backward computes them (the last site first), so that their chunks are sent while the backward runs. Sites with small
+gradients come last, because those are added up after the backward. A site may continue in the next chunk; a chunk that
+is at least one eighth full ends at the end of a site. A chunk has one dtype.
 
-With a sharded optimizer (ZeRO, stage 1: Rajbhandari et al., SC'20), each replica keeps its slice of the totals, steps
-it, and sends parameters back instead of gradients. Slices then begin at a block of their parameter (``norms.BLOCK``),
-and the slices of a parameter that is used several times are the same for each use, so that uses are summed slice by
-slice.
+With a sharded optimizer (ZeRO, stage 1: Rajbhandari et al., SC'20), each replica sums the gradients of its own slice of
+every chunk, updates this slice of the parameters, and sends the others updated parameters instead of gradients. Slices
+then begin at a multiple of ``norms.BLOCK`` elements of their parameter. All uses of a parameter are divided at the same
+elements, so that a replica adds up their gradients within its slice.
 
     chunk        |a: 0 ... 1024 ... 2048 ... 3000|b: 0 ... 1024 ... 1500|        blocks of 1024
-    replica 0    [a 0:2048]                                                      steps these elements, and keeps their
+    replica 0    [a 0:2048]                                                      updates these elements, and keeps their
     replica 1               [a 2048:3000] [b 0:1500]                             optimizer state
 
 The optimizer is created with whole parameters, so that names and shapes select its groups as usual; then slices replace
 the parameters in each group. Slices are views, so a step changes the parameter. Parameters that other stages hold too
-are not sliced, because their gradients are summed over stages: every replica steps the whole parameter.
+are not sliced, because their gradients are summed over stages: every replica updates the whole parameter.
 """
 
 from __future__ import annotations

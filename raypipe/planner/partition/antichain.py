@@ -94,7 +94,11 @@ class _Wires(NamedTuple):
     parted: list[int]
 
     def growth(self, node: int, state: int) -> int:
-        """Return the change of the cut's bytes when ``node`` has run, which leads to ``state``."""
+        """Return by how many bytes the cut grows when ``node`` runs; negative if it frees more than its output takes.
+
+        Args:
+            state: set of executed nodes afterwards, with ``node``.
+        """
         freed = sum(self.output_bytes[used] for used in self.reads[node] if not self.users[used] & ~state)
         return (self.output_bytes[node] if self.users[node] else 0) - freed
 

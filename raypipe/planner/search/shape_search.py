@@ -463,7 +463,7 @@ class ShapeSearch:
 
 
 def _starts(found: Sequence[_Found]) -> list[_Found]:
-    """List the quickest candidates of the quickest orders of devices, at most ``MOST_STARTS``."""
+    """List the quickest candidate of each order of devices, quickest first, at most ``MOST_STARTS`` in all."""
     by_order: dict[Groups, _Found] = {}
     for one in sorted(found, key=lambda one: one.step_s):
         by_order.setdefault(one.placed.groups, one)

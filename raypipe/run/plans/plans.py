@@ -158,18 +158,24 @@ class Plans:
         return self._kept(regroup(self.made, counts, self._next))
 
     def regrouped(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble the same stages with ``counts`` replicas by group, under the same plan number.
+        """Assemble the same stages with other numbers of replicas, under the same plan number.
 
         Under the same number the workers' in-memory copies of their state stay valid.
+
+        Args:
+            counts: replicas by group, the workers that hold the same stages.
         """
         generation = self.made.setup.generation
         made = self._whole[generation]
         return made if counts_of(made.setup.homes) == counts else regroup(made, counts, generation)
 
     def counted_anew(self, counts: tuple[int, ...]) -> PlanInForce:
-        """Assemble a plan of the same stages with ``counts`` replicas by group, with the next plan number.
+        """Assemble the same stages with other numbers of replicas, under the next plan number.
 
-        In contrast to ``regrouped``, replicas then re-shard their optimizer state.
+        Under another number replicas divide their optimizer state anew.
+
+        Args:
+            counts: replicas by group, the workers that hold the same stages.
         """
         return self._kept(regroup(self._whole[self.made.setup.generation], counts, self._next))
 

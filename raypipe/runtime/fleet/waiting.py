@@ -182,7 +182,10 @@ class Waiting:
 
 
 class _Looking:
-    """Queries for the reason of a shortage, in a thread, so that a wait can end while the cluster does not answer."""
+    """Background query for the reason why the cluster has too few workers for the run.
+
+    A thread makes it, so that the caller's wait can end while Ray does not answer.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._places = fleet.places

@@ -272,7 +272,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCopy:
-    """Reference to a copy on another worker.
+    """Reference to the in-memory copy of a stage's state on another worker.
 
     Attributes:
         actor: stage actor that has the copy.

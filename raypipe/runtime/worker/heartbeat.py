@@ -194,7 +194,7 @@ class Vitals:
 def heartbeat_of(
     clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
 ) -> Heartbeat:
-    """Create the heartbeat of this process, and update ``clock``.
+    """Create the heartbeat of this process; ``clock`` notes which action runs now, to measure its duration.
 
     Args:
         action, segments: see Heartbeat; the action is None between segments.
