@@ -402,7 +402,7 @@ class ShapeSearch:
         if not columns_of(graph).workspace.shape[1]:
             return True
         places = placed.costs.positions[cut].tolist()
-        total = self._total_bytes(placed, request)[cut].tolist()
+        total = self._total_bytes(placed.take(np.array([cut])), request)[0].tolist()
         return all(
             nbytes + workspace_bytes(graph, range(start, stop), placed.size) <= cap
             for nbytes, (start, stop), cap in zip(total, itertools.pairwise(places), caps.tolist(), strict=True)

@@ -230,7 +230,7 @@ class GlooGroup:
             before = {sock.inode for sock in _own_sockets()}
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
-        options._threads = 1  # for collectives, of which there are none
+        options._threads = 1  # for collectives, which links do not use
         options._timeout = timedelta(seconds=max(deadline_s - time.monotonic(), 0.001))
         self._group: Any = ProcessGroupGloo(store, rank, 2, options)
         self._peer = 1 - rank
