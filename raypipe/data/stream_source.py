@@ -28,6 +28,8 @@ ENDLESS = 1 << 50
 """Number of samples that stands for an epoch without an end."""
 NUM_READ_TWICE = 4
 READ_AGAIN_S = 5.0
+READ_ON_S = 1.0
+"""Seconds for which the remaining rows of a ray.data.Dataset are read before its tasks are cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +291,33 @@ class _Rows:
         """Yield the rows. Closing the iterator ends the dataset's execution, which would else start Ray at exit."""
         rows = iter(self._dataset.iter_rows())
         try:
-            yield from rows
+            for row in rows:  # noqa: UP028  "yield from" would close them first
+                yield row
         finally:
-            if (close := getattr(rows, "close", None)) is not None:
-                close()
+            if hasattr(rows, "close"):
+                ended = threading.Event()
+                # A daemon: a task of the dataset may take long, and waiting for its rows cannot be interrupted.
+                reader = threading.Thread(
+                    target=_read_to_end, args=(rows, ended), name="raypipe ends a dataset", daemon=True
+                )
+                reader.start()
+                reader.join(READ_ON_S)
+                ended.set()
+
+
+def _read_to_end(rows: Any, ended: threading.Event) -> None:
+    """Read the remaining rows until there are no more or ``ended`` is set, then close the iterator.
+
+    Closing cancels the tasks that still run, and Ray ends this process if one of them completes at that moment
+    ("Tried to complete task that was not pending", ray-project/ray#54527; seen with 2.60). Cancelling also ends their
+    workers, whose successors take a second to start.
+    """
+    try:
+        with suppress(Exception):  # an error in rows that nothing reads
+            while not ended.is_set() and next(rows, ended) is not ended:
+                pass
+    finally:
+        rows.close()
 
 
 def _copy_of(stream: Any) -> Any:

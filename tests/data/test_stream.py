@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from raypipe.data import stream_source
 from raypipe.data.open_data import open_data
 from raypipe.data.stream import MOST_MARKS, Mark, StreamReader
 from raypipe.data.stream_source import ENDLESS, Stream, StreamSource
@@ -212,6 +214,36 @@ def test_rows_of_ray_are_read_in_order() -> None:
     source = open_data(rows, seed=0)
     assert rows.context.execution_options.preserve_order is True  # type: ignore[attr-defined]
     assert source.read(0, 2, 4, ("y",))["y"].tolist() == [2, 3, 0, 1]
+
+
+class Counted(Rows):
+    """Counts the rows that its iterators yield, in all and since they were closed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.read, self.closed = number, 0, threading.Event()
+
+    def iter_rows(self) -> Iterator[Any]:
+        self.closed.clear()
+        try:
+            for number in range(self.number):
+                self.read += 1
+                yield {"x": np.float32(number)}
+        finally:
+            self.closed.set()
+
+
+def test_a_dataset_of_ray_is_read_to_its_end_before_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no task of it is cancelled; a dataset that takes longer is closed in the middle."""
+    monkeypatch.setattr(stream_source, "READ_ON_S", 30.0)
+    short = Counted(50)
+    open_data(short, seed=0)
+    assert short.closed.wait(10)
+    assert short.read % 50 == 0
+    monkeypatch.setattr(stream_source, "READ_ON_S", 0.0)
+    long = Counted(1 << 40)
+    open_data(long, seed=0)
+    assert long.closed.wait(10)
 
 
 class ShuffledRows(Rows):
