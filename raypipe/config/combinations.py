@@ -19,22 +19,25 @@ from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
 
 
 def replicated(config: PipelineFields) -> bool:
-    """Return True if a stage has several workers, or may get them."""
+    """Return True if a stage has several workers, or may get several."""
     return config.num_replicas == "auto" or max(_replicas(config)) > 1
 
 
 def laned(config: PipelineFields) -> bool:
-    """Return True if gradients are summed in several lanes, or may be: with replicas or num_lanes above 1."""
+    """Return True if gradients are, or may be, summed in several lanes: with num_lanes above 1, or with replicas."""
     return replicated(config) or config.num_lanes not in ("auto", 1)
 
 
 def turns_schedule(config: PipelineFields) -> bool:
-    """Return True if the controller may change the schedule: its kind is searched, group_size and slack are "auto"."""
+    """Return True if the configuration lets the controller change the schedule while the run trains.
+
+    Then group_size and slack are "auto", and the schedule is "auto" or a kind with ``ScheduleKind.searched``.
+    """
     return bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
 
 
 def check_combinations(config: PipelineFields) -> None:
-    """Raise ConfigError if fields exclude each other."""
+    """Raise ConfigError for the first fields that exclude each other."""
     for check in (_check_microbatches, _check_stages, _check_recompute, _check_slack):
         check(config)
     for field, conflict, reason, fix in EXCLUSIONS:
@@ -46,11 +49,11 @@ def check_combinations(config: PipelineFields) -> None:
 
 
 class Exclusion(NamedTuple):
-    """A field that has no effect, or is impossible, beside a value of another field.
+    """Rule that refuses a field if it has no effect, or is impossible, with the value of another field.
 
     Attributes:
-        field: the field that is refused.
-        conflict: returns the name of the other field, or "" if the two agree.
+        field: name of the field that is refused.
+        conflict: (configuration) -> name of the other field if the rule is violated, else "".
         reason: end of the message after the refused value; {} is replaced by the other field with its value.
         fix: remedy, for the message.
     """
@@ -62,7 +65,7 @@ class Exclusion(NamedTuple):
 
 
 def _kind(config: PipelineFields) -> ScheduleKind:
-    """Return the properties of the schedule; "auto" becomes a synchronous kind with one stage per worker."""
+    """Return the properties of the schedule. The schedule "auto" counts as synchronous, with one stage per worker."""
     return KINDS.get(config.schedule, ScheduleKind())
 
 
@@ -85,7 +88,11 @@ def _if(other: str, conflict: Callable[[PipelineFields], bool]) -> Callable[[Pip
 
 
 def _unused(name: str, other: str, unused: Callable[[PipelineFields], bool]) -> Callable[[PipelineFields], str]:
-    """Make the conflict function of a field: a conflict if it is set, and the value of ``other`` makes it unused."""
+    """Make ``Exclusion.conflict`` of the field ``name``: a conflict with ``other`` if it is set and has no effect.
+
+    Args:
+        unused: (configuration) -> True if the field has no effect.
+    """
     return _if(other, lambda config: _is_set(config, name) and unused(config))
 
 
@@ -100,19 +107,26 @@ def _controller_is_idle(config: PipelineFields) -> str:
 
 
 def _idle(name: str, *harmless: object) -> Callable[[PipelineFields], str]:
-    """Make the conflict function of a field that only a working controller uses; ``harmless`` values are allowed."""
+    """Make ``Exclusion.conflict`` of the field ``name``: a conflict if the controller has nothing to change.
+
+    Args:
+        harmless: values of the field that are never a conflict.
+    """
     return lambda config: "" if getattr(config, name) in harmless else _controller_is_idle(config)
 
 
 def _if_open(codec: str) -> Callable[[PipelineFields], str]:
-    """Make the conflict function of a codec field: a conflict if it is "auto" and the controller changes nothing."""
+    """Make ``Exclusion.conflict`` of a codec field: a conflict if it is "auto" and the controller changes nothing."""
     return lambda config: _controller_is_idle(config) if getattr(config, codec) == "auto" else ""
 
 
 def _weights_of(name: str, value: object) -> Callable[[PipelineFields], str]:
-    """Make the conflict function of a field of weight versions with the schedule.
+    """Make ``Exclusion.conflict`` of a field of weight versions, which conflicts with most schedules.
 
-    "pipedream" accepts any value; other schedules accept the value that they have anyway: ``value`` if synchronous.
+    "pipedream" allows any value. Any other schedule allows only the value that it always has.
+
+    Args:
+        value: the value that synchronous schedules always have.
     """
     two = {"weight_versions": 2, "vertical_sync": True}.get(name)
     return _unused(
@@ -355,7 +369,7 @@ def _check_replica_counts(config: PipelineFields) -> None:
 
 
 def _check_lanes(config: PipelineFields) -> None:
-    """Raise ConfigError if replicas of an asynchronous schedule would have unequal shares of an update."""
+    """Raise ConfigError if replicas in an asynchronous schedule would have unequal numbers of micro-batches."""
     if _kind(config).synchronous or not laned(config):
         return
     least = math.lcm(*_replicas(config))

@@ -14,19 +14,19 @@ from raypipe.errors import ConfigError
 class EarlyStopping:
     """Rule that ends a run if its evaluations do not improve any more.
 
-    Only the evaluations at eval_interval_steps count, those of earlier submissions included. So a run that was stopped
-    and resumed ends at the same step as without the interruption. Evaluations at the end of a submission, or for a
-    checkpoint, do not count.
+    Only the evaluations at multiples of eval_interval_steps count. Evaluations at the end of a submission, or for a
+    checkpoint, do not count. Evaluations of earlier submissions count too, so a run that was stopped and resumed ends
+    at the same step as without the interruption.
 
     Attributes:
         metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics, or "eval_<name>_<key>" if that metric
             returns several numbers.
-        patience: number of consecutive evaluations, none better than the best one before, after which the run ends.
+        patience: number of consecutive evaluations without an improvement after which the run ends.
         mode: "min" if smaller values are better, "max" if larger ones are.
-        min_delta: difference to the best value by which an evaluation must be better to count as an improvement.
+        min_delta: an evaluation is an improvement if it is better than the best earlier value by more than this.
 
     Raises:
-        ConfigError: names the field.
+        ConfigError: a field has an impossible value; names the field.
     """
 
     metric: str = "eval_loss"
@@ -45,7 +45,11 @@ class EarlyStopping:
             raise ConfigError(f"EarlyStopping(min_delta={self.min_delta!r}): give a number of at least 0.")
 
     def verdict(self, values: Iterable[float]) -> str:
-        """Return why the run ends after these evaluations, oldest first; "" if it continues. NaN is never better."""
+        """Return the reason why the run ends now; "" if it continues.
+
+        Args:
+            values: results of all evaluations so far, oldest first. NaN is never an improvement.
+        """
         sign = 1.0 if self.mode == "max" else -1.0
         best, waited = -math.inf, 0
         for value in values:
@@ -61,8 +65,10 @@ class EarlyStopping:
 def may_give(names: Collection[str], wanted: str) -> bool:
     """Return True if evaluations may have a result with the name ``wanted``.
 
+    A metric may return several numbers, which are named eval_<name>_<key>. The keys are not known before the metrics
+    are called, so any key is accepted.
+
     Args:
-        names: "eval_loss" and "eval_<name>" of each metric. A metric may return several numbers; their names,
-            eval_<name>_<key>, are found by a trial of the metrics and are not known here, so any key is accepted.
+        names: "eval_loss" and "eval_<name>" of each metric.
     """
     return wanted in names or any(wanted.startswith(f"{name}_") for name in names if name != "eval_loss")

@@ -14,12 +14,12 @@ class PipelineFields:
     """Settings of a pipeline: partition, schedule, links and training; ``"auto"`` leaves a choice to the planner.
 
     Attributes:
-        num_stages: stages of the pipeline; "auto" takes as many of scaling_config's workers as shorten the step, or
-            two if it has no num_workers. Schedules "interleaved" and "zb-v" put num_stages / num_workers on each
-            worker, two with "auto" and always in "zb-v". If scaling_config gives a pair as num_workers, "auto"
-            follows the available workers, and a number is the most there will be (docs/design/0037).
+        num_stages: number of stages. "auto" uses as many of scaling_config's workers as shorten the step, or two if
+            scaling_config has no num_workers. Schedules "interleaved" and "zb-v" put num_stages / num_workers stages
+            on each worker: two if num_stages is "auto", and always two in "zb-v". If num_workers is a pair, "auto"
+            follows the number of available workers, and a number is a maximum (docs/design/0037).
         num_replicas: workers per stage; a list gives one number per stage. The micro-batches of a stage are divided
-            over its replicas, at least one for each, which sum their gradients before every update. A stage that
+            over its replicas, at least one for each. Replicas sum their gradients before every update. A stage that
             changes buffers in training (batch normalisation) has one worker, unless replicated_buffers is set. With
             "zb-v" and "interleaved" all stages have the same number. "auto", for synchronous schedules with one stage
             on each worker, compares data parallelism (one stage with several workers), pipelines and stages with
@@ -29,7 +29,7 @@ class PipelineFields:
             replica keeps the buffers that its own micro-batches made; those of the first replica are saved and used in
             evaluation, and they differ from the buffers that one worker would have.
         num_lanes: number of partial sums of gradients (lanes): micro-batch m of a step is added to lane m % num_lanes,
-            and lanes are added up one after the other, to the same bits for any number of replicas up to this number.
+            and lanes are added up in order, so results are bitwise equal for any number of replicas up to this one.
             "auto" is 1, the order of plain PyTorch; with replicas, their least common multiple over the stages. A
             resumed run keeps its lanes. Every replica holds num_lanes / num_replicas sums of gradients.
         minibatch_size: samples per optimizer step.
@@ -42,9 +42,9 @@ class PipelineFields:
             rows. It refuses a loss that cannot be computed from micro-batches with any weights, such as the load
             balancing of experts; "per_microbatch" computes such a loss for each micro-batch, weighted by the items of
             its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in the same way.
-        partitioner: "prefix_sum" cuts the profiled operations in their own order, "antichain" in any
-            order that the model allows; "auto" takes the better of the two. "parameters" profiles nothing and gives
-            all stages about equal parameter bytes; a list of module names starts a new stage at each of them.
+        partitioner: "prefix_sum" cuts the profiled operations in execution order, "antichain" in any order that their
+            dependencies allow; "auto" takes the better of the two. "parameters" profiles nothing and gives all stages
+            about equal parameter bytes. A list of module names begins a new stage at each of these modules.
         profile_budget_s: seconds of processor time for measuring the model before the first run; a profile is
             cached, and reused with the same budget. Equal operations are measured once, and operations that are not
             measured are estimated; the plan's reasons give the numbers. A larger budget measures larger micro-batches.
@@ -55,14 +55,14 @@ class PipelineFields:
             parameter is tied, its steps overlap. "interleaved" and "zb-v" (which splits backwards too) give every
             worker several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages. The
             controller does not change these two.
-        group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
+        group_size: k of "kfkb": number of forwards in a row, before as many backwards; "auto" begins with 2, and the
             controller changes it.
-        slack: r: number of forwards that a stage runs ahead of the next one, 1 being 1F1B; a list gives one number per
-            hop. Asynchronous schedules take it too: more micro-batches in flight hide slower links, and in "pipedream"
-            need more weight versions and make gradients staler.
-        weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
-            "2bw", which do not drain the pipeline between mini-batches). "pipedream" with a number updates as often as
-            that many versions allow.
+        slack: number of forwards that a stage runs ahead of the next stage; 1 is 1F1B. A list gives one number per
+            link between neighbouring stages. More micro-batches in flight hide slower links. In "pipedream" they need
+            more weight versions, and gradients get staler.
+        weight_versions: maximum number of weight versions that a stage keeps, in asynchronous schedules ("pipedream"
+            and "2bw", which do not drain the pipeline between mini-batches). With a number, "pipedream" updates as
+            often as that many versions allow.
         update_interval: micro-batches per update of the weights, in "pipedream"; 1, or num_lanes if there are
             several, unless weight_versions is set. An update averages the loss over its own samples.
             "per_replica", as published: a stage of R replicas updates every R micro-batches, at R / (replicas of stage

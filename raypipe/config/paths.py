@@ -24,7 +24,7 @@ DEFAULT_STORAGE = "~/ray_results"
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _COPIES = ("runtime_resources", "working_dir_files")
-"""Folders of Ray's session below which each node unpacks working directories."""
+"""Names of two nested folders in Ray's session folder, below which each node unpacks working directories."""
 _SECRET = re.compile(r"secret|password|token|signature|access_key|account_key|^sas", re.IGNORECASE)
 
 
@@ -34,10 +34,10 @@ def is_address(text: str) -> bool:
 
 
 def expanded(text: str) -> str:
-    """Replace $NAME, ${NAME} and a leading ``~``.
+    """Replace $NAME, ${NAME} and a leading ``~`` in a path or URI, and return the result.
 
     Raises:
-        ConfigError: a variable is not set, there is no such user, or an address has credentials.
+        ConfigError: a variable is not set, ``~NAME`` is no user's home folder, or a URI has credentials.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -60,12 +60,13 @@ def expanded(text: str) -> str:
 
 
 def absolute_path(text: str, *, written: bool = False) -> str:
-    """Expand a path, and make a local path absolute.
+    """Expand variables and ``~`` in a path, and make a local path absolute; a URI is only expanded.
+
+    A relative path starts from the working directory. In a Ray job with a working_dir, output starts from
+    ``~/ray_results`` instead, and input too if it exists there and not in the working directory.
 
     Args:
-        written: True for output of a run. In a Ray job with a working_dir, relative paths of output start from
-            ``~/ray_results``; other relative paths start from the working directory if they exist there, or do not
-            exist in ``~/ray_results``.
+        written: True for a path of a run's output.
 
     Raises:
         ConfigError: see ``expanded``; or a run would write into Ray's copy of a working directory.
@@ -87,7 +88,11 @@ def absolute_path(text: str, *, written: bool = False) -> str:
 
 
 def job_copy(path: Path) -> Path | None:
-    """Return the copy of a Ray job's working directory that contains this absolute path; None if none does."""
+    """Return Ray's copy of a job's working directory that contains ``path``; None if ``path`` is in no such copy.
+
+    Args:
+        path: absolute path.
+    """
     at = next((i for i, pair in enumerate(pairwise(path.parts)) if pair == _COPIES), None)
     return None if at is None or len(path.parts) <= at + 2 else Path(*path.parts[: at + 3])
 
@@ -106,7 +111,7 @@ def _refuse_credentials(address: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """Return an address without its user and query, which may be secret; a local path is returned unchanged."""
+    """Return a URI without its user and query, which may be secret; a local path is returned unchanged."""
     if not is_address(text):
         return text
     scheme, _, rest = text.partition("://")

@@ -37,7 +37,10 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
 class _Rule:
     """Rule for the values of a field.
 
-    ``accepts`` is the predicate, ``text`` its description, ``names`` the accepted names, for suggestions.
+    Attributes:
+        accepts: (value) -> True if the value is allowed.
+        text: description of the allowed values, for messages.
+        names: allowed values that are names, from which messages suggest the nearest one.
     """
 
     accepts: Callable[[Any], bool]
@@ -135,7 +138,7 @@ _ALLOWED: Mapping[str, _Rule] = {
 
 
 def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
-    """Make a dataclass raise ConfigError for an unknown keyword, with the most similar field. Returns ``cls``."""
+    """Decorate a dataclass so that an unknown keyword raises ConfigError, which suggests the most similar field."""
     generated = cls.__init__
 
     @functools.wraps(generated)
@@ -170,12 +173,12 @@ class PipelineConfig(PipelineFields):
 
     @property
     def one_microbatch(self) -> str:
-        """Setting that keeps mini-batches whole, for messages."""
+        """Settings with which a mini-batch has one micro-batch, as text for messages."""
         return "num_microbatches=1" + " and retune_microbatches=False" * self.retune_microbatches
 
 
 def _plain(value: Any) -> Any:
-    """Convert lists to tuples and numbers of numpy to Python's, so that configurations can be compared and hashed."""
+    """Convert lists to tuples, and numbers of numpy to Python's, so that configurations can be compared and hashed."""
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     if isinstance(value, bool | int | float):
@@ -193,7 +196,7 @@ def _check_allowed(name: str, value: Any) -> None:
 
 
 def _nearest(word: str, names: Sequence[str]) -> str:
-    """Return ". ", or ". Did you mean NAME? " if one of the names is similar to the word."""
+    """Return ". Did you mean NAME? " with the most similar of ``names``; ". " if no name is similar to ``word``."""
     lowered = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
     return f". Did you mean {lowered[close[0]]!r}? " if close else ". "

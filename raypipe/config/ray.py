@@ -72,7 +72,7 @@ class WorkerRange(NamedTuple):
 
 
 def worker_range(scaling: Any) -> WorkerRange | None:
-    """Return the range of a ScalingConfig's num_workers; None if it is one number or not set."""
+    """Return the range of workers if num_workers of a ScalingConfig is a pair; None if it is one number or not set."""
     value = getattr(scaling, "num_workers", None)
     if not isinstance(value, tuple | list):
         return None
@@ -81,17 +81,17 @@ def worker_range(scaling: Any) -> WorkerRange | None:
 
 
 def most_workers(scaling: Any) -> int | None:
-    """Return the maximum number of workers of a ScalingConfig; None if not set."""
+    """Return the maximum number of workers of a ScalingConfig; None if num_workers is not set."""
     value = getattr(scaling, "num_workers", None)
     return value[1] if isinstance(value, tuple | list) else value
 
 
 ACCELERATOR_SHARE = 0.001
-"""Amount that a worker reserves of Ray's accelerator_type resource, of which each node has 1; as in Ray Train."""
+"""Amount of the resource "accelerator_type:NAME" that a worker reserves, as in Ray Train. Each node has 1 of it."""
 
 
 def resources_of(scaling: Any) -> dict[str, float]:
-    """Return the resources of one worker by a ScalingConfig; one CPU by default.
+    """Return the resources of one worker, {name: amount}, by a ScalingConfig; one CPU by default.
 
     Args:
         scaling: any object with the fields of ScalingConfig as attributes, or None.
@@ -109,7 +109,7 @@ def failures_of(run: Any) -> int:
 
 
 def gpu_share(resources: Mapping[str, float]) -> float:
-    """Return the share of a GPU that a worker with these resources has; 0 for one that computes on the CPU."""
+    """Return the share of a GPU that a worker with these resources has; 0 if the worker computes on the CPU."""
     return float(resources.get("GPU", 0))
 
 
@@ -155,7 +155,7 @@ _EXAMPLES = {
 
 
 def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field, reason with the fix) for fields of one of Ray's settings that are impossible or have no effect.
+    """Yield (field, reason and fix) for each field that has an impossible value or would have no effect.
 
     Args:
         kind: name of the class of Ray Train.
@@ -179,7 +179,12 @@ def faults(kind: str, settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def _only(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any, Any], str]:
-    """Make the check function of a field from a predicate on its value; ``otherwise`` is the message."""
+    """Make the check function of a field: (value, settings) -> error message, "" if the value is allowed.
+
+    Args:
+        accepts: (value) -> True if the value is allowed.
+        otherwise: the error message.
+    """
     return lambda value, settings: "" if accepts(value) else otherwise
 
 
