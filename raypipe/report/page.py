@@ -72,7 +72,7 @@ MOST_STAGES = 8
 MOST_METRICS = 12
 MOST_EVENTS = 1000
 FEW = 16
-"""Maximum number of letters of a table cell whose text is kept on one line."""
+"""Maximum number of letters in a table cell whose text is kept on one line."""
 
 
 def facts_of(run: RunFacts) -> list[tuple[str, str]]:
@@ -228,24 +228,35 @@ def _links(run: RunFacts) -> str:
 
 
 def _way(place: int) -> str:
-    """Name the direction of index ``place`` in ``link_s``: hop 0 forward, hop 0 backward, hop 1 forward, ..."""
+    """Name the direction of index ``place`` in the event's ``link_s``.
+
+    Index 2 h is the direction from stage h to stage h + 1, index 2 h + 1 the opposite one.
+    """
     hop, back = divmod(place, 2)
     return f"{hop + 1}→{hop}" if back else f"{hop}→{hop + 1}"
 
 
 def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
-    """Return (step, seconds of a message) of one direction of a link; the last value is repeated at the last step."""
+    """Return (step, seconds of a message) for one direction of a link; the last value is repeated at the last step.
+
+    Args:
+        seen: events with measurements.
+        way: index of the direction in ``link_s``, see ``_way``.
+    """
     points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
 
 
 def _span(run: RunFacts) -> tuple[float, float]:
-    """Return the numbers of the first and the last step, from 1: the x range of charts over steps."""
+    """Return the numbers of the first and the last step, counted from 1: the x range of charts over steps."""
     return (run.records[0].step + 1.0, run.records[-1].step + 1.0) if run.records else (0.0, 1.0)
 
 
 def _turned(run: RunFacts) -> list[str]:
-    """Draw k over steps if every schedule is kfkb or 1f1b; else the schedule's number, explained below the chart."""
+    """Draw the schedule over steps: its group size k if every schedule is kfkb or 1f1b, else its number in a list.
+
+    The list is printed below the chart. Returns [] if no schedule is known.
+    """
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:
         return []
@@ -315,7 +326,7 @@ def _events(run: RunFacts) -> str:
 
 
 def _marks(run: RunFacts) -> list[Annotation]:
-    """Make the annotations of failures, recoveries and changed schedules for charts over steps."""
+    """Create the annotations of failures, recoveries and changed schedules for charts over steps."""
     kinds = {**dict.fromkeys(FAILURES, "bad"), **dict.fromkeys(CHANGES, "good"), "switch": "note", "undo": "note"}
     changes = [event for event in run.events if event["decision"] in kinds and isinstance(event.get("step"), int)]
     return [
@@ -354,7 +365,7 @@ SECTIONS: tuple[tuple[str, Callable[[RunFacts], str]], ...] = (
     ("Failures and recoveries", _recoveries),
     ("Events and settings", _events),
 )
-"""Sections of the page in order: title, and function that returns the HTML of the content, "" to omit the section."""
+"""Sections of the page, in order: (title, function that returns the HTML of the content). "" omits the section."""
 
 
 def write_report(folder: Place, state: str, output: str = "") -> str:

@@ -27,8 +27,10 @@ class RunFacts:
 
     Attributes:
         events: lines of events.jsonl, oldest first.
+        records: metrics of each step, oldest first.
         plan: last plan of the run; None if it cannot be read.
         timelines: predicted and measured timeline of one step.
+        config: text of config.yaml; "" if the file is missing.
         cost: cost of all submissions so far; None if workers have no price.
         missing: one sentence for each missing or damaged file.
     """
@@ -44,7 +46,7 @@ class RunFacts:
     missing: tuple[str, ...] = ()
 
     def events_of(self, *decisions: str) -> list[dict[str, Any]]:
-        """Return the events whose field "decision" is one of these."""
+        """Return the events whose field "decision" is one of ``decisions``."""
         return [event for event in self.events if event["decision"] in decisions]
 
 
@@ -75,7 +77,7 @@ def read_run(folder: Place) -> RunFacts:
 
 
 def timelines_of(folder: Place) -> list[Timeline]:
-    """Read the timelines of a run from timeline/spans.parquet, the predicted one first.
+    """Read the timelines of a run from timeline/spans.parquet, in the order of the file.
 
     Raises:
         CheckpointError: the file is missing or unreadable.

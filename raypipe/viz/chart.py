@@ -27,13 +27,15 @@ TITLE_PX = 17
 MEDIANS = 120
 """Number of points of the median line."""
 MOST_LONG = 12
-"""Maximum number of marks drawn as long lines; if there are more, whole kinds are drawn short, "bad" marks last."""
+"""Maximum number of marks drawn as long lines. If there are more, all marks of some kinds are drawn short, those of the
+kind "bad" last.
+"""
 SHORT_PX = 9.0
 BESIDE_PX = 3.0
 """Distance in pixels between long marks at the same step."""
 
 DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
-"""Dash pattern by kind of mark, so that kinds differ without colour. Rows of short marks have the same order."""
+"""Dash pattern by kind of mark, so that kinds differ without colour. The rows of short marks are in this order."""
 
 
 class Line(NamedTuple):
@@ -107,7 +109,7 @@ def chart_svg(
 
 
 def _usual(points: Sequence[Point]) -> float:
-    """Return an upper end for the y axis that clips rare peaks; infinity if the maximum is not far above the others."""
+    """Return an upper end for the y axis that clips rare peaks; infinity if no point is far above the others."""
     heights = sorted(y for _, y in points)
     if not heights:
         return math.inf
@@ -116,7 +118,15 @@ def _usual(points: Sequence[Point]) -> float:
 
 
 class _Box:
-    """Plot area of a chart, and the mapping from values to pixels."""
+    """Plot area of a chart, and the mapping from values to pixels.
+
+    Args:
+        points: points of all lines, which determine the ranges of x and y.
+        more_x: further values that the range of x includes.
+        scale: divisor from y to the displayed unit.
+        from_zero: True if the y axis must include 0.
+        top: largest y on the axis; infinity for the largest of the points.
+    """
 
     def __init__(
         self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool, top: float
@@ -149,7 +159,7 @@ class _Box:
 
 
 def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
-    """Draw axes with labels; tick labels only if there are points."""
+    """Draw axes with labels. Ticks are drawn only if ``known`` is True, which means that there are points."""
     right = WIDTH - RIGHT
     parts = [text(12, TOP - 14, y_label, "mute")]
     for value in ticks(box.low_y, box.high_y, 5, whole=box.counts) if known else ():
@@ -166,7 +176,11 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
-    """Draw a line per mark, side by side at the same step: long and dashed, or short, in one row per frequent kind."""
+    """Draw one line per mark.
+
+    Marks of few events are long and dashed, side by side if they are at one step. Marks of a kind with many events are
+    short, in one row per kind; see ``_long``.
+    """
     seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
         at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
@@ -220,9 +234,12 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 
 
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
-    """Return a legend and the height in pixels that it adds; empty and 0 for one line.
+    """Return (SVG parts of a legend, pixels that it adds to the chart's height); ([], 0.0) for fewer than two lines.
 
-    It is right of the y label if it fits there, else below the chart.
+    The legend is right of the y label if it fits there, else below the chart.
+
+    Args:
+        label_px: width of the y label in pixels.
     """
     if len(names) < 2:
         return [], 0.0
@@ -247,7 +264,7 @@ def _finite(point: Point) -> bool:
 
 
 def _thinned(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """Return about ``most`` points at most: minimum, maximum and a non-finite point of each group of neighbours."""
+    """Return about ``most`` points: of each group of neighbours the minimum, the maximum and one non-finite point."""
     if len(points) <= most:
         return points
     ends = [len(points) * i // (most // 2) for i in range(most // 2 + 1)]

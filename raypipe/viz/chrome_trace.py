@@ -49,10 +49,10 @@ def _microseconds(zero_s: float, moment_s: float) -> float:
 
 
 def _tracks(spans: Sequence[Span], num_workers: int, clock: Clock) -> tuple[list[str], dict[Action, int]]:
-    """Return the names of the tracks (rows of the trace viewer), and the track of every action.
+    """Return (names of the tracks, index of the track of every action). A track is a row of the trace viewer.
 
-    Slices of a track may not overlap. Computation is on the worker's first track. A message that leaves while another
-    one is in transit gets a further track.
+    The slices of a track may not overlap. Computation is on the worker's first track. A message that leaves while
+    another one is in transit gets a further track.
     """
     names: list[str] = []
     tracks: dict[Action, int] = {}
@@ -86,7 +86,10 @@ def _slice(span: Span, process: int, track: int, clock: Clock) -> Event:
 
 
 def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: Clock) -> list[Event]:
-    """Build two flow events for each message: the ends of an arrow from its source's slice to its target's."""
+    """Build two flow events for each message, the two ends of an arrow.
+
+    The arrow leads from the slice of the action that sends the message to the slice of the action that uses it.
+    """
     events: list[Event] = []
     for number, (_, source, target, start_s, _, taken_s) in enumerate(messages_of(spans)):
         flow: Event = {"pid": process, "cat": "message", "name": "message", "id": (process << 32) + number}
@@ -98,7 +101,7 @@ def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], cl
 
 
 def _inside(span: Span, moment_us: float, clock: Clock) -> float:
-    """Clamp a time to a span without its end, in microseconds, so that viewers bind the arrow to the span's slice."""
+    """Clamp a time in microseconds to a span, excluding the span's end, so that viewers bind an arrow to its slice."""
     begin_us, end_us = clock(span.start_s), clock(span.end_s)
     return round(max(begin_us, min(moment_us, end_us - NANOSECOND_US)), 3)
 
@@ -125,7 +128,12 @@ def _counters(spans: Sequence[Span], process: int, clock: Clock) -> list[Event]:
 
 
 def _totals(moments: Iterable[tuple[float, int]], start: int) -> list[tuple[float, int]]:
-    """Return the running total after each time, with simultaneous changes merged."""
+    """Return (time, running total) after each time, with simultaneous changes merged.
+
+    Args:
+        moments: (time, change of the total).
+        start: total before the first change.
+    """
     totals: dict[float, int] = {}
     total = start
     for moment_us, change in sorted(moments):

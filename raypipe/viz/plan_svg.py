@@ -19,7 +19,8 @@ BYTES = (1, 3, 5, 6, 4, 7, 8, 9)
 LEFT, BAR, ROW, HEAD, FOOT = 104.0, 16.0, 52.0, 40.0, 56.0
 LETTER_PX = 8.0
 FAR = 4
-"""Maximum ratio of a limit to the bytes of the fullest stage at which the limit is drawn; else bars would be dots."""
+"""Multiple of the bytes of the fullest stage up to which a limit is drawn. At a larger limit, the bars would be dots.
+"""
 
 
 def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
@@ -42,7 +43,9 @@ def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
 
 
 def plan_html(plan: Plan, words: str) -> str:
-    """Build the HTML of a plan for notebooks: its text, its schedule in slots, and bars of the stages if predicted.
+    """Build the HTML of a plan for notebooks: its text, its schedule in abstract time slots, and bars of its stages.
+
+    The bars are left out if the plan was made without a profile.
 
     Args:
         words: text of the plan.
@@ -57,7 +60,7 @@ def plan_html(plan: Plan, words: str) -> str:
 def stage_bars_svg(prediction: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:
     """Draw two bars per stage: seconds per micro-batch (F, B), and bytes by category, with a line at the memory limit.
 
-    The line is drawn if the limit is at most FAR times the bytes of the fullest stage.
+    The line is drawn if the limit is at most FAR times the bytes of the stage with the most bytes.
 
     Args:
         placement: worker of each stage; shown if a worker holds several stages, which then share its limit.
@@ -89,14 +92,19 @@ def stage_bars_svg(prediction: Prediction, width: int = 1200, placement: Sequenc
 
 
 def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s: float, scale: float) -> None:
-    """Append the bar of a stage's seconds, and their number."""
+    """Append to ``parts`` the bar of a stage's forward and backward seconds, and their sum as text.
+
+    Args:
+        top: top of the bar in pixels.
+        slowest_s: seconds that ``scale`` pixels represent.
+    """
     seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
     end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
     parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
 
 
 def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
-    """Format a stage's bytes and limit; ``worker`` is given if the limit is that of a worker with several stages."""
+    """Format a stage's bytes and limit. ``worker`` is named as the owner of the limit; None names no worker."""
     if stage.limit_bytes is None:
         return human_bytes(stage.memory_bytes)
     of_worker = "" if worker is None else f" of worker {worker}"
@@ -106,7 +114,13 @@ def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
 def _add_bytes(
     parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], label: str
 ) -> None:
-    """Append the bar of a stage's bytes, a line at its limit if that is at most ``most``, and the label."""
+    """Append to ``parts`` the bar of a stage's bytes by category, ``label``, and a line at the stage's limit.
+
+    Args:
+        top: top of the bar in pixels.
+        most: bytes that ``scale`` pixels represent; the line is left out if the limit is larger.
+        kinds: names of the categories of all stages, in the order of their colours.
+    """
     shares = [
         (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
         for name, count in stage.memory
@@ -133,7 +147,11 @@ def _colour(kinds: Sequence[str], name: str) -> int:
 
 
 def _bar(parts: list[str], top: float, pieces: Sequence[tuple[float, str, str]]) -> float:
-    """Append one bar made of (width, class, tip); return its right end."""
+    """Append to ``parts`` a bar that begins at LEFT; return the x of its right end in pixels.
+
+    Args:
+        pieces: (width in pixels, CSS class, tooltip) of each piece of the bar.
+    """
     at = LEFT
     for width, kind, tip in pieces:
         parts.append(

@@ -21,7 +21,7 @@ FEW = 4
 
 
 def summary(plan: Plan) -> str:
-    """Return one line each for stages, step, memory and the reason, and one per note."""
+    """Return the lines on stages, step, memory and the reason of the plan, and one line per note."""
     prediction = plan.prediction
     lines = [
         f"stages:  {_stages(plan)}",
@@ -84,7 +84,7 @@ def _step_without_seconds(plan: Plan) -> str:
 
 
 def _memory(plan: Plan, prediction: Prediction) -> str:
-    """Describe peak memory by worker; a stage with replicas is described once, "each of stage 1's 2 workers"."""
+    """Describe peak memory by worker. A stage with replicas is described once, as "each of stage 1's 2 workers"."""
     placement = plan.schedule.wiring.placement
     held: dict[int, int] = {}
     for stage, worker in zip(prediction.stages, placement, strict=True):
@@ -125,9 +125,9 @@ def _memory_without_bytes(plan: Plan) -> str:
 
 
 def _why(plan: Plan) -> str:
-    """Return why the step is not shorter, and the reason of the most important choice of the plan.
+    """Return what bounds the seconds of the step, and the reason for the plan's most important choice.
 
-    Each reason is cut at its first semicolon.
+    Each of the two is cut at its first semicolon.
     """
     words = dict(plan.reasons)
     prediction = plan.prediction
@@ -158,7 +158,7 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
     """Format the plan as a table with one row per stage, followed by lines on step, memory and reasons.
 
     Args:
-        peaks: maximum number of micro-batches in flight, by stage.
+        peaks: for each stage, the maximum number of micro-batches in flight.
     """
     stages = plan.partition.stages
     total = sum(stage.param_bytes for stage in stages) or 1
@@ -279,7 +279,10 @@ def _moment(action: str) -> str:
 
 
 def _bubble(plan: Plan, workers: int) -> str:
-    """Describe the minimum idle share of the workers; "" if it depends on costs (zb-v) or there are replicas."""
+    """Describe the minimum idle share of the workers, for a plan without a prediction.
+
+    Returns "" if the share depends on costs (zb-v), or if a stage has replicas.
+    """
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages
@@ -289,7 +292,10 @@ def _bubble(plan: Plan, workers: int) -> str:
 
 
 def _curve(prediction: Prediction, chosen: int) -> list[str]:
-    """Format a table of predicted times by number of micro-batches: at most LONGEST_CURVE rows around the choice."""
+    """Format a table of the predicted times for other numbers of micro-batches.
+
+    The table has at most LONGEST_CURVE rows, around the ``chosen`` number of micro-batches.
+    """
     at = next((i for i, point in enumerate(prediction.curve) if point.num_microbatches == chosen), 0)
     first = max(0, min(at - LONGEST_CURVE // 2, len(prediction.curve) - LONGEST_CURVE))
     best = min(point.predicted_s for point in prediction.curve)
@@ -308,7 +314,10 @@ def _curve(prediction: Prediction, chosen: int) -> list[str]:
 
 
 def candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
-    """Format candidates as the lines of a table, in the order given."""
+    """Format the compared plans as the lines of a table, in the order given.
+
+    Each is the best plan with its numbers of workers per stage, or the reason why these numbers are not possible.
+    """
     best_s = min((each.step_s for each in candidates if each.chosen), default=0.0)
     rows = [("workers", "kind", "micro-batches", "step", "memory", "")]
     for each in candidates:

@@ -31,7 +31,9 @@ COLOURS: Final = {
     "good": ("stroke", "#2e8540", "#6cc87f"),
     "note": ("stroke", "#8b949e", "#6d7783"),
 }
-"""Class: (property, light, dark). Text on boxes of F, B and STEP uses "on-full", on those of I and W "on-pale"."""
+"""CSS class without "rp-": (property, light, dark). Text on boxes of F, B and STEP has the class "on-full", text on
+boxes of I and W the class "on-pale".
+"""
 LINES: Final = (
     ("#2f6fb0", "#6fb1f0"),
     ("#c8691c", "#f0a35e"),
@@ -44,7 +46,8 @@ LINES: Final = (
     ("#b5528b", "#e59ac6"),
     ("#7a7a1e", "#c8c86a"),
 )
-"""(light, dark) colours, in turn: of lines in classes ``rp-line0``, ...; of areas in ``rp-area0``, ..."""
+"""(light, dark) colours. Entry i is the colour of lines with the class ``rp-line<i>`` and of areas with ``rp-area<i>``.
+"""
 
 
 def _rules(dark: bool) -> str:
@@ -64,7 +67,7 @@ def frame(width: float, height: float, label: str, inside: str, kind: str = "", 
     """Wrap SVG parts into a complete picture.
 
     Args:
-        width, height: in pixels; a page may scale it down.
+        width, height: size in pixels; a page may scale the picture down.
         label: text for screen readers.
         inside: SVG content.
         kind: additional CSS class, for scripts.
@@ -81,7 +84,13 @@ def frame(width: float, height: float, label: str, inside: str, kind: str = "", 
 def text(
     x: float, y: float, words: str, kind: str = "ink", anchor: str = "", size: float = 0, bold: bool = False
 ) -> str:
-    """Return a text element at (x, y) pixels; by default left-aligned, in the picture's font size."""
+    """Return a text element at (x, y) pixels; by default left-aligned, in the picture's font size.
+
+    Args:
+        kind: CSS class without "rp-".
+        anchor: SVG's text-anchor: "middle" or "end"; "" aligns to the left.
+        size: font size; 0 for the picture's.
+    """
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-size="{size:g}"' if size else "")
     more += ' font-weight="600"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="rp-{kind}"{more}>{html.escape(words)}</text>'
@@ -105,11 +114,9 @@ _UNITS = {
 def in_unit(most: float, unit: str) -> tuple[float, str]:
     """Return (divisor, unit) that make values short: 0.02 s -> (0.001, "ms").
 
-    Units other than seconds and bytes stay unchanged.
-
     Args:
         most: the largest of the values.
-        unit: "s", "B", "B/s" or any other.
+        unit: "s", "B" or "B/s"; any other unit is returned unchanged, with divisor 1.
     """
     fits = [step for step in _UNITS.get(unit, ()) if most >= step[0]]
     return fits[-1] if fits else _UNITS.get(unit, ((1.0, unit),))[0]

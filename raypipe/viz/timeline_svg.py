@@ -23,7 +23,7 @@ LANE, LINK, GAP = 28.0, 18.0, 6.0
 LETTER_PX, SMALL_PX = 8.0, 7.2
 """Widths of a letter in a box, in pixels: normal, and small (font size 12). page.js has the same numbers."""
 EDGE_PX, THIN_PX = 0.8, 4.0
-"""Width of the edge between boxes; it is thinner if most boxes are narrower than ``THIN_PX``."""
+"""Width of the edge between boxes; the edge is thinner if most boxes are narrower than ``THIN_PX``."""
 MOST_BOXES = 20_000
 """Maximum number of boxes in a picture, so that it has a few megabytes at most and browsers can scroll it."""
 WORDS = {
@@ -70,7 +70,14 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200, slots: bool =
 
 
 class _Scale(NamedTuple):
-    """Scale of the time axis: pixels per second, length and unit of the axis in seconds, and the name of the unit."""
+    """Scale of the time axis.
+
+    Attributes:
+        px: pixels per second.
+        longest_s: length of the axis in seconds.
+        unit_s: seconds of one unit of the axis.
+        unit: name of the unit.
+    """
 
     px: float
     longest_s: float
@@ -79,7 +86,13 @@ class _Scale(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Boxes and messages that are drawn; ``whole`` is False if some of the timeline is left out."""
+    """Selection of what is drawn of a timeline.
+
+    Attributes:
+        spans: timed actions, each drawn as a box.
+        links: ((sending worker, receiving worker), messages) for each link.
+        whole: False if a part of the timeline is left out.
+    """
 
     spans: Sequence[Span]
     links: Sequence[tuple[tuple[int, int], list[MessageSpan]]]
@@ -87,7 +100,11 @@ class _Shown(NamedTuple):
 
 
 def _shown(timeline: Timeline, links: bool) -> _Shown:
-    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out, then the latest boxes."""
+    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out first, then the latest boxes.
+
+    Args:
+        links: True draws messages if there are few enough boxes.
+    """
     spans = sorted(timeline.spans, key=lambda span: span.start_s)
     if len(spans) <= MOST_BOXES:
         return _Shown(spans, _links(spans) if links else ())
@@ -100,7 +117,7 @@ def _title(timeline: Timeline) -> str:
 
 
 def _timeline(timeline: Timeline, shown: _Shown, top: float, scale: _Scale) -> tuple[list[str], float]:
-    """Return the SVG parts of one timeline, and the top of the next one."""
+    """Draw one timeline at ``top`` pixels; return (SVG parts, top of the next timeline in pixels)."""
     length = f"{timeline.makespan_s / scale.unit_s:.4g} {scale.unit}"
     words = f": {length}, workers idle {timeline.bubble_fraction:.1%} of it"
     spans, zero = shown.spans, min((span.start_s for span in timeline.spans), default=0.0)
@@ -138,14 +155,11 @@ def _timeline(timeline: Timeline, shown: _Shown, top: float, scale: _Scale) -> t
 
 
 def _edge_px(spans: Sequence[Span], scale: _Scale) -> float:
-    """Return the width of the edge between boxes."""
     wide = sorted(span.end_s - span.start_s for span in spans if span.action.op in COMPUTE)
     return EDGE_PX * min(1.0, wide[len(wide) // 2] * scale.px / THIN_PX) if wide else EDGE_PX
 
 
 class _Boxes:
-    """Drawing of the boxes of one timeline."""
-
     def __init__(self, spans: Sequence[Span], zero_s: float, scale: _Scale) -> None:
         self._spans, self._zero_s, self._scale = spans, zero_s, scale
         # Micro-batches are numbered over the whole run; the picture numbers them from the first one shown.
@@ -156,13 +170,13 @@ class _Boxes:
         self._stages = any(len(stages) > 1 for stages in own.values())
 
     def lane(self, worker: int, top: float) -> list[str]:
-        """Draw the boxes of a worker in its row; boxes of computation cover those of waits."""
+        """Draw the boxes of a worker in the row at ``top`` pixels; computation covers waits."""
         mine = [span for span in self._spans if span.worker == worker and span.action.op not in SENDS]
         waits = [span for span in mine if span.action.op in (Op.RECV_F, Op.RECV_B)]
         return [part for span in waits + [s for s in mine if s not in waits] for part in self._box(span, top)]
 
     def message(self, message: MessageSpan, top: float) -> list[str]:
-        """Draw a message of a link."""
+        """Draw a message in the row at ``top`` pixels: full while it is sent, pale until it is received."""
         label = self._label(message.action._replace(op=Op.F if message.action.op is Op.SEND_F else Op.B))
         kind = "F" if message.action.op is Op.SEND_F else "B"
         lasts = f"{message.action} {WORDS[message.action.op]} to worker {message.target.worker}: " + self._when(
@@ -229,7 +243,7 @@ def _letters(words: str) -> float:
 
 
 def _links(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[MessageSpan]]]:
-    """Group the messages that took time by (sender, receiver)."""
+    """Group the messages that took time by link: ((sending worker, receiving worker), messages), sorted."""
     by_link: dict[tuple[int, int], list[MessageSpan]] = {}
     for message in messages_of(spans):
         if message.taken_s > message.start_s:
@@ -238,7 +252,12 @@ def _links(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[MessageSpa
 
 
 def _legend(seen: set[Op], messages: bool) -> list[tuple[str, str]]:
-    """Return (class, words) of each kind of box that occurs."""
+    """Return (CSS class with attributes, words) for each kind of box in the picture.
+
+    Args:
+        seen: operations that are drawn.
+        messages: True if messages are drawn.
+    """
     named = [(op.value, f"{op.value} {WORDS[op]}") for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
     if Op.STEP in seen:
         named.append(("STEP", "optimizer step"))
@@ -268,7 +287,10 @@ def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Se
 def in_slots(
     rows: Sequence[Sequence[Action]], before: Callable[[Action], Sequence[Action]], name: str = ""
 ) -> Timeline:
-    """Compute the timeline of a schedule in abstract slots: F, I and W take 1, B takes 2. A deadlock ends it."""
+    """Compute the timeline of a schedule in abstract slots: F, I and W take 1, B takes 2.
+
+    After a deadlock, the remaining actions are left out. The arguments are those of ``schedule_svg``.
+    """
     rows = [[action for action in row if action.op in COMPUTE] for row in rows]
     known = {action for row in rows for action in row}
     ends: dict[Action, float] = {}
@@ -292,7 +314,7 @@ def in_slots(
 
 
 def _computed(action: Action, before: Callable[[Action], Sequence[Action]]) -> Iterator[Action]:
-    """Yield the compute actions that an action depends on, following messages to their source."""
+    """Yield the computing actions on which an action depends, directly or through messages."""
     for needed in before(action):
         if needed.op in COMPUTE:
             yield needed
