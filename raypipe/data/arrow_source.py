@@ -130,7 +130,7 @@ def ragged(name: object, shapes: str, where: str) -> str:
 
 
 class Table:
-    """Rows of a table as a map-style dataset.
+    """Rows of a table as a map-style dataset, in which each item is a row as a dict.
 
     Args:
         table: Arrow table.
@@ -159,7 +159,7 @@ class Table:
 
 
 def as_arrow(data: Any) -> pa.Table | None:
-    """Convert a table to Arrow; None if it is no table. The index of a pandas.DataFrame is left out.
+    """Convert a table to Arrow; return None if ``data`` is no table. The index of a pandas.DataFrame is left out.
 
     Raises:
         DataError: Arrow has no type for a column, or two columns have one name.
@@ -186,8 +186,12 @@ _WINDOW_ROWS = 65_536
 
 
 class DataFile(NamedTuple):
-    """File of the data: its path in the file system, its format ("parquet" or "arrow"), and the number of rows of each
-    row group.
+    """File of the data.
+
+    Attributes:
+        path: path in the file system.
+        format: "parquet" or "arrow".
+        rows_per_group: number of rows of each row group.
     """
 
     path: str
@@ -198,12 +202,15 @@ class DataFile(NamedTuple):
 class ArrowSource:
     """Source of samples in Parquet and Arrow files; see ``open_data.Source``.
 
+    Row groups are numbered over all files, in the order of ``files``. A window is a range of positions whose rows are
+    shuffled among each other.
+
     Args:
         filesystem: file system of the files.
-        files: files in their order; row groups are numbered in it.
+        files: files in their order.
         schema: schema of every file.
         seed: seed of the shuffled order.
-        rows_per_window: number of rows that are shuffled among each other; 0 keeps the file order.
+        rows_per_window: minimum number of rows in a window; 0 keeps the file order.
     """
 
     def __init__(
@@ -262,7 +269,7 @@ class ArrowSource:
         return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"
 
     def _gather(self, epoch: int, start: int, count: int, names: list[str]) -> dict[str, torch.Tensor]:
-        """Copy samples out of decoded windows (rows shuffled together); return new tensors by column."""
+        """Copy samples out of decoded windows into new tensors; return the tensors by column."""
         order = self._order(epoch)
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
         position = start
@@ -288,7 +295,7 @@ class ArrowSource:
         return self._orders[epoch]
 
     def _window(self, epoch: int, first: int, stop: int, names: list[str]) -> dict[str, NDArray[Any]]:
-        """Return columns of the window (rows shuffled together) of positions ``first`` to ``stop`` - 1, in their order.
+        """Return the columns ``names`` of the window of positions ``first`` to ``stop`` - 1, in the order of positions.
 
         The whole window is decoded once and cached, because even a small batch has rows of most of its row groups.
         """
@@ -314,7 +321,11 @@ class ArrowSource:
         return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
-        """Read columns of a row group; if the file is damaged, raise a DataError that names the file and the rows."""
+        """Read columns of a row group.
+
+        Raises:
+            DataError: the file is damaged or missing; names the file and the rows.
+        """
         try:
             return self._decode(group, names)
         except (pa.ArrowException, OSError) as error:
@@ -335,7 +346,7 @@ class ArrowSource:
             return pa.Table.from_batches([pa.ipc.open_file(opened, options=options).get_batch(index)])
 
     def _reader(self, file: int) -> Any:
-        """Return a cached open Parquet file, so that its footer is not parsed again for every row group."""
+        """Return the open Parquet file of this index, cached, so that its footer is not parsed for every row group."""
         if file not in self._readers:
             while len(self._readers) >= _OPEN_FILES:
                 self._readers.popitem(last=False)[1].close(force=True)
@@ -372,10 +383,10 @@ def survey(
         paths: (path, "parquet" or "arrow") of each file.
 
     Returns:
-        (files that have rows, their schema, default number of rows that are shuffled together).
+        (files that have rows, their schema, default of ``rows_per_window`` in ArrowSource).
 
     Raises:
-        DataError: a file is damaged, has other columns than the first, or all are empty.
+        DataError: a file is damaged or has other columns than the first file, or all files are empty.
     """
     files: list[DataFile] = []
     schema: pa.Schema | None = None
@@ -404,7 +415,11 @@ def survey(
 
 
 def _footer(filesystem: pyarrow.fs.FileSystem, path: str, kind: str) -> tuple[pa.Schema, tuple[int, ...], int]:
-    """Read schema, rows of each group and decoded bytes of a file; DataError if it is damaged."""
+    """Read the footer of a file: return (schema, rows of each row group, bytes of the decoded file).
+
+    Raises:
+        DataError: the file is damaged.
+    """
     try:
         with filesystem.open_input_file(path) as opened:
             return _parquet_footer(opened) if kind == "parquet" else _arrow_footer(opened)

@@ -103,7 +103,11 @@ class Packed(Dataset[Any]):
         return {"input_ids": torch.from_numpy(tokens), **border, "labels": torch.from_numpy(targets)}
 
     def _stream(self, begin: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Read tokens begin, ..., begin + count - 1 of all documents, and the index of each token's document."""
+        """Read tokens begin, ..., begin + count - 1 of the concatenated documents.
+
+        Returns:
+            (tokens, index of the document of each token), both of shape (count,).
+        """
         stream, documents = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         document = int(np.searchsorted(self._ends, begin, side="right"))
         done = 0
@@ -118,7 +122,7 @@ class Packed(Dataset[Any]):
         return stream, documents
 
     def _tokens(self, number: int) -> Any:
-        """Read the tokens of one document, with its separator."""
+        """Read the tokens of one document, followed by the separator if there is one."""
         document = self._documents[number]
         if isinstance(document, Mapping):
             if self._column not in document:
@@ -140,7 +144,11 @@ class Packed(Dataset[Any]):
 
 
 def _borders(documents: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Return a block's "position_ids" and "attention_mask", see Packed, by the document index of each token."""
+    """Compute a block's "position_ids" and "attention_mask", described in Packed.
+
+    Args:
+        documents: index of the document of each token, shape (length,).
+    """
     places = np.arange(len(documents))
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
     positions = places - begins[np.searchsorted(begins, places, side="right") - 1]
@@ -200,8 +208,7 @@ class Pad:
         self.columns = None if columns is None else tuple(columns)
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return a batch of the items: tensors of shape (items, length, ...) for lists, (items,) for numbers, by
-        column.
+        """Return a batch by column: tensors of shape (items, length, ...) for lists, and of shape (items,) for numbers.
 
         Raises:
             DataError: an item is longer than every length, or a column is not a list of numbers.
@@ -237,7 +244,12 @@ class Pad:
         return batch
 
     def _labels(self, items: Sequence[Mapping[str, Any]], lists: Mapping[str, list[Any]]) -> list[Any]:
-        """Return the labels of each item, with -100 at tokens that the item's own attention_mask leaves out."""
+        """Return the labels of each item: its values in ``self.labels``, and the fill value where its mask is 0.
+
+        Args:
+            items: items of the batch; their "attention_mask" is the mask.
+            lists: columns of the items as arrays, by name.
+        """
         assert self.labels is not None
         if self.labels != "labels" and any("labels" in item for item in items):
             raise DataError(

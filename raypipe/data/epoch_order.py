@@ -38,8 +38,8 @@ class EpochOrder:
     Args:
         rows_per_group: rows of each row group, in file order.
         seed, epoch: key of the shuffle, both at least 0.
-        rows_per_window: number of rows that are shuffled among each other; a window ends with the row group that
-            reaches this number. 0 keeps the file order.
+        rows_per_window: minimum number of rows in a window, whose rows are shuffled among each other. A window ends
+            with the row group that reaches this number. 0 keeps the file order.
     """
 
     def __init__(self, rows_per_group: Sequence[int], *, seed: int, epoch: int, rows_per_window: int) -> None:
@@ -62,7 +62,10 @@ class EpochOrder:
             self.num_rows += rows_per_group[group]
 
     def window_at(self, position: int) -> tuple[int, int]:
-        """Return (first position, position after the last) of the window, the rows shuffled together, at a position."""
+        """Return the first position of the window that contains ``position``, and the position after its last.
+
+        A window is a range of positions whose rows are shuffled among each other.
+        """
         window = max(bisect_right(self._starts, position) - 1, 0)
         return self._starts[window], self._starts[window + 1] if window + 1 < len(self._starts) else self.num_rows
 
@@ -70,8 +73,8 @@ class EpochOrder:
         """Locate the samples at positions start, ..., start + count - 1.
 
         Yields:
-            (row group, indices of rows within it, their positions minus ``start``), once for each row group of each
-            window that the positions are in.
+            (row group, indices of rows within the group, positions of these rows minus ``start``), once for each row
+            group of each window that contains some of the positions.
         """
         position = start
         while position < start + count:
@@ -95,7 +98,7 @@ class EpochOrder:
             position = stop
 
     def _rows_of(self, window: int) -> Indices:
-        """Return the permutation of one window's rows, which is cached for the next batch."""
+        """Return the permutation of the rows of the window with this index, and cache it for the next call."""
         kept = self._shuffled
         if kept is not None and kept[0] == window:
             return kept[1]

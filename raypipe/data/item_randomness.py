@@ -50,7 +50,10 @@ def generator_states() -> GeneratorStates:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Lock torch's CPU, numpy's and Python's global generators for this thread; restore their states afterwards."""
+    """Lock torch's CPU, numpy's and Python's global generators for this thread inside the context.
+
+    The generators' states are restored at the end.
+    """
     with _IN_USE:
         before = generator_states()
         try:

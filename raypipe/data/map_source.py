@@ -35,7 +35,7 @@ class MapSource:
 
     Args:
         dataset: map-style dataset. An item is a tensor, number or numpy array, or a tuple or dict of them.
-        seed: seed of the shuffled order, and of the random draws of items and of ``collate``.
+        seed: seed of the shuffled order, and of the random numbers that items and ``collate`` use.
         shuffle: False keeps the dataset's order.
         collate: function that creates columns from items; None stacks the items.
     """
@@ -64,7 +64,7 @@ class MapSource:
 
     @property
     def is_tensors(self) -> bool:
-        """True for a TensorDataset, whose rows are taken without calling the user's code."""
+        """True if the data is a TensorDataset without a collate function: its rows are read without the user's code."""
         return type(self.dataset) is TensorDataset and self.collate is None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class MapSource:
         return f"item {row} of {self.name}"
 
     def _rows(self, epoch: int, start: int, count: int) -> list[int]:
-        """Return the dataset's indices of the items at positions start, ..., start + count - 1."""
+        """Return the dataset's indices of the items at positions start, ..., start + count - 1 of an epoch."""
         # Two stages in threads may share this source: the second one works with its own order.
         cached = self._order
         if cached is None or cached[0] != epoch:
@@ -94,7 +94,10 @@ class MapSource:
         return [row for _, rows, _ in cached[1].locate(start, count) for row in rows.tolist()]
 
     def _check_repeats(self) -> None:
-        """Read the first items twice, and then others for at most MORE_S seconds, and refuse items that differ."""
+        """Raise DataError if an item differs when it is read a second time.
+
+        The first items are tried, and then random items for at most MORE_S seconds.
+        """
         if self.is_tensors:
             return
         first = list(range(min(NUM_READ_TWICE, self.num_samples)))
@@ -135,10 +138,11 @@ class MapSource:
         return batch_of(items, rows, self.name, self.collate, self.columns, keys, seed=self._seed, epoch=epoch)
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
-        """Read items of the dataset, each with generators seeded by (seed, epoch, row) if items draw random numbers.
+        """Read items of the dataset, with the global generators seeded.
 
-        Seeding takes longer than reading a small item, so the generators are seeded once per call at first. When an
-        item draws random numbers, the items of that call are read again. From then on each item has its own seed.
+        Seeding takes longer than reading a small item. So at first the generators are seeded once per call. When an
+        item uses random numbers, the items of that call are read again, and from then on the generators are seeded by
+        (seed, epoch, row) before each item.
         """
         # The batched form that torch's own DataLoader prefers if a dataset has it.
         batched = getattr(self.dataset, "__getitems__", None) or (lambda some: [self.dataset[row] for row in some])
@@ -157,7 +161,14 @@ class MapSource:
             return items
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
-        """Read the dataset's items at these indices; if that fails, raise a DataError that names the bad item."""
+        """Read the items at these indices. If that fails, the items are read one by one to find the bad one.
+
+        Args:
+            batched: (indices) -> items of the dataset.
+
+        Raises:
+            DataError: an item cannot be read; names the item.
+        """
         try:
             items = list(batched(rows))
             if len(items) == len(rows):

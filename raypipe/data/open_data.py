@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Taken(NamedTuple):
-    """Parts of a DataLoader that replace it.
+    """Parts of a DataLoader that a run uses instead of the DataLoader.
 
     Attributes:
         dataset: map-style dataset.
@@ -52,10 +52,10 @@ class Taken(NamedTuple):
     shuffles: bool
 
     def one_collate(self, other: Collate | None) -> Collate | None:
-        """Return the collate function of the DataLoader or of the trainer; None if neither has one.
+        """Return the DataLoader's collate function or ``other``, the trainer's; None if neither has one.
 
         Raises:
-            DataError: they have different ones.
+            DataError: both have one, and they differ.
         """
         if other is not None and self.collate not in (None, other):
             raise DataError(
@@ -98,7 +98,7 @@ def batch_size_of(data: Any, minibatch_size: Any) -> Any:
 
 
 def notes_on(data: Any) -> Iterator[str]:
-    """Yield sentences for the plan on differences between iterating a DataLoader and a run on its data."""
+    """Yield sentences for the plan: what a run on the data of a DataLoader does otherwise than iterating over it."""
     if not isinstance(data, DataLoader):
         return
     if isinstance(data.sampler, RandomSampler):
@@ -178,7 +178,7 @@ class Source(Protocol):
 
     @property
     def columns(self) -> tuple[Any, ...]:
-        """Column names in the order of the files or of the items' keys; 0, 1, ... if items are tuples."""
+        """Column names, in the order of the files or of the items' keys; the numbers 0, 1, ... if items are tuples."""
 
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
@@ -214,10 +214,11 @@ def open_data(
     """Open training data without reading more of it than row counts and column types.
 
     Args:
-        source: path of a Parquet or Arrow file or of a folder of them (local, s3://, gs://), a
-            pyarrow.dataset.Dataset, a table in memory (pyarrow, pandas, polars), a torch map-style dataset, a
-            DataLoader of one, or a stream: an iterable that can be iterated over again, a ray.data.Dataset, or either
-            in a Stream.
+        source: one of:
+            - path of a Parquet or Arrow file, or of a folder of them (local, s3://, gs://)
+            - pyarrow.dataset.Dataset, or a table in memory (pyarrow, pandas, polars)
+            - torch map-style dataset, or a DataLoader of one
+            - stream: an iterable that can be iterated over again, or a ray.data.Dataset; either may be in a Stream
         seed: seed of the shuffled order, at least 0.
         shuffle: True shuffles each epoch. False keeps the order of the data, and reads a stream only once, as an
             evaluation does. Streams are never shuffled.
@@ -227,7 +228,7 @@ def open_data(
         collate: function that creates the columns of a batch from the items of a map-style dataset or a stream.
 
     Raises:
-        DataError: no data, or empty data; names the path and the remedy.
+        DataError: the data is missing, empty or of another kind; names the path and the remedy.
     """
     if rows_per_window is not None and rows_per_window < 1:
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
@@ -269,7 +270,7 @@ def open_data(
 
 
 def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
-    """List the data files under a path or URI, sorted by path, each with its format."""
+    """List the data files under a path or URI: (file system, [(path, format)]), sorted by path."""
     if not path:
         raise DataError("The path of the data is empty. Give that of a Parquet or Arrow file, or of a folder of them.")
     try:
@@ -331,7 +332,7 @@ def _is_dataset(source: object) -> TypeGuard[pyarrow.dataset.Dataset]:
 
 
 def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
-    """List the files of a pyarrow dataset, in its own order."""
+    """List the files of a pyarrow dataset in its own order, as ``_find`` does."""
     import pyarrow.dataset
 
     if getattr(data, "_scan_options", None):
@@ -360,7 +361,7 @@ def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, li
 
 
 def _refuse_views(data: pyarrow.dataset.Dataset, schema: pa.Schema, num_rows: int) -> None:
-    """Refuse a pyarrow dataset that changes columns or rows of its files, since only the files are read."""
+    """Refuse a pyarrow dataset whose columns or rows differ from those of its files, since only the files are read."""
     shows, holds = ([f"{field.name}: {field.type}" for field in one] for one in (data.schema, schema))
     if shows != holds:
         raise DataError(
@@ -397,7 +398,7 @@ def _no_source(source: Any) -> DataError:
 
 
 def _refuse_containers(source: Any) -> None:
-    """Refuse dicts of datasets and tuples of tensors, whose items are not samples."""
+    """Raise DataError for a dict of datasets or a tuple of tensors, whose items are not samples."""
     kind = type(source).__name__
     if isinstance(source, Mapping):
         names = ", ".join(repr(name) for name in list(source)[:5])

@@ -20,7 +20,12 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 
 def stacked(name: str, column: Any, values: list[Any], rows: Sequence[int]) -> torch.Tensor:
-    """Stack the values of one column to shape (len(values), ...); ``rows`` are their indices in the dataset ``name``.
+    """Stack the values of one column to a tensor of shape (len(values), ...).
+
+    Args:
+        name: name of the dataset, for messages.
+        column: name of the column, for messages.
+        rows: indices of the values' items in the dataset, for messages.
 
     Raises:
         DataError: the values have different shapes or types, or cannot become a dense tensor.
@@ -76,7 +81,10 @@ def _tensors(name: str, column: Any, values: list[Any]) -> torch.Tensor:
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
-    """Split an item or batch into columns: keys of a dict, fields of a dataclass, indices of a tuple, else 0."""
+    """Split an item or batch into columns: a dict by its keys, a dataclass by its fields, a tuple or list by index.
+
+    Any other value becomes the column 0.
+    """
     if isinstance(item, Mapping):
         return dict(item)
     if is_dataclass(item) and not isinstance(item, type):
@@ -102,7 +110,7 @@ def _numbers(value: list[Any]) -> bool:
 
 
 def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
-    """Return the key of ``column``, which is a key in ``columns`` or an index into them.
+    """Return the key of ``column``, which is one of ``columns`` or an index into ``columns``.
 
     Raises:
         DataError: the data ``name`` has no such column.
@@ -116,11 +124,14 @@ def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
 
 Collate = Callable[[list[Any]], Any]
 COLLATING = 1 << 40
-"""Offset added to the row index in the key of a collate function's draws, so that they differ from the row's own."""
+"""Offset of the row index in the key of a collate function's random numbers, so that the row's own are not repeated."""
 
 
 def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int, epoch: int) -> dict[Any, torch.Tensor]:
-    """Call the collate function, with the random generators seeded by (seed, epoch, first row).
+    """Call the collate function, with the global random generators seeded by (seed, epoch, first row).
+
+    Args:
+        rows: indices of the items in the dataset.
 
     Returns:
         Tensors of shape (len(items), ...) by column name or index.
@@ -176,7 +187,7 @@ def batch_of(
         collate: function that creates columns from items; None stacks the items.
         columns: columns of item 0, which all items must have; empty if they are not known yet.
         keys: columns to return; empty for all.
-        seed, epoch: key of the random draws of ``collate``.
+        seed, epoch: key of the random numbers that ``collate`` uses.
 
     Raises:
         DataError: an item, or the batch of the collate function, has other columns.
@@ -208,7 +219,12 @@ def check_range(name: str, num_samples: int, start: int, count: int) -> None:
 def by_request(
     columns: Sequence[Any], keys: Sequence[Any], batch: Mapping[Any, torch.Tensor]
 ) -> tuple[torch.Tensor, ...] | dict[Any, torch.Tensor]:
-    """Select ``keys`` of a batch as ``Source.read`` returns them: a tuple if ``columns`` are indices, else a dict."""
+    """Select ``keys`` of a batch in the form of ``Source.read``: a tuple if the ``columns`` are indices, else a dict.
+
+    Args:
+        columns: requested columns, by index or by name.
+        keys: the keys of these columns in ``batch``.
+    """
     if all(isinstance(column, int) for column in columns):
         return tuple(batch[key] for key in keys)
     return {key: batch[key] for key in keys}

@@ -22,7 +22,9 @@ from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 MOST_MARKS = 64
-"""Maximum number of marks that a reader keeps: a run can roll back by so many reads without reading from the start."""
+"""Maximum number of marks that a reader keeps, and so of reads by which a run can roll back without reading from the
+beginning.
+"""
 MOST_HELD = 4096
 """Maximum number of skipped items that are kept in memory for later reads."""
 TRIED = 3
@@ -59,9 +61,9 @@ class StreamReader:
     Args:
         stream: iterable whose ``__iter__`` begins anew each time.
         name: name of the stream, for messages.
-        seed: seed of the random draws of items: the global generators are seeded by (seed, position) before each item.
+        seed: seed of the items' random numbers: the global generators are seeded by (seed, position) before each item.
         saves: True if marks contain the ``state_dict()`` of the stream.
-        once: minimum number of items, if the stream is iterated over once only; None iterates over it again and again.
+        once: number of items that the one and only pass must have; None allows any number of passes.
     """
 
     def __init__(self, stream: Any, name: str, seed: int, *, saves: bool, once: int | None = None) -> None:
@@ -73,7 +75,11 @@ class StreamReader:
         self._held: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, start: int, count: int) -> list[Any]:
-        """Read the items at positions start, ..., start + count - 1; raise a DataError if the stream fails or ends."""
+        """Read the items at positions start, ..., start + count - 1.
+
+        Raises:
+            DataError: the stream fails or ends.
+        """
         with own_generators():
             return [
                 self._held.pop(at) if at in self._held else self._item(at, marks=at == start)
@@ -86,31 +92,31 @@ class StreamReader:
         return list(self._marks.values())
 
     def known(self, position: int) -> Mark | None:
-        """Return the mark at a position if the reader has it already, else None; may be called in any thread."""
+        """Return the stored mark of a position, None if no mark is stored; may be called in any thread."""
         return self._marks.get(position)
 
     def mark(self, position: int) -> Mark | None:
-        """Return the mark to resume reading from at a position; None unless a recent read began or ended there."""
+        """Return the mark of a position; None unless a recent read began there, or the last read ended there."""
         if self._items is not None and position == self._at.position:
             self._keep_mark()
         return self._marks.get(position)
 
     def mark_before(self, position: int) -> Mark:
-        """Return the last known mark, from which reading can resume, at or before a position."""
+        """Return the last stored mark whose position is at most ``position``."""
         return self._marks[max(at for at in self._marks if at <= position)]
 
     def close(self) -> None:
-        """End the iteration, which may hold threads and tasks; the next read begins another one."""
+        """End the iteration, which may hold threads and tasks. The next read begins another iteration."""
         items, self._items = self._items, None
         if (close := getattr(items, "close", None)) is not None:
             close()
 
     def learn(self, mark: Mark) -> None:
-        """Add a mark, from which reading can resume, of another reader or of an earlier process."""
+        """Store a mark that another reader or an earlier process has made."""
         self._marks[mark.position] = mark
 
     def _item(self, position: int, *, marks: bool) -> Any:
-        """Read the item at a position; if ``marks`` is True, keep a mark from which reading can resume there."""
+        """Read the item at a position; if ``marks`` is True, store a mark of the position first."""
         nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
@@ -142,7 +148,7 @@ class StreamReader:
         self._items = _begun(self._live, number, state)
 
     def _next(self) -> Any:
-        """Read the item at the current position, in a new iteration if the last one has ended, and advance."""
+        """Read the item at the current position, and advance. If the pass has ended, begin the next one."""
         position, number, within, _ = self._at
         item = self._pull(position)
         if item is _END:
@@ -185,10 +191,13 @@ class StreamReader:
 
 
 def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
-    """Return True if a copy of the stream returns the same items after ``load_state_dict``, by a trial of a few.
+    """Return True if the stream continues with the right items after ``load_state_dict``.
 
-    A stream with a shuffle buffer is not tried: its state lacks the items in the buffer, which ``load_state_dict``
-    loses. ``same`` returns True if two items are equal.
+    This is tried with a few items of two copies. A stream with a shuffle buffer is not tried, and the result is False:
+    its state lacks the items in the buffer, which ``load_state_dict`` loses.
+
+    Args:
+        same: (item, item) -> True if the items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
@@ -253,7 +262,11 @@ def _begun(stream: Any, number: int, state: Any) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Copy a state through JSON; raise ValueError or TypeError if it is not plain data."""
+    """Copy a state through JSON.
+
+    Raises:
+        ValueError, TypeError: the state is not plain data.
+    """
     plain = json.loads(json.dumps(state, allow_nan=False))
     if plain != state:
         raise ValueError("not plain data")

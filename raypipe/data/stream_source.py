@@ -37,8 +37,8 @@ class Stream:
     """Stream as train_data or eval_data.
 
     Args:
-        dataset: iterable whose ``__iter__`` begins anew each time. If it has ``set_epoch``, that is called with the
-            number of each pass.
+        dataset: iterable whose ``__iter__`` begins anew each time. If it has a method ``set_epoch``, the method is
+            called with the number of each pass.
         num_samples: number of samples in an epoch; the next epoch continues after them. For eval_data: every evaluation
             reads this number of samples from the beginning. None defines one epoch without an end, for train_data only.
 
@@ -57,19 +57,19 @@ class Stream:
 
 
 def is_stream(data: Any) -> bool:
-    """Return True if the data is a stream: a Stream, a ray.data.Dataset or an iterable without indexed items."""
+    """Return True if the data is a stream: a Stream, a ray.data.Dataset, or an iterable whose items have no index."""
     if isinstance(data, Stream) or callable(getattr(data, "iter_rows", None)):
         return True
     return hasattr(data, "__iter__") and not has_numbered_items(data)
 
 
 def has_numbered_items(data: Any) -> bool:
-    """Return True if the data has items by index. An IterableDataset has none; its ``__getitem__`` only raises."""
+    """Return True if items can be read by index. An IterableDataset's cannot: its ``__getitem__`` only raises."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 def own_reader(source: Any, owner: Any) -> Any:
-    """Return what ``owner`` (a stage) reads: a reader of its own if ``source`` is a stream, else ``source`` itself."""
+    """Return a reader that belongs to ``owner`` (a stage) if ``source`` is a stream; else return ``source`` itself."""
     return source.reader(owner) if isinstance(source, StreamSource) else source
 
 
@@ -78,7 +78,7 @@ class StreamSource:
 
     Args:
         stream: a Stream, or an iterable, which becomes a Stream with an endless epoch.
-        seed: seed of the random draws of items and of ``collate``.
+        seed: seed of the random numbers that items and ``collate`` use.
         collate: function that creates columns from items; None stacks the items.
         again: True begins another pass at the end of the stream; False raises there, so that no item is read twice.
     """
@@ -112,8 +112,8 @@ class StreamSource:
     def reader(self, owner: Any) -> StreamReading:
         """Return the reader of ``owner`` (a stage), which has its own position; create the reader at the first call.
 
-        A new reader gets the marks (positions at which reading can resume) of all other readers in this process,
-        because a stage may move to another worker.
+        A mark is a position at which reading can resume. A new reader gets the marks of all other readers in this
+        process, because a stage may move to another worker.
         """
         with self._lock:
             if owner not in self._readers:
@@ -126,7 +126,7 @@ class StreamSource:
             return self._readers[owner]
 
     def learn(self, mark: Mark) -> None:
-        """Add the mark from which the run resumes to all readers of this process, present and future ones."""
+        """Give the mark at which the run resumes to all readers in this process, existing and future ones."""
         with self._lock:
             self._learnt, readers = mark, list(self._readers.values())
         for reader in readers:
@@ -144,8 +144,8 @@ class StreamSource:
     def read_again(self, epoch: int, start: int, count: int, columns: Sequence[Any]) -> dict[Any, torch.Tensor] | None:
         """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
-        Reading begins at the nearest position of which a reader in this process has saved the stream's state, else at
-        the beginning of the stream. For a ray.data.Dataset the result is None.
+        Reading begins at the nearest position of which a reader in this process has stored the stream's state, else at
+        the beginning of the stream. For a ray.data.Dataset the result is always None.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
@@ -178,7 +178,7 @@ class StreamSource:
         return f"item {epoch * self.num_samples + position} of {self._name}"
 
     def _pause(self) -> None:
-        """End the tasks of Ray that read a ray.data.Dataset; the next read begins others."""
+        """End the tasks of Ray that read a ray.data.Dataset; do nothing for other streams."""
         if self.read_by_tasks:
             self.reader(None).close()
 
@@ -219,7 +219,7 @@ class StreamSource:
 
 
 class StreamReading:
-    """Reader of a StreamSource for one stage, itself a Source. Threads may share a reader: one at a time reads."""
+    """Reader of a StreamSource for one stage, itself a Source. Threads may share a reader: reads are serialized."""
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
@@ -250,7 +250,7 @@ class StreamReading:
             self._reader.close()
 
     def mark(self, epoch: int, offset: int) -> Mark | None:
-        """Return the mark from which reading can resume at sample ``offset`` of an epoch; None if it is not known.
+        """Return the mark at which reading can resume with sample ``offset`` of an epoch; None if it is not known.
 
         Waits for a read in another thread, unless the mark exists already.
         """
@@ -261,7 +261,7 @@ class StreamReading:
             return self._reader.mark(position)
 
     def mark_before(self, position: int) -> Mark | None:
-        """Return the last known mark, from which reading can resume, at or before a position; None during a read."""
+        """Return the last mark whose position is at most ``position``; None while another thread reads."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -279,7 +279,7 @@ class StreamReading:
 
 
 class _Rows:
-    """Rows of a ray.data.Dataset, always in the same order."""
+    """Iterable over the rows of a ray.data.Dataset, always in the same order."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -288,7 +288,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the dataset's execution, which would else start Ray at exit."""
+        """Yield the rows. Closing the iterator ends the dataset's execution, which may start Ray at exit otherwise."""
         rows = iter(self._dataset.iter_rows())
         try:
             for row in rows:  # noqa: UP028  "yield from" would close them first
