@@ -30,7 +30,7 @@ def failing_row(
 ) -> int | None:
     """Find by bisection a row (sample of a micro-batch) that fails alone, with an exception of the same type.
 
-    None if the rows fail only together, if the other rows tried fail alone too, and after a RaypipeError or an
+    Returns None if the rows fail only together, if other rows fail alone too, or if ``error`` is a RaypipeError or an
     out-of-memory error.
 
     Args:
@@ -73,7 +73,10 @@ def failing_row(
 def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
     """Describe, with a remedy, a sample that makes a forward fail by itself.
 
-    The sample has this ``position`` in the epoch's order, and is row ``row`` of its micro-batch's ``columns``.
+    Args:
+        position: position of the sample in the epoch's order.
+        columns: data columns of the sample's micro-batch, by name.
+        row: index of the sample in the micro-batch.
     """
     values = " and ".join(f"column {name!r} is {_shown(x[row] if x.dim() else x)}" for name, x in columns.items())
     what = f", whose {values}," if values else ""
@@ -87,7 +90,7 @@ def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, 
 
 
 def columns_read(programs: Sequence[StageProgram], mode: str) -> tuple[Any, ...]:
-    """List the data columns that the model and its loss read in a mode ("train" or "eval"), each once."""
+    """List the data columns that the model and its loss read in a mode ("train" or "eval"), without doubles."""
     functions = [program.modes[mode] for program in programs if mode in program.modes]
     targets = [name for program in programs for name in program.targets]
     return tuple(dict.fromkeys([*(name for function in functions for name in function.columns), *targets]))
@@ -98,7 +101,7 @@ def describe_nonfinite(source: Source, segment: Segment, step: int, names: Itera
 
     Args:
         source: data to read again. If a stream would take too long to read, the first and last sample are named.
-        segment: mini-batches of one order, with the one of this step among them.
+        segment: consecutive mini-batches, which include that of the step.
         step: number of the optimizer step in the run.
         names: columns that model and loss read.
     """
@@ -130,7 +133,7 @@ def describe_nonfinite(source: Source, segment: Segment, step: int, names: Itera
 
 
 def _shown(value: torch.Tensor) -> str:
-    """Describe a tensor in words: its value if it has one element, else its shape and range."""
+    """Describe a tensor in words: by its value if it has one element, else by its shape and range of values."""
     if value.numel() == 1:
         return f"{value.item():g}" if value.is_floating_point() else str(value.item())
     text = f"of shape {tuple(value.shape)}"

@@ -9,9 +9,9 @@ Modules of an nn.Sequential run unchanged: tensors that they create in host memo
                                                   gradient of a large weight is added as soon as it is computed
     compiled    one node                          all gradients of a micro-batch are computed at once
 
-So schedules with split backwards refuse compile_stages. A stage with keyed random draws, which are Python code, is not
+So schedules with split backwards refuse compile_stages. A stage that draws random numbers, by Python code, is not
 compiled; the plan has a note. Every shape is compiled separately (``dynamic=False``), so that the kernels of a
-micro-batch, and its bits, never depend on earlier shapes. Evaluation is not compiled.
+micro-batch, and so its results, never depend on earlier shapes. Evaluation is not compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Loss = Callable[..., Any]
 
 
 def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
-    """Return a traced stage function with its constants and new tensors on the device; others are returned as is."""
+    """Return a traced stage function with its constants and new tensors on the device, any other function unchanged."""
     if transfer.device.immediate or not isinstance(function, GraphFunction):
         return function
     constants = transfer.named(dict(enumerate(function.constants)), TransferKind.CONSTANTS)
@@ -64,8 +64,7 @@ def _module_on(module: torch.nn.Module, transfer: DeviceTransfer) -> torch.nn.Mo
 
 
 BACKENDS = ("inductor", "aot_eager")
-"""Backends of torch.compile: "inductor" generates kernels; "aot_eager" runs torch's own, with the bits of eager torch.
-"""
+"""Backends of torch.compile: "inductor" generates kernels; "aot_eager" runs torch's own kernels."""
 
 _TRACING = threading.Lock()
 """Lock of calls that may trace: torch traces one function at a time in a process, and LocalFleet has many threads."""
@@ -103,7 +102,7 @@ def why_not_compiled(function: StageFunction) -> str:
 
 
 def notes_of(programs: Sequence[StageProgram]) -> list[str]:
-    """Return a sentence with the reason for each stage that torch.compile does not compile, as a note of the plan."""
+    """Return a note of the plan for each stage that torch.compile does not compile: a sentence with the reason."""
     why = {program.index: why_not_compiled(program.train) for program in programs}
     return [f"Stage {stage} is not compiled: {reason}." for stage, reason in why.items() if reason]
 

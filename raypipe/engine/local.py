@@ -76,26 +76,27 @@ class LocalFleet:
 
     @property
     def _works(self) -> list[StageWork]:
-        """Runners of all stages in increasing order, each that of the stage's first replica."""
+        """Runner of each stage on the stage's first replica, in increasing order of the stages."""
         leading = (executor for executor in self.executors if executor.placement.leads)
         return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)
 
     @property
     def states(self) -> list[StageState]:
-        """States of all stages in increasing order, each that of the stage's first replica."""
+        """State of each stage on the stage's first replica, in increasing order of the stages."""
         return [work.state for work in self._works]
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Run orders one by one, until they end or ``halt`` is called.
+        """Run segments one by one, until there are no more requests or ``halt`` is called.
 
         Args:
+            orders: requests, each to run one segment.
             schedules: function from ``order.rows`` to the schedule with the actions of every worker.
-            last: True runs the orders even after ``halt``, to complete micro-batches that were in flight then.
+            last: True continues even after ``halt``, to complete micro-batches that were in flight then.
 
         Yields:
-            The reports of each order: one list per stage and replica, in this order, with one report per mini-batch.
+            The reports of each segment: one list per stage and replica, in this order, with one report per mini-batch.
 
         Raises:
             StageError, LinkError: the first failure of a worker; the other workers are aborted at once.
@@ -109,15 +110,15 @@ class LocalFleet:
             yield reports
 
     def halt(self) -> None:
-        """Let ``run`` end after its current order. Later runs do nothing, unless ``last`` is True. Thread-safe."""
+        """Let ``run`` end after the current segment. Later runs do nothing, unless ``last`` is True. Thread-safe."""
         self._halted = True
 
     def makers(self, reports: Sequence[StepReport]) -> tuple[dict[str, Any], ...]:
-        """Return an empty tuple. A Fleet returns facts on the process of each stage here; threads have none."""
+        """Return an empty tuple, because threads have no facts; a Fleet returns facts on the process of each stage."""
         return ()
 
     def spans(self) -> list[Span]:
-        """Return the timed actions of all stages in the last order that had ``keep_spans``; empty before."""
+        """Return the timed actions (Span) of all stages in the last segment run with keep_spans=True; empty if none."""
         return self._spans
 
     def save(self, folder: str) -> None:
@@ -126,7 +127,7 @@ class LocalFleet:
             writer.begin(folder)
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until every stage has written its files of checkpoint ``folder``; return the manifest's entries."""
+        """Wait until every stage has written its files of checkpoint ``folder``; return the entries of its manifest."""
         entries = entries_of(self._writers, folder, SAVE_TIMEOUT_S)
         saved = [entry for entry in entries if entry is not None]
         if len(saved) < len(entries):
@@ -172,7 +173,12 @@ class LocalFleet:
     def _gather(
         self, outcomes: SimpleQueue[_Outcome]
     ) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
-        """Return (reports by worker, the first StageError or else the first failure or None); a failure aborts all."""
+        """Wait for the outcomes of all workers; after the first failure, abort all workers.
+
+        Returns:
+            (reports by worker, failure to raise). The failure is the first StageError, or else the first failure; None
+            if no worker failed.
+        """
         by_worker: dict[int, list[list[StepReport]]] = {}
         failure: BaseException | None = None
         for _ in self.executors:
@@ -196,7 +202,10 @@ def _next(outcomes: SimpleQueue[_Outcome]) -> _Outcome:
 
 
 def _with_own_functions(setup: GenerationSetup, placement: Placement) -> GenerationSetup:
-    """Return a setup with copies of a replica's stage functions, which bind parameters and so serve one thread only."""
+    """Return the setup with copies of the functions of a replica's stages.
+
+    A function binds parameters, so replicas in several threads cannot share it.
+    """
     programs = [
         replace(program, train=copy(program.train), eval=copy(program.eval)) if stage in placement.stages else program
         for stage, program in enumerate(setup.programs)

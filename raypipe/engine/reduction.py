@@ -9,7 +9,7 @@
                                  ^ the update's last backward here: the exchange begins in parallel with it
 
 The exchange between replicas begins early if the update is certain, as in synchronous schedules; else, and if the
-backward is split to be timed, it begins after the backward. The bits are the same.
+backward is split to be timed, it begins after the backward. The results are bitwise equal.
 
 All messages are sent before any is waited for, so stages of one worker cannot wait for each other. Worker 0 finishes
 its backwards last, so all other norms have arrived by the time it has its own.
@@ -93,9 +93,9 @@ def all_reduces(
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Find, in a worker's actions, the last backward before each REDUCE_GRAD of its stage.
+    """Find the last backward before each REDUCE_GRAD of its stage, in the row (actions of one worker).
 
-    The result maps the backward's index to the micro-batch of the REDUCE_GRAD.
+    The result maps the index of the backward in the row to the micro-batch of the REDUCE_GRAD.
     """
     closing: dict[int, int] = {}
     newest: dict[int, int] = {}
@@ -138,9 +138,10 @@ class Reduction:
         self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """Sum the gradients of a stage's update over replicas; after the last of the worker's stages, over stages too.
+        """Sum the gradients of a stage's update over its replicas.
 
-        Every ``parameter.grad`` is set then. If the update has to be deferred, nothing is done.
+        In the call for the last of the worker's stages, gradients of parameters that several stages hold are summed
+        too, and every ``parameter.grad`` is set. If the update has to be deferred, nothing is done.
         """
         if not self._updates[stage].begin():
             return
@@ -169,7 +170,10 @@ class Reduction:
             self._updates[stage].average()
 
     def _recv_shared(self, worker: int, action: Action) -> Tensors:
-        """Receive a message that ``worker`` sent to the first replica, which forwards it to the others here."""
+        """Receive gradients of shared parameters from ``worker``, which sends them to the first replica only.
+
+        The first replica forwards them to the other replicas.
+        """
         if not self._placement.leads:
             return self._receive(self._placement.replicas[0], action)
         tensors = self._receive(worker, action)
@@ -182,8 +186,9 @@ class Reduction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (gradient norm of the whole model, loss), scalars, equal on every stage.
 
-        Messages are exchanged in the call for the first of the worker's stages. The norm does not depend on the
-        partition: it is the norm of the parameters' norms in the order of the user's named_parameters(), as in torch.
+        Messages are exchanged in the first call; calls for the worker's other stages return its result. The norm does
+        not depend on the partition: it is the norm of the parameters' norms in the order of the user's
+        named_parameters(), as in torch.
 
         Args:
             losses: terms of the mini-batch's loss, if this worker holds the last stage; else empty.
@@ -221,7 +226,10 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Return the loss, summed over replicas, without a norm. None on all but the last stage's first replica."""
+        """Return the loss of the mini-batch, summed over the replicas of the last stage, without computing a norm.
+
+        None on other stages, and on all but the first replica of the last stage.
+        """
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)
         action = Action(self._placement.first_stage(self._placement.worker), Op.REDUCE_NORM, microbatch)
@@ -237,9 +245,14 @@ class Reduction:
         of_parts: Sequence[Sequence[torch.Tensor | None]],
         with_frozen: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute (gradient norm, loss) with the other leading workers: norms go down to the first, totals back up.
+        """Compute (gradient norm, loss) of the model together with the other leaders (first replicas).
 
-        ``of_parts`` has, for each stage of this worker, ``Update.part_norms`` of all replicas; empty if not sharded.
+        Each leader sends the norms of its own and of later stages to the previous leader. The first one computes the
+        total, which returns the same way.
+
+        Args:
+            loss: loss of the mini-batch; None on all but the last stage.
+            of_parts: for each stage of this worker, ``Update.part_norms`` of all replicas; empty without sharding.
         """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable

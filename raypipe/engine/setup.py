@@ -35,7 +35,7 @@ class RunSetup:
         persistent: names of the parameters and buffers that checkpoints contain.
         place: the run's folder, for checkpoints; None for a run that saves nothing.
         run_id: identifier of the run, checked when a link is opened.
-        secret: key shared by the workers of this run, with which links of "tcp" authenticate.
+        secret: key shared by the workers of this run, with which "tcp" links authenticate.
         transport: transport of boundary tensors; see PipelineConfig.
         link_ports: lowest and highest port that links may use; None for any port.
         link_checksum: "auto", "on" or "off"; see PipelineConfig.
@@ -45,8 +45,9 @@ class RunSetup:
         metrics: evaluation metrics by name; the last stage computes them.
         token_column: data column of token ids, for counting tokens; None if there is no such column.
         compile_stages: see PipelineConfig.
-        torch_settings: global torch settings for worker processes; empty for threads of the process that has them.
-        working_folder: working folder of the planning process; "" for threads of that process. See
+        torch_settings: global torch settings of the planning process, for worker processes; empty if the workers are
+            threads of the planning process.
+        working_folder: working folder of the planning process; "" if the workers are its threads. See
             runtime/worker/stage_process.py.
     """
 
@@ -79,11 +80,11 @@ class GenerationSetup:
         programs: programs of all stages, in order.
         homes: for each stage, the workers that hold it: ``Wiring.homes``.
         weights: policy for weight versions, update intervals and the norm that is clipped.
-        codecs: default codecs of the messages between stages; orders may replace them.
-        generation: number of the plan; segments of other plans are refused.
+        codecs: default codecs of the messages between stages; ``Order.codecs`` may replace them.
+        generation: number of the plan; requests that belong to other plans are refused.
         addresses: network addresses of all workers; empty before the links are opened.
         recompute: by stage, True for activation recomputation; empty for no stage.
-        lanes: number of gradient-accumulation lanes, to which micro-batches are assigned in turn: ``Wiring.lanes``.
+        lanes: number of lanes (partial sums of gradients), to which micro-batches are assigned round-robin.
     """
 
     programs: Sequence[StageProgram]

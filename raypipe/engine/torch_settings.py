@@ -87,7 +87,7 @@ class TorchSettings:
         return [name for name, value in self.values if _read(name) != value]
 
     def unusual(self) -> dict[str, str]:
-        """Return {name: value} of the default dtype and the matmul precision, if they differ from torch's defaults."""
+        """Return {name: value} of the default dtype and the matmul precision, leaving out torch's own defaults."""
         return {f"torch.{name}()": str(value) for name, value in self.values if _USUAL.get(name, value) != value}
 
 
@@ -99,7 +99,10 @@ def torch_settings() -> TorchSettings:
 
 
 def _read(name: str) -> Any:
-    """Read a setting by its name below ``torch``; None if this torch lacks it, or if its newer alias was set."""
+    """Read a setting by its name below ``torch``; None if this torch cannot read it.
+
+    torch lacks some settings in some versions, and refuses to read a setting once a newer name for it was used.
+    """
     try:
         value = _below_torch(name)
         return value() if name in _BY_FUNCTIONS else value

@@ -38,8 +38,8 @@ class Codec:
 
     Attributes:
         name: one of CODECS.
-        rounding_seed: seed of stochastic rounding, for int8 and int4. The draws of a message are a function of this
-            seed, the message's action and the position in the message. None rounds to nearest.
+        rounding_seed: seed of stochastic rounding, for int8 and int4. The random numbers of a message are a function of
+            this seed, the message's action and the position in the message. None rounds to nearest.
 
     Raises:
         ConfigError: the name is unknown, or a codec other than int8 and int4 has a seed.
@@ -75,7 +75,7 @@ class Codecs(NamedTuple):
 
 
 def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs) -> tuple[int, int]:
-    """Return (bytes of a message's tensors, bytes of the message on the wire), without padding and header."""
+    """Return (bytes of a message's tensors, bytes of the message on the wire); padding and header are not counted."""
     plain = sum(x.nbytes for x in tensors if x is not None)
     name = codecs.of(op).name
     if name == "none":
@@ -89,7 +89,10 @@ def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs
 
 
 def travels_coded(name: str, op: Op, tensor: torch.Tensor) -> bool:
-    """Return True if a tensor of a message is to be encoded. In a forward message it must require a gradient."""
+    """Return True if the codec ``name`` may encode a tensor of a message with the operation ``op``.
+
+    In a forward message, only tensors that require a gradient are encoded.
+    """
     return name != "none" and (op is not Op.SEND_F or tensor.requires_grad)
 
 
@@ -107,7 +110,7 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
 
 
 def applies(name: str, dtype: torch.dtype, elements: int) -> bool:
-    """Return True if a codec supports a dtype and saves bytes: its scale would make a single element larger."""
+    """Return True if a codec supports a dtype and saves bytes; the scale would make a single element larger."""
     return dtype in _TAKES[name] and wire_bytes(name, dtype, elements) < elements * dtype.itemsize
 
 

@@ -82,7 +82,12 @@ class _Handle(NamedTuple):
 
 @functools.cache
 def _stream(address: int, device: int) -> Any:
-    """Return CuPy's view of a torch stream of the current device. Caching is safe: torch never destroys its streams."""
+    """Return CuPy's view of the torch stream with this handle, cached; torch never destroys its streams.
+
+    Args:
+        address: cudaStream_t as an integer; 0 for the default stream.
+        device: index of the current CUDA device; only distinguishes the cached streams of different devices.
+    """
     from cupy.cuda import Stream
 
     return Stream.from_external(_Handle(address)) if address else Stream.null

@@ -8,8 +8,8 @@
 
 Blocks are 128 elements, the last one shorter; scale = a / most, with a the block's largest magnitude and most 127, 448
 or 7. Blockwise 8-bit quantisation as in Dettmers et al. (arXiv:2110.02861), with linear instead of dynamic bytes; E4M3
-as in Micikevicius et al. (arXiv:2209.05433); stochastic rounding as in Gupta et al. (arXiv:1502.02551), with draws that
-are a function of key and position: no generator has state, and parts of a tensor may be encoded in any order.
+as in Micikevicius et al. (arXiv:2209.05433); stochastic rounding as in Gupta et al. (arXiv:1502.02551). Its random
+numbers are a function of key and position: no generator has state, and parts of a tensor may be encoded in any order.
 
 A block whose scale would be denormal is decoded as zeros, so that nothing depends on a processor's flushing of
 denormals. ``kernels.cu`` computes the same bits, except the payload of a NaN, in one pass over a GPU's memory. Here the
@@ -33,7 +33,9 @@ PART = 1024 * BLOCK
 """Number of elements that are encoded or decoded at a time, so that intermediate values stay in the cache."""
 
 DRAW = 2.0**-16
-"""Factor from the int16 of ``draws`` to the offset that is added before rounding, in units of the block's scale."""
+"""Factor of the random int16 of ``draws``. The product is added to an element before rounding, and is in units of the
+block's scale.
+"""
 _MOST = float(np.finfo(np.float32).max)
 
 
@@ -140,8 +142,8 @@ def _scales_of(largest: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndar
 def draws(key: int, start: int, count: int) -> np.ndarray:
     """Return pseudo-random odd int16, shape (count,), for the elements from position ``start``, which must be even.
 
-    Multiplied by DRAW they are uniform in (-1/2, 1/2), symmetric about 0. Adding one to an element divided by its
-    scale, and then rounding to nearest, rounds the element stochastically. A whole number is never changed.
+    Multiplied by DRAW they are uniform in (-1/2, 1/2), symmetric about 0. An element is rounded stochastically by
+    adding such a number to the element divided by its scale, and rounding to nearest. A whole number is never changed.
     """
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     # One word for two neighbours. Multiply, shift and fold, as in Wellons' "lowbias32"; the key comes in twice.
@@ -172,7 +174,7 @@ def _unpacked(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_code(wire: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of an encoded tensor: (scales, float32 of shape (blocks,); the codes after them, uint8)."""
+    """Return views of the two parts of an encoded tensor: (scales, float32 of shape (blocks,); codes, uint8)."""
     split = 4 * -(-elements // BLOCK)
     return wire[:split].view(torch.float32), wire[split:]
 
@@ -186,7 +188,7 @@ def _scratch() -> torch.Tensor:
 
 
 def _parts(elements: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, elements per block) of each part of a tensor; a last block below BLOCK is a separate part."""
+    """Yield (start, stop, elements per block) of each part of a tensor. A shorter last block is a separate part."""
     whole = elements - elements % BLOCK
     for start in range(0, whole, PART):
         yield start, min(start + PART, whole), BLOCK
@@ -199,7 +201,7 @@ ROUNDS = 5
 
 
 def codec_cost(name: str) -> tuple[float, float, float]:
-    """Measure a codec: return (compression ratio, seconds to encode a byte, seconds to decode a byte).
+    """Measure a codec; return (compression ratio, seconds to encode a byte, seconds to decode a byte).
 
     Bytes are those of the float32 tensor before encoding. Times are the shortest of ROUNDS rounds over 1 MiB on one
     thread, which takes some milliseconds.

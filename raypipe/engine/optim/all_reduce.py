@@ -1,4 +1,4 @@
-"""All-reduce of gradients between the replicas of a stage: the sum over all lanes, with equal bits on all replicas.
+"""All-reduce of gradients between the replicas of a stage: the sum over all lanes, bitwise equal on all replicas.
 
 Micro-batches are assigned in turn to gradient-accumulation lanes; a replica computes the micro-batches of its lanes.
 
@@ -50,7 +50,7 @@ LONGEST_BACKWARD_S = 3600.0
 
 
 class ReplicaLink(Protocol):
-    """Messages between the replicas of a stage."""
+    """Exchange of messages between the replicas of a stage."""
 
     def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
         """Send a message named ``action``, from any thread; all but the first ``in_host`` tensors are on the device."""
@@ -69,8 +69,8 @@ class AllReduce:
         placement: defines the replicas, and the lanes of each.
         sink: gradient sums of the stage.
         link: sends and receives messages of the stage's replicas.
-        codec: "bf16" rounds the sums of lanes, and then their totals, to send half the bytes of fp32. Local sums are
-            rounded too, so that the result depends on the lanes only. "none" does not round.
+        codec: "bf16" rounds the sums of lanes, and then their totals, to send half the bytes of fp32. Sums that are not
+            sent are rounded too, so that the result depends on the lanes only. "none" does not round.
         device: device of the sums. An exchange in parallel with a backward has its own stream there.
         sharded: names of the parameters with sharded optimizer state, as in ``chunks_of``.
     """
@@ -94,7 +94,11 @@ class AllReduce:
         self._running: _ThreadedExchange | None = None
 
     def begin(self, microbatch: int) -> None:
-        """Start the exchange just before the update's last backward, that of ``microbatch``, in parallel with it."""
+        """Start the exchange in a thread, just before the last backward of the update.
+
+        Args:
+            microbatch: micro-batch of the REDUCE_GRAD, which names the messages.
+        """
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
             self._running = _ThreadedExchange(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
@@ -105,6 +109,9 @@ class AllReduce:
         """Compute the totals over all lanes after the last backward of an update, and store them in the sink.
 
         If ``begin`` has started the exchange, wait until it ends.
+
+        Args:
+            microbatch: micro-batch of the REDUCE_GRAD, as for ``begin``.
 
         Raises:
             LinkError: a replica did not answer.
@@ -125,6 +132,9 @@ class AllReduce:
     def gather(self, microbatch: int) -> None:
         """Send the parameters of this replica's slices after its step, and write those received from other replicas.
 
+        Args:
+            microbatch: micro-batch of the STEP, which names the messages.
+
         Raises:
             LinkError: a replica did not answer.
         """
@@ -141,7 +151,7 @@ class AllReduce:
         self._link.waited(time.monotonic() - begin_s)
 
     def _named(self, op: Op, microbatch: int, number: int) -> Action:
-        """Return the action that names the message of chunk ``number``."""
+        """Return the action that names the message of the chunk with index ``number``."""
         return Action(self._sink.program.index, op, microbatch - number % 2 if self._sharded else microbatch)
 
     def abandon(self) -> None:
@@ -154,8 +164,10 @@ class AllReduce:
     def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
         """Exchange all chunks and return the totals, one per entry of the sink's ``trained``; None without a gradient.
 
-        Totals of sharded parameters are defined in this replica's slices only. ``wait`` is called with the number of
-        each chunk, and must return once this replica has all gradients of the chunk.
+        Totals of sharded parameters are defined in this replica's slices only.
+
+        Args:
+            wait: called with the index of each chunk; must return once this replica has all gradients of the chunk.
         """
         sink, me = self._sink, self._placement.worker
         into: list[torch.Tensor | None] = [None] * len(sink.trained)
@@ -181,8 +193,11 @@ class AllReduce:
     def _summed(self, chunk: Chunk, scatter: Action) -> tuple[dict[int, list[int]], torch.Tensor]:
         """Exchange the lanes' sums of a chunk, and sum this replica's slice of the chunk over all lanes.
 
+        Args:
+            scatter: action that names the messages.
+
         Returns:
-            ({lane: a 1 for each of ``chunk.sites`` of which the lane has a sum, else a 0}, summed slice).
+            ({lane: for each of ``chunk.sites``, 1 if the lane has a sum of it and else 0}, summed slice).
         """
         me = self._placement.worker
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
@@ -236,7 +251,11 @@ class _ThreadedExchange:
         threading.Thread(target=self._run, name="raypipe-sum", daemon=True).start()
 
     def completed(self, site: int) -> None:
-        """Record that all gradients of a use site are added; ``site`` is its index in the sink's ``trained``."""
+        """Record that all gradients of a parameter's use are added.
+
+        Args:
+            site: index of the use in the sink's ``trained``.
+        """
         for number in self._of_site.get(site, ()):
             self._missing[number].discard(site)
             if not self._missing[number]:

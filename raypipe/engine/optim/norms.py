@@ -1,12 +1,12 @@
-"""Gradient norm of the whole model, from the norms of its parameters: equal bits for every partition.
+"""Gradient norm of the whole model, from the norms of its parameters: bitwise equal for every partition.
 
 torch takes the norm of the stacked norms in the order of the user's ``named_parameters()``. Synchronous stages exchange
 their norms before the optimizer's step (``reduction``); asynchronous ones send them with their reports, from which the
 driver computes the total.
 
-With lanes, the norm of a parameter is the norm of the norms of its blocks of 1024 elements, in the order of memory. So
-it does not depend on the replicas that hold the blocks (``slices``). If a parameter has one block only, as most biases
-do, its norm has the bits of torch.
+With several lanes (partial sums of gradients), the norm of a parameter is the norm of the norms of its blocks of 1024
+elements, in the order of memory. So it does not depend on the replicas that hold the blocks (``slices``). If a
+parameter has one block only, as most biases do, its norm is bitwise equal to that of torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def block_norms(elements: torch.Tensor) -> torch.Tensor:
 
 
 def each_norm(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Compute one scalar norm per gradient, to the bits of ``torch.nn.utils.clip_grad_norm_``, in few kernels."""
+    """Compute one scalar norm per gradient in few kernels, bitwise equal to ``torch.nn.utils.clip_grad_norm_``."""
     return torch._foreach_norm(list(gradients)) if gradients else ()
 
 
@@ -46,12 +46,12 @@ def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(positions: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of ``norms`` of shape (n,), sorted by the parameters' positions in named_parameters()."""
+    """Compute the norm of norms of shape (n,), sorted by the parameters' positions in named_parameters() first."""
     return torch.linalg.vector_norm(norms[torch.argsort(positions)])
 
 
 def to_report_norms(positions: torch.Tensor, norms: torch.Tensor) -> Norms:
-    """Convert parameters' norms to the form that a report contains, from which ``norm_of`` computes the total."""
+    """Convert parameters' norms to the form in a report, from which ``norm_of`` computes the total."""
     return Norms(tuple(positions.tolist()), tuple(norms.tolist()), str(norms.dtype).removeprefix("torch."))
 
 

@@ -5,7 +5,8 @@
 A use site is one use of a parameter in the model. Sites with large gradients come first, in the order in which a
 backward computes them (the last site first), so that their chunks are sent while the backward runs. Sites with small
 gradients come last, because those are added up after the backward. A site may continue in the next chunk; a chunk that
-is at least one eighth full ends at the end of a site. A chunk has one dtype.
+is at least one eighth full ends at the end of a site. A chunk has one dtype. Its gradients are summed over lanes, which
+are partial sums: each replica adds the gradients of its micro-batches to its own lanes (``all_reduce``).
 
 With a sharded optimizer (ZeRO, stage 1: Rajbhandari et al., SC'20), each replica sums the gradients of its own slice of
 every chunk, updates this slice of the parameters, and sends the others updated parameters instead of gradients. Slices
@@ -49,9 +50,11 @@ UNSHARDED: Mapping[int, str] = MappingProxyType({})
 def chunks_of(
     trained: Sequence[torch.Tensor], placement: Placement, sharded: Mapping[int, str] = UNSHARDED
 ) -> list[Chunk]:
-    """Divide all elements of ``trained``, the parameter of each use site, into chunks of at most ``chunk_bytes``.
+    """Divide all gradient elements of a stage into chunks of at most ``chunk_bytes``.
 
-    ``sharded`` maps indices in ``trained`` to the names of the parameters with sharded optimizer state.
+    Args:
+        trained: parameter of each use site.
+        sharded: maps indices in ``trained`` to the names of the parameters with sharded optimizer state.
     """
     most = chunk_bytes(placement.lanes, len(placement.replicas))
     uses = Counter(sharded.values())
@@ -75,7 +78,7 @@ def chunks_of(
 
 
 def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
-    """Select the chunks with the first use site of each sharded parameter, so that each parameter occurs once."""
+    """Select the chunks of sharded parameters in which each parameter is at its first use site, and so occurs once."""
     first = {name: place for place, name in reversed([*sharded.items()])}
     return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
 
@@ -136,9 +139,10 @@ class Chunk:
         self._bounds = dict(zip(workers, pairwise(ends), strict=True))
 
     def flattened(self, sums: Tensors) -> torch.Tensor | None:
-        """Concatenate the chunk's elements of a lane's sums, one sum per entry of ``sites``; None counts as zeros.
+        """Concatenate the chunk's elements of a lane's sums; return None if the lane has no sum.
 
-        None if all sums are None.
+        Args:
+            sums: one sum per entry of ``sites``; None counts as zeros.
         """
         if all(x is None for x in sums):
             return None
@@ -165,12 +169,21 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate the elements of a replica's slice from ``tensors``, one per entry of ``GradientSink.trained``."""
+        """Concatenate the elements of a replica's slice.
+
+        Args:
+            tensors: tensors from which elements are read, one per entry of ``GradientSink.trained``.
+        """
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy a replica's slice into ``into``, one tensor per entry of ``GradientSink.trained``; None is skipped."""
+        """Copy the elements of a replica's slice into other tensors.
+
+        Args:
+            slice_: elements of the slice, shape (elements,).
+            into: one tensor per entry of ``GradientSink.trained``; None is skipped.
+        """
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
@@ -179,7 +192,9 @@ class Chunk:
     def summed(self, worker: int, lanes: Sequence[tuple[torch.Tensor | None, Sequence[int]]]) -> torch.Tensor:
         """Sum the slice of the replica on ``worker`` over lanes, in their order.
 
-        ``lanes`` has for each lane (its values of the slice, a 1 per entry of ``sites`` of which it has a sum, else 0).
+        Args:
+            lanes: for each lane (its elements of the slice; for each entry of ``sites``, 1 if the lane has a sum, else
+                0).
         """
         first, stop = self._bounds[worker]
         ends = [*accumulate(self._sizes, initial=0)]
@@ -199,7 +214,12 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy all replicas' slices, in order, into ``into``, one per entry of ``GradientSink.trained``; skip None."""
+        """Copy the slices of all replicas into other tensors.
+
+        Args:
+            totals: the slices, in the order of the replicas.
+            into: one tensor per entry of ``GradientSink.trained``; None is skipped.
+        """
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:
@@ -220,7 +240,10 @@ class ParameterSlice(NamedTuple):
 
 
 def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Map indices among the use sites of trained parameters to the names of those whose optimizer state is sharded."""
+    """Find the parameters whose optimizer state is sharded; return {index of a use site: name of its parameter}.
+
+    Indices count the use sites of trained parameters.
+    """
     names = [site.parameter for site in program.train.sites if site.parameter in program.trainable]
     return {
         place: name
@@ -248,8 +271,8 @@ class Slices:
     Attributes:
         parts: for each replica, in order, the slices that it steps.
         replica: index of this replica.
-        groups: for each parameter group of the optimizer, the names of its parameters, also of those of which only
-            other replicas step slices; empty before ``take_over``.
+        groups: for each parameter group of the optimizer, the names of the group's whole parameters, even if only other
+            replicas step slices of them; empty before ``take_over``.
     """
 
     def __init__(
@@ -263,7 +286,7 @@ class Slices:
         """Tensors that the optimizer steps, by slice."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters in the groups of an optimizer, and their state, by this replica's slices of them."""
+        """Replace the parameters in the groups and in the state of an optimizer by this replica's slices of them."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         by_name: dict[str, list[tuple[ParameterSlice, torch.nn.Parameter]]] = {}
         for part, parameter in self.held.items():
@@ -314,7 +337,8 @@ class Slices:
     def blocks(self, norms: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return the norms of each parameter's blocks, in order, by name; only of parameters that have a gradient.
 
-        ``norms`` has for each replica the norms of its blocks (``Update.part_norms``).
+        Args:
+            norms: for each replica, the norms of the blocks of its slices (``Update.part_norms``).
         """
         by_name: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for parts, of_replica in zip(self.parts, norms, strict=True):
@@ -334,7 +358,9 @@ class Slices:
 def sliced(value: Any, whole: torch.Tensor, part: ParameterSlice) -> Any:
     """Return the part of one value of a parameter's optimizer state that belongs to a slice.
 
-    A tensor of the parameter's shape is sliced; any other tensor is cloned.
+    Args:
+        value: the value. A tensor of the parameter's shape is sliced; any other tensor is cloned.
+        whole: the parameter.
     """
     if isinstance(value, torch.Tensor) and value.shape == whole.shape:
         whole_value = torch.empty_like(whole, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

@@ -42,7 +42,7 @@ class Settings:
     """Settings of a run that no re-plan changes.
 
     Attributes:
-        seed: seed of random draws and of the data's order.
+        seed: seed of random numbers and of the data's order.
         loss_reduction: see PipelineConfig.
         max_grad_norm: limit to which the norm of the whole model's gradient is clipped; None for no clipping.
         timeout_s: maximum seconds to wait for one message.
@@ -89,7 +89,8 @@ class StageState:
 
     Attributes:
         updates: number of scheduler steps made. A deferred update counts, a skipped one does not.
-        optimizer, scheduler: None if the stage trains nothing, or if the run has no scheduler.
+        optimizer: None if the stage trains nothing.
+        scheduler: None if the stage trains nothing, or if the run has no scheduler.
         slices: slices of the parameters that the optimizer steps; None if the optimizer's state is not sharded.
     """
 
@@ -144,7 +145,7 @@ class StageState:
         self.slices = slices
 
     def is_read_until(self, done: threading.Event) -> None:
-        """Register a thread that reads parameters and optimizer, and sets ``done`` afterwards; see wait_until_read."""
+        """Register a read of parameters and optimizer by another thread, which sets ``done`` at its end."""
         self._read = done
 
     def wait_until_read(self) -> None:
@@ -159,7 +160,10 @@ class StageState:
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return what this stage writes into a checkpoint: parameters that no earlier stage holds, persistent buffers."""
+    """Return the tensors that this stage writes into a checkpoint, by name.
+
+    These are the parameters that no earlier stage holds, and the buffers in ``persistent``.
+    """
     first = {
         name: parameter
         for name, parameter in state.parameters.items()
@@ -187,7 +191,11 @@ class LossScale:
         return scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the scale after a step, made or skipped; ``overflowed`` is True if the gradients were not finite."""
+        """Update the scale after a step, whether made or skipped.
+
+        Args:
+            overflowed: True if the gradients were not finite.
+        """
         if not self._groups:
             return
         scale, steps = self.value, self._groups[0].get(LOSS_SCALE_OPTIONS[1], 0) + 1
@@ -205,7 +213,7 @@ class LossScale:
 
 
 def is_sharded(placement: Placement, settings: Settings) -> bool:
-    """Return True if a worker's stages have several replicas, and these shard the state of their optimizers."""
+    """Return True if the stages of a worker have several replicas, and these shard the state of their optimizers."""
     return settings.shard_optimizer and len(placement.replicas) > 1
 
 

@@ -26,16 +26,24 @@ from raypipe.ir.weights import WeightPolicy
 from raypipe.user_lines import quoted, short
 
 MOST_SKIPPED = 10
-"""Number of consecutive non-finite steps that end a run with on_nonfinite="skip", whose parameters no longer change."""
+"""Number of consecutive non-finite steps after which a run with on_nonfinite="skip" ends: its parameters do not change.
+"""
 
 
 class Update:
-    """Update of one stage; ``reduction`` exchanges gradients and norms with other stages.
+    """Optimizer update of one stage: averages and clips the gradients, and steps the optimizer and the scheduler.
+
+    Gradients and norms of other stages come from ``reduction``.
 
     Args:
-        settings: max_grad_norm, on_nonfinite, loss_reduction and the seed of the optimizer's draws are used.
-        weights: weight policy, with each stage's share of the norm and the update intervals.
-        nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if it is finite.
+        state: parameters, buffers, optimizer and scheduler of the stage.
+        sink: gradient sums of the stage.
+        ring: weight versions that the stage keeps.
+        settings: max_grad_norm, on_nonfinite, loss_reduction, seed and optimizer_draws are used.
+        weights: policy for weight versions, with the update intervals and each stage's share of the parameters. A stage
+            that clips by its own norm has a limit proportional to the square root of its share.
+        transfer: copies tensors between the device and host memory.
+        nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if all are finite.
     """
 
     def __init__(
@@ -86,15 +94,16 @@ class Update:
         self._rate, self._counts = self._weights.rate(index), end % segment.interval == 0
 
     def begin(self) -> bool:
-        """Return True if the update can be made now, with a free slot for the new weights; otherwise defer it."""
+        """Return True if the weight ring has room for the new weights; else defer the update and return False."""
         self._is_deferred = not self._ring.has_room()
         self._deferred += self._is_deferred
         return not self._is_deferred
 
     def average(self) -> None:
-        """Divide every ``parameter.grad``, in place, by the loss scale and the number of deferred updates plus 1.
+        """Convert every ``parameter.grad``, in place, from a sum to the mean of this update.
 
-        It is also converted to the mean over the stage's own update interval; see ``of``.
+        It is divided by the loss scale and by the number of deferred updates plus 1, and multiplied by the factor that
+        ``of`` has set for the stage's own update interval.
         """
         if self._state.slices is not None:
             self._state.slices.take_gradients()
@@ -114,7 +123,7 @@ class Update:
         return total_norm(*parts), parts
 
     def part_norms(self) -> torch.Tensor | None:
-        """Return the block norms of this replica's slices, shape (blocks,); None without sharded optimizer state."""
+        """Return the norms of the blocks of this replica's slices, shape (blocks,); None if no state is sharded."""
         if self._state.slices is None:
             return None
         of_slices = [block_norms(gradient) for gradient in self._state.slices.gradients()]
@@ -123,8 +132,10 @@ class Update:
     def own_norms(self, parts: Sequence[torch.Tensor | None] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (positions in named_parameters(), gradient norms) of this stage's parameters, both of shape (n,).
 
-        Parameters without a gradient, and those that an earlier stage holds too, are left out. ``parts`` has the
-        ``part_norms`` of all replicas, in order, if the optimizer state is sharded.
+        Parameters without a gradient, and those that an earlier stage holds too, are left out.
+
+        Args:
+            parts: ``part_norms`` of all replicas, in order; empty without sharded optimizer state.
         """
         index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
         whole = []
@@ -203,16 +214,22 @@ class Update:
         return False
 
     def _draws(self) -> AbstractContextManager[object]:
-        """Return the context of a step. Random numbers of the optimizer then depend on seed, update and stage only."""
+        """Return a context in which the optimizer's random numbers depend on seed, update and stage only.
+
+        Without ``Settings.optimizer_draws`` the context has no effect.
+        """
         if self._seed is None:
             return nullcontext()
         return KeyedRandomness(RandomKey(self._seed, self._state.updates, -1 - self._program.index))
 
     def _overflowed(self, *, finite: bool) -> bool:
-        """Update the loss scale; return True if the norm is not finite and a scale above 1 may be the reason.
+        """Update the loss scale; return True if the step is skipped because the loss scale may have been too large.
 
-        A stage that trains nothing has no scale, and returns True for every norm that is not finite. At a scale of 1,
-        ``on_nonfinite`` on the stages that train decides whether the step is skipped or the run ends.
+        True if the norm is not finite, and the scale is above 1 or the stage has no optimizer (and so no scale). False
+        for a non-finite norm at a scale of 1: the caller then follows ``on_nonfinite``. Always False without fp16.
+
+        Args:
+            finite: True if the gradient norm of the model is finite.
         """
         if self._loss_scale is None:
             return False
@@ -221,7 +238,7 @@ class Update:
         return to_blame
 
     def _advance_scheduler(self) -> None:
-        """Step the scheduler, after deferred updates too, so that the learning rate is equal on every stage."""
+        """Step the scheduler. Deferred updates count too, so that the learning rate is equal on every stage."""
         if not self._counts:
             return
         self._state.updates += 1
