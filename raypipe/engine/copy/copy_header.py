@@ -26,7 +26,7 @@ from raypipe.engine.io.checkpoint.tensor_file import TensorInfo, parse_json, rea
 from raypipe.errors import CheckpointError
 
 TENSORS, OPTIMIZER = "tensors/", "optimizer/"
-"""Prefixes of the names of parameters and buffers, and of optimizer entries ("key/parameter")."""
+"""Prefixes of names in the table: of parameters and buffers, and of optimizer state ("optimizer/key/parameter")."""
 COMMON = 0
 """Number of the piece (part of a stage's copy) that is equal on all replicas: all of it without sharded optimizers."""
 
@@ -98,10 +98,13 @@ class CopyPiece(NamedTuple):
 
 
 def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
-    """Join copies of stages into one source of state; ``copies`` has all pieces of each.
+    """Join copies of stages into one source of state.
 
     A tensor that several copies hold is read from the first of them. Tensors read from a copy in this process are views
     of its memory, which a later copy overwrites, so the caller must clone what is to be kept.
+
+    Args:
+        copies: all pieces of each stage's copy, in any order.
 
     Raises:
         CheckpointError: a copy lacks a piece, pieces of one copy are of different steps, or copies with optimizer state
@@ -155,5 +158,5 @@ def view_of(block: torch.Tensor, info: TensorInfo) -> torch.Tensor:
 
 
 def views_of(block: torch.Tensor) -> Fetch:
-    """Return the function that reads tensors of a copy whose memory ``block`` is in this process, as views of it."""
+    """Return a function that reads tensors of a copy as views of the copy's memory ``block`` in this process."""
     return lambda infos: (view_of(block, info) for info in infos)

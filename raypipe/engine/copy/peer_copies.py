@@ -67,7 +67,10 @@ class HeldCopy:
 
 
 class HeldCopies:
-    """Received copies of one stage of another worker, or of one piece: the newest complete one and the incoming one."""
+    """Received copies of one stage of another worker, or of one piece of the stage's state.
+
+    The newest complete copy is kept, and the copy that is being received.
+    """
 
     def __init__(self) -> None:
         self._copies: list[HeldCopy] = []
@@ -79,7 +82,7 @@ class HeldCopies:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces besides the common one, as in CopyHeader, of the newest copy; 0 without a copy."""
+        """Number of pieces of the newest copy besides the common piece (``CopyHeader.pieces``); 0 without a copy."""
         return self._copies[-1].header.pieces if self._copies else 0
 
     @property

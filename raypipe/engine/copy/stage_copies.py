@@ -142,7 +142,7 @@ class StageCopies:
         )
 
     def _parts(self) -> dict[int, _Part]:
-        """Return what each piece of a copy will contain; the tensors are those of the state, not yet copied."""
+        """Return the contents of each piece of a copy, by number. The tensors are those of the state, not copies."""
         state = self._state
         held = {**state.parameters, **state.buffers}
         tensors = {f"{TENSORS}{name}": tensor.detach() for name, tensor in held.items()}

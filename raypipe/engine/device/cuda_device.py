@@ -136,7 +136,7 @@ def share_of(title: str, total_bytes: int, share: float) -> int:
     Args:
         title: name of the GPU, for the error message.
         total_bytes: memory of the GPU.
-        share: fraction of it for this process.
+        share: fraction of the GPU's memory for this process.
 
     Raises:
         ConfigError: the share is not larger than CUDA's context.

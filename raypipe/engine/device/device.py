@@ -116,7 +116,10 @@ class Device:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Prevent reuse of a tensor's memory, which another stream allocated, before the current stream has used it."""
+        """Register that the current stream uses a tensor which another stream allocated.
+
+        The tensor's memory is then not reused before the current stream has finished the work queued so far.
+        """
 
     def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
         """Fill ``wire`` from ``flat`` in the current stream; both are in device memory. See ``codec.host.encode``."""
@@ -148,9 +151,9 @@ def ran_out(error: BaseException) -> bool:
 
 
 def held_bytes(error: BaseException) -> int:
-    """Return the bytes in use: of the GPU's tensors if ``error`` is torch.OutOfMemoryError, else of this process.
+    """Return the bytes in use; 0 if unknown.
 
-    0 if unknown.
+    These are the bytes of the GPU's tensors if ``error`` is a torch.OutOfMemoryError, else the bytes of this process.
     """
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         return torch.cuda.memory_allocated()

@@ -9,8 +9,8 @@ init_empty_weights of Hugging Face accelerate works likewise. A worker then call
     PreTrainedModel    _init_weights(module)                   of transformers: called with each module
 
 For a module with parameters, the methods of the module and of all that contain it are called from the inside out, with
-only its own parameters on the CPU and all others on the meta device. Draws are seeded by the number of the module, so
-that they depend on neither the stages nor the worker.
+only its own parameters on the CPU and all others on the meta device. Random numbers are seeded by the number of the
+module, so that they depend on neither the stages nor the worker.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 class Writes(TorchFunctionMode):
-    """Recorder of the last in-place write to each parameter without memory, and of its origin: an initialiser or not.
+    """Recorder of the last in-place write to each parameter without memory, and of the line of the write.
 
-    torch.nn.init reads is_meta and then skips some fills, so such a read counts as a write. Parameters report the CPU
-    as their device, so that constructors allocate other tensors there.
+    The line is None if an initialiser made the write. torch.nn.init reads is_meta and then skips some fills, so such a
+    read counts as a write. Parameters report the CPU as their device, so that constructors allocate other tensors
+    there.
 
     Attributes:
-        first: by id of a parameter, the module and the name under which it was registered first.
+        first: for each parameter, by its id, the module and the name under which it was registered first.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,11 @@ class Writes(TorchFunctionMode):
         return result
 
     def note(self, tensor: torch.Tensor, line: str | None) -> None:
-        """Record a write to the storage of a tensor; ``line`` is the constructor's, None in an initialiser."""
+        """Record a write to the storage of a tensor.
+
+        Args:
+            line: `` at FILE:LINE`` of the constructor that wrote; None if an initialiser wrote.
+        """
         self._last[_storage(tensor)] = tensor, line
 
     def wrote(self, tensor: torch.Tensor) -> bool:
@@ -93,7 +98,7 @@ class Writes(TorchFunctionMode):
         return _storage(tensor) in self._last
 
     def constructor_line(self, tensor: torch.Tensor) -> str | None:
-        """Return `` at FILE:LINE`` of the last write, None if an initialiser made it or nothing was written."""
+        """Return `` at FILE:LINE`` of the last write; None if an initialiser made it, or nothing was written."""
         return self._last.get(_storage(tensor), (None, None))[1]
 
     def take_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -121,7 +126,7 @@ class Writes(TorchFunctionMode):
             self.note(parameter, line_outside_torch(sys._getframe(2)))
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Return True if a parameter was made of the memory of this tensor, which has values."""
+        """Return True if this tensor uses memory that a parameter had before ``take_memory``."""
         sources = self._sources.get(tensor.untyped_storage()._cdata, ())
         return any(not source.expired() for source in sources)
 
@@ -160,7 +165,11 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
 @contextmanager
 def without_values(what: str) -> Iterator[None]:
-    """Turn torch's errors about tensors without values into a ConfigError that names ``what`` ran."""
+    """Convert torch's errors about tensors without values to a ConfigError.
+
+    Args:
+        what: description of what runs inside the context, for the message.
+    """
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -189,14 +198,17 @@ def _required(method: Any) -> int | None:
 
 
 def initialises_itself(module: nn.Module) -> list[Callable[[], object]]:
-    """List the methods of ``OWN_INITIALISERS`` that this module has; transformers' init_weights would visit all."""
+    """List the methods of ``OWN_INITIALISERS`` that this module has and that need no argument.
+
+    init_weights of a transformers model is left out, because it would initialise all modules in the model.
+    """
     per_module = takes_module(module)
     names = [name for name in OWN_INITIALISERS if not (per_module and name == "init_weights")]
     return [getattr(module, name) for name in names if _required(getattr(module, name, None)) == 0]
 
 
 def _in_initialiser(frame: FrameType | None) -> bool:
-    """Return True if a method that workers call is running."""
+    """Return True if an initialiser, which workers call too, is running in this frame or in one that called it."""
     while frame is not None:
         name = frame.f_code.co_name
         module = frame.f_locals.get("self") if name in OWN_INITIALISERS else None
@@ -208,7 +220,7 @@ def _in_initialiser(frame: FrameType | None) -> bool:
 
 
 def _check_other_tensors(model: nn.Module, writes: Writes) -> None:
-    """Refuse buffers and other tensors of modules that have no values or share a parameter's memory."""
+    """Raise ConfigError if a tensor that is no parameter has no values, or shares the memory of a parameter."""
     for path, module in model.named_modules():
         others = {name: value for name, value in vars(module).items() if name not in ("_buffers", "_parameters")}
         for name, value in {**module._buffers, **others}.items():
@@ -279,16 +291,16 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 OF_CONSTRUCTION = -1
-"""Step that the draws of initialisers are keyed by; training counts from 0."""
+"""Step in the key of the random numbers that initialisers use; the steps of training count from 0."""
 
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """StateSource of parameters that the initialisers of their modules compute; it can be sent to workers.
+    """StateSource of parameters, computed by the initialisers of their modules. It can be sent to workers.
 
     Attributes:
         model: model on the meta device.
-        owners: by parameter, the path of the module that initialises it and its name there.
+        owners: for each parameter, the path of the module that initialises it and its name there.
         seed: seed of the run.
     """
 
@@ -367,7 +379,7 @@ class ModuleInit:
                 call()
 
     def _initialisers(self, path: str) -> list[Callable[[], object]]:
-        """List the methods to call for the module at this path, those of the innermost module first."""
+        """List the methods to call for the module at this path: the innermost module's first, _init_weights last."""
         parts = path.split(".") if path else []
         chain = [self.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
         per_module = []
@@ -381,9 +393,12 @@ class ModuleInit:
         return next(number for number, (name, _) in enumerate(self.model.named_modules()) if name == path)
 
     def _check(self, lines: Mapping[str, str | None]) -> None:
-        """Call all initialisers without memory, to see which parameters they write.
+        """Call all initialisers without memory, and raise ConfigError if they do not write a parameter.
 
-        ``lines`` has, by parameter, the line of the constructor that set it last, outside of an initialiser.
+        A parameter that the constructor wrote last is refused too, because workers do not run the constructor.
+
+        Args:
+            lines: by parameter, the line of the constructor that wrote it last; None if an initialiser did.
         """
         writes = Writes()
         with own_generators(), writes:

@@ -32,7 +32,13 @@ SAMPLE_BYTES = 256
 
 
 class StoredTensor(NamedTuple):
-    """Location of a tensor: its file, its name there, its type and shape."""
+    """Location of a tensor.
+
+    Attributes:
+        file: file that holds the tensor.
+        name: name of the tensor in the file.
+        info: dtype, shape and position.
+    """
 
     file: Place
     name: str
@@ -113,7 +119,7 @@ def is_hugging_face(folder: Place) -> bool:
 
 
 def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
-    """Locate every tensor by name; in a checkpoint also under the further names of shared tensors.
+    """Locate every tensor by name. In a checkpoint, a shared tensor is listed under each of its names.
 
     Args:
         place: a .safetensors file, a folder of Hugging Face, a run or a checkpoint.
@@ -142,7 +148,7 @@ def sampled_digest(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def _samples(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, bytes]]:
-    """Yield each tensor's name and some of its bytes, for a checksum: of its beginning, middle and end."""
+    """Yield (name, some bytes from the beginning, middle and end) of each tensor, for a checksum."""
     by_file: dict[str, list[str]] = {}
     for name in sorted(tensors):
         by_file.setdefault(str(tensors[name].file), []).append(name)
@@ -162,7 +168,7 @@ def _sample(file: TensorFile, name: str) -> bytes:
 
 
 def equal_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compare two tensors of files piece by piece."""
+    """Return True if two stored tensors have equal dtypes, shapes and bytes; they are read piece by piece."""
     if (one.info.dtype, one.info.shape) != (other.info.dtype, other.info.shape):
         return False
     with TensorFile(one.file) as a, TensorFile(other.file) as b:

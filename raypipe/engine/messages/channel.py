@@ -1,7 +1,8 @@
 """Channels between two workers: the contract of every kind, and the in-memory channel between workers of one process.
 
 A message is named by the sender's action: stage 1 receives as ``0SEND_F5`` what stage 0 sent as ``0SEND_F5``, the
-output of its forward of micro-batch 5. Messages of older generations, links before the present ones, are dropped.
+output of its forward of micro-batch 5. A run counts the generations of its links: opening them anew begins the next
+generation. Messages of an older generation are dropped.
 
 InMemoryChannel passes the contract tests of the sockets, and copies through the same headers, so that a local run has
 the same layouts, flags, limits and codecs. The sender both encodes and decodes, in the calling thread. From the first
@@ -30,7 +31,9 @@ from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
 Payload = Sequence[torch.Tensor | CodedTensor | None]
-"""Tensors of a message, such as a stage's outputs or their gradients; None for one not sent (an unneeded gradient)."""
+"""Tensors of a message, such as a stage's outputs or their gradients; None for a tensor that is not sent, such as a
+gradient that is not needed.
+"""
 
 
 class Stamp(NamedTuple):
@@ -128,7 +131,7 @@ class Channel(Protocol):
 
 
 class Inbox:
-    """Inbox of a channel: messages that have arrived and have not been received yet, by the sender's action."""
+    """Inbox of a channel: messages that have arrived and were not taken yet, by the action that names each of them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -181,9 +184,11 @@ class Inbox:
                 self._give_up((action, woken))
 
     def fail(self, error: LinkError, *, keep: bool = False) -> None:
-        """Make all present and later waits raise an error: ``error``, or that of the first call of this method.
+        """Make all waits, those in progress and later ones, raise the error of the first call of this method.
 
-        Stored messages are dropped. If ``keep`` is True, because the peer ended in good order, they may still be taken.
+        Args:
+            error: the error, ignored after the first call.
+            keep: False drops the stored messages. True, if the peer ended in good order, lets ``take`` return them.
         """
         with self._lock:
             if self._error is None:
@@ -273,7 +278,7 @@ class InMemoryChannel:
             self._pool.submit([partial(self._carry_in_thread, *order)])
 
     def _carry_in_thread(self, *order: Any) -> None:
-        """Send a message, as ``_carry``, in the link's thread; a failure aborts the link."""
+        """Send a message by ``_carry`` in the link's thread; a failure aborts the link."""
         one_core()
         try:
             self._carry(*order)

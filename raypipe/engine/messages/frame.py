@@ -7,7 +7,7 @@
 
 All headers of a channel have the same size, which the receiver must know before it reads one. A tensor is sent as its
 raw memory, or as a codec's output, together with its strides: a channels_last activation arrives channels_last, because
-kernels, and so bits, depend on the layout. For the same reason every tensor starts at a multiple of 64 bytes. Each
+kernels, and so results, depend on the layout. For the same reason every tensor starts at a multiple of 64 bytes. Each
 record names its codec, so that the receiver need not know the sender's choice.
 
 Headers are not trusted: for any bytes, ``parse`` and ``decode`` return tensors that are inside the payload or raise a
@@ -103,9 +103,11 @@ class FrameFormat(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Parsed and checked header of a message; ``sent_at_s`` is the time of sending on the sender's wall clock.
+    """Parsed and checked header of a message.
 
-    ``records`` has the layout of each tensor; None for a tensor that was not sent.
+    Attributes:
+        sent_at_s: time of sending on the sender's wall clock.
+        records: layout of each tensor; None for a tensor that was not sent.
     """
 
     generation: int
@@ -193,7 +195,12 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Return, for the tensors of a message, (descriptions, [(memory to send, its bytes)]); None's memory is empty."""
+    """Describe the tensors of a message and collect their memory.
+
+    Returns:
+        (description of each tensor, [(memory to send, number of its bytes)]). For a tensor that is None, the
+        description is None and the memory is empty.
+    """
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):
@@ -212,7 +219,8 @@ def _as_sent(
 ) -> tuple[Described, torch.Tensor]:
     """Return (description of a tensor, memory to send): the tensor's own memory, a packed copy or a codec's output.
 
-    ``place`` is the index of the tensor in the message.
+    Args:
+        place: index of the tensor in the message.
     """
     known = None
     if isinstance(tensor, CodedTensor):
@@ -276,8 +284,7 @@ def parse(
 ) -> Head:
     """Parse and check a header, before memory for the payload is allocated.
 
-    The header of an older generation (links before the present ones) is returned too. The caller must then read the
-    payload and drop it.
+    A header of an older generation is returned too; the caller must then read the payload and drop it.
 
     Raises:
         LinkError: the header is damaged, of another format version, or of a newer generation.
@@ -306,7 +313,11 @@ def parse(
 
 
 def key_of(codec: Codec, action: Action, place: int) -> int | None:
-    """Return the key of stochastic rounding for tensor ``place`` of a message; None if the codec rounds to nearest."""
+    """Return the key of stochastic rounding for one tensor of a message; None if the codec rounds to nearest.
+
+    Args:
+        place: index of the tensor in the message.
+    """
     if codec.rounding_seed is None:
         return None
     return mixed(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
@@ -353,9 +364,10 @@ def decode(
 
 
 def gather(frame: Frame, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the payload of a frame into the first bytes of the uint8 tensor ``into``, and return that tensor.
+    """Copy the payload of a frame into one tensor, and return that tensor.
 
-    None allocates a new tensor.
+    Args:
+        into: uint8 tensor whose first bytes are overwritten; None allocates a new tensor.
     """
     payload = torch.empty(frame.payload_bytes, dtype=torch.uint8) if into is None else into
     target, start = payload.numpy(), 0
@@ -372,7 +384,7 @@ def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
 
 
 def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:
-    """Decode a tensor's distinct elements; return the new memory, uint8."""
+    """Decode the distinct elements of an encoded tensor into new memory; return the memory, uint8."""
     nbytes = record.elements * record.dtype.itemsize
     memory = torch.empty(nbytes, dtype=torch.uint8) if allocate is None else allocate(nbytes)
     wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]

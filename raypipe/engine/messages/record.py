@@ -26,13 +26,13 @@ from raypipe.ir.schedule import Action
 
 
 def span(shape: tuple[int, ...]) -> int:
-    """Return the product of all sizes of a shape, with 0 counted as 1, as an upper bound of its elements in checks."""
+    """Return the product of all sizes of a shape, with 0 counted as 1: an upper bound of the number of elements."""
     return math.prod(max(size, 1) for size in shape)
 
 
 @functools.lru_cache(maxsize=256)
 def distinct_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the number of elements in memory of a dense or expanded tensor; None if it has gaps or overlaps."""
+    """Return the number of elements in memory of a dense or expanded tensor; None for one with gaps or overlaps."""
     if 0 in shape:
         return 0
     elements = 1
@@ -66,7 +66,7 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor, extent_bytes: int) -> memoryview:
-    """Return a writable view of the first ``extent_bytes`` bytes of a host tensor, which the view keeps alive.
+    """Return a writable view of the first ``extent_bytes`` bytes of a host tensor; the view keeps the tensor alive.
 
     ctypes reads the tensor's address: as_strided, view(uint8) and numpy would create three tensors per message, which
     doubles the time of a send after some idling.
@@ -131,10 +131,13 @@ class Described(NamedTuple):
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, codec: str
 ) -> Described | None:
-    """Describe a dense or expanded tensor to send, with the codec if it supports the tensor, else with "none".
+    """Describe a tensor to send; None if it cannot be sent as it is.
 
-    None for a tensor with gaps or overlaps, of an unsupported dtype, or beyond the limits of dimensions and bytes.
-    Results are cached, because a run sends few layouts many times.
+    This is the case if the tensor has gaps or overlaps, an unsupported dtype, or too many dimensions or bytes. Results
+    are cached, because a run sends few layouts many times.
+
+    Args:
+        codec: codec of the description if it supports the tensor; else the description has the codec "none".
     """
     elements = distinct_elements(shape, strides)
     if elements is None or dtype not in _DTYPE_CODES or not _within_limits(dtype, shape, PAYLOAD_LIMIT_BYTES):
@@ -149,7 +152,7 @@ def describe(
 
 
 def prepare(action: Action, tensor: torch.Tensor, codec: str, *, on_host: bool) -> tuple[torch.Tensor, Described]:
-    """Return (dense copy of a tensor that ``describe`` refuses, description of the copy).
+    """Copy a tensor that ``describe`` refuses; return (dense copy, description of the copy).
 
     Args:
         on_host: True if the tensor must be in host memory.

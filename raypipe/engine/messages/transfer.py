@@ -4,8 +4,8 @@
     to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits; for messages, the sender
     in a codec  decoded in copy_in, encoded in copy_out, so that its bytes only are copied and computing goes on
 
-Shapes, strides and ``requires_grad`` are kept, because kernels, and so bits, depend on them. If the device is the CPU
-(``Device.immediate``), most methods return the same tensors.
+Shapes, strides and ``requires_grad`` are kept, because kernels, and so results, depend on them. If the device is the
+CPU (``Device.immediate``), most methods return the same tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class _Coding(NamedTuple):
-    """Codec of a tensor in a transfer, and the key of its stochastic rounding; key None rounds to nearest."""
+    """Codec of a tensor in a transfer, and the key of its stochastic rounding; None rounds to nearest."""
 
     name: str
     key: int | None
@@ -200,7 +200,7 @@ class DeviceTransfer:
         return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
 
     def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
-        """Return (seconds from the first mark to the second, from the second to the third); None if marks is None."""
+        """Return (seconds from the first to the second mark, seconds from the second to the third); None for None."""
         if marks is None:
             return None
         begin_s, between_s, end_s = self.device.seconds(marks)
@@ -231,7 +231,7 @@ def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (distinct elements in the order of memory, shape (elements,); dense or expanded tensor made of them)."""
+    """Return (distinct elements in the order of memory, shape (elements,); the tensor itself, or a packed copy)."""
     plain = densified(tensor)
     elements = distinct_elements(tuple(plain.shape), plain.stride())
     assert elements is not None, "it was packed"
