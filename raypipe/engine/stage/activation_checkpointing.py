@@ -4,7 +4,7 @@
     B (backward)    the same ------------------> outputs with their graph --> gradients
 
 Recomputation of a stage: between F and B (I, or W if no input requires a gradient) a micro-batch holds its arguments
-instead of its activations. Both forwards have the same bits: they use the weight version of the micro-batch and the
+instead of its activations. Both forwards are bitwise equal: they use the weight version of the micro-batch and the
 same random numbers, keyed by step and micro-batch (``KeyedRandomness``). In-place changes take effect once: a buffer (a
 batch norm's statistics) is changed in F, and a copy of its old value in B; an input that the stage overwrites is
 changed in B, and a copy of it in F.
@@ -61,7 +61,7 @@ class ForwardInputs(NamedTuple):
 
 
 class Recomputation:
-    """Activation recomputation of one stage; ``changing`` has the names of buffers that its forward may change."""
+    """Activation recomputation of one stage; ``changing`` has the names of buffers that a forward may change."""
 
     def __init__(self, stage: int, changing: Collection[str] = ()) -> None:
         self._stage = stage
@@ -109,7 +109,7 @@ class Recomputation:
         return outputs
 
     def _copied(self, kind: str, tensors: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors, with copies of those that a forward changes in place; of all before the first forward."""
+        """Return the tensors, with copies of those that a forward changes in place, of all before the first forward."""
         changed = self._changed
         return {
             name: _copy(x) if x is not None and (changed is None or (kind, name) in changed) else x
@@ -151,7 +151,7 @@ Bind = Callable[[], None]
 
 
 class _Here(threading.local):
-    """Mode of torch.utils.checkpoint in this thread: ``tracing``, or in a forward whose tensors ``bind`` binds."""
+    """Mode of torch.utils.checkpoint in this thread: tracing, or in a forward whose tensors ``bind`` binds again."""
 
     tracing = False
     bind: Bind | None = None
@@ -189,7 +189,9 @@ def traced_checkpoints() -> Iterator[None]:
 def untraced_checkpoints(bind: Bind) -> Iterator[None]:
     """Run checkpoints in a stage's child modules without reentrant autograd inside the context.
 
-    The backward calls ``bind`` before it recomputes, to bind this forward's weights and buffers to the modules again.
+    Args:
+        bind: function that binds this forward's weights and buffers to the modules again; called in the backward,
+            before it recomputes.
     """
     key_checkpoints()
     before, _here.bind = _here.bind, bind
@@ -232,7 +234,7 @@ def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **k
 def _again(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Wrap a checkpointed function for its call in the backward, with the forward's random numbers and tensors.
 
-    None if random numbers are not keyed and no tensors are bound, so that no wrapper is needed.
+    None if no wrapper is needed, because random numbers are not keyed and no tensors are bound.
     """
     bind = _here.bind
     keyed = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KeyedRandomness)]

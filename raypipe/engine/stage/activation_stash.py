@@ -66,7 +66,7 @@ class ActivationStash:
     def hold(
         self, microbatch: int, inputs: Message, outputs: _Outputs, recompute: Callable[[], _Outputs] | None = None
     ) -> None:
-        """Stash a micro-batch after its forward; ``recompute`` recomputes its outputs, None keeps their graph."""
+        """Stash a micro-batch after its forward; ``recompute`` recomputes ``outputs``, None if they have a graph."""
         self._held[microbatch] = _Stashed(inputs, outputs, recompute)
 
     def outputs(self, microbatch: int, *, keep: bool) -> _Outputs:
@@ -93,9 +93,10 @@ class ActivationStash:
         )
 
     def backward_input(self, microbatch: int) -> None:
-        """Run I, the input part of a backward: gradients of the inputs, and of parameters that cannot be deferred to W.
+        """Run I, the input part of a backward.
 
-        If no input requires a gradient, this does nothing, and ``backward_weight`` runs the whole backward.
+        This computes the gradients of the inputs, and of parameters whose gradients cannot be deferred to W. If no
+        input requires a gradient, nothing is done, and ``backward_weight`` runs the whole backward.
         """
         inputs = self._held[microbatch].inputs
         differentiable = _differentiable(inputs)
@@ -118,7 +119,7 @@ class ActivationStash:
         self._ring.leave(microbatch)
 
     def _run_whole(self, microbatch: int, received: _Gradients) -> _Gradients:
-        """Run a whole backward: add parameter gradients to the sink; return those of the inputs ``received``."""
+        """Run a whole backward: add the parameters' gradients to the sink; return those of the inputs ``received``."""
         roots, output_grads = self._roots(microbatch)
         own = self._ring.trained(microbatch)
         leaves = [*own, *received]

@@ -44,11 +44,14 @@ def gradients(
     output_grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | GradientEdge],
 ) -> Sequence[torch.Tensor | None]:
-    """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``; None for one not reached.
+    """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``.
 
     Args:
         roots, leaves: tensors, or edges of the graph where gradients enter and are taken.
         output_grads: one per root, of its shape and dtype. The roots' graph is freed.
+
+    Returns:
+        One gradient per leaf; None for a leaf that the roots do not depend on.
     """
     if _run is None:
         return torch.autograd.grad(list(roots), list(leaves), list(output_grads), allow_unused=True)  # type: ignore[arg-type]
@@ -119,7 +122,10 @@ def _unknown() -> None:
 
 
 def _matrix_product(node: Any, place: int, name: str) -> Product | None:
-    """Return the formula of a matrix product's second factor, input ``place``; ``name`` is the saved first factor."""
+    """Return the formula for the gradient of a product's second factor, which is input ``place`` of the node.
+
+    ``name`` is the name under which the node has saved the first factor.
+    """
     operand = _operand(node, name)
     if operand is None:
         return None
@@ -161,10 +167,10 @@ class SplitBackward(NamedTuple):
     """Result of the input part (I) of a split backward, with the function that runs the weight part (W).
 
     Attributes:
-        received: one gradient per received input; None for inputs that the roots do not reach.
-        own: one gradient per leaf of the stage's parameters; None for leaves deferred to W.
-        finish: function that runs W, once. It returns one gradient per leaf of the stage's parameters; None for those
-            in ``own``.
+        received: one gradient per received input; None for an input on which the roots do not depend.
+        own: one gradient per leaf of the stage's parameters; None for a leaf that is deferred to W.
+        finish: function that runs W, once. It returns one gradient per leaf of the stage's parameters; None for a leaf
+            whose gradient is in ``own``.
     """
 
     received: Sequence[Gradient]
@@ -185,7 +191,7 @@ class _Island(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """Island whose backward W (the weight part) runs, from the gradients of its edges that ``output_grads`` returns."""
+    """Island whose backward W runs; ``output_grads`` returns the gradients at its edges, from which W continues."""
 
     island: _Island
     output_grads: Callable[[], Sequence[Gradient]]
@@ -243,7 +249,7 @@ def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradie
 
 
 def _deferred(island: _Island, entries: dict[_Edge, list[tuple[Any, int]]]) -> _Deferred | None:
-    """Defer an island to W if all edges into it come from one supported product; return None otherwise."""
+    """Defer an island to W if all edges into it come from one supported product; else return None."""
     users = [user for edge in island.edges for user in entries[edge]]
     node = users[0][0]
     if any(other is not node for other, _ in users) or not island.leaves:
@@ -289,7 +295,7 @@ def _on_path(begins: Iterable[Any], received: set[int]) -> dict[Any, bool]:
 
 
 def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
-    """Map each edge into an island (nodes with False in ``on_path``) to the nodes and input indices that lead there."""
+    """Map each edge into an island (nodes with False in ``on_path``) to the (node, input index) that lead there."""
     entries: dict[_Edge, list[tuple[Any, int]]] = {}
     for node, leads in on_path.items():
         if leads:
@@ -300,7 +306,7 @@ def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
 
 
 def _groups(on_path: dict[Any, bool], entries: dict[_Edge, list[tuple[Any, int]]]) -> list[list[_Edge]]:
-    """List the groups of edges into islands whose gradients one formula computes at once, as a convolution's two."""
+    """List groups of edges into islands whose gradients one formula computes together, as the two of a convolution."""
     groups = []
     for node, leads in on_path.items():
         if leads and len(places := PLACES.get(node.name(), ())) > 1:
@@ -313,8 +319,8 @@ def _islands(edges: Sequence[_Edge], together: Iterable[Sequence[_Edge]], own: d
     """Divide the nodes that are reachable from the edges into islands that have no node in common.
 
     Args:
-        together: groups of edges that belong to one island in any case.
-        own: ids of the stage's own leaves; other leaves, which the forward created, get no gradient.
+        together: groups of edges whose nodes must be in one island.
+        own: ids of the leaves of the stage's parameters; other leaves, which the forward created, get no gradient.
     """
     number: dict[Any, int] = {}
     same: list[int] = []

@@ -52,7 +52,7 @@ class MetricReads(NamedTuple):
 
 
 def parts_by_key(output: Any) -> dict[Any, Any]:
-    """Split the output of a model into parts: by name, and by index."""
+    """Split the output of a model into parts: {index and name: part}; empty if the output is a tensor."""
     if isinstance(output, Mapping):
         named = dict(output)
     elif isinstance(output, tuple | list):
@@ -70,17 +70,17 @@ def _attributes(output: Any) -> dict[str, Any]:
 
 
 def names_of(output: Any) -> tuple[Any, ...]:
-    """Name the parts: 0, 1, ... of a tuple or list, else their names."""
+    """Name the parts of an output: by index if it is a tuple or list, else by their names."""
     if isinstance(output, tuple | list):
         return tuple(range(len(output)))
     return tuple(output if isinstance(output, Mapping) else _attributes(output))
 
 
 def part_of(output: Any, key: Any) -> torch.Tensor:
-    """Return the tensor under a key of ``parts_by_key``.
+    """Return the part of an output under a key of ``parts_by_key``.
 
     Raises:
-        ConfigError: it is not a tensor.
+        ConfigError: the part is not a tensor.
     """
     value = parts_by_key(output).get(key)
     if not isinstance(value, torch.Tensor):
@@ -117,7 +117,7 @@ def check_metrics(metrics: Any) -> None:
 
 
 class EvalMetrics:
-    """Metrics of a run, accumulated over one evaluation after another.
+    """Metrics of a run, accumulated over all micro-batches of one evaluation.
 
     Args:
         metrics: functions and objects by name; objects are copied.
@@ -136,10 +136,10 @@ class EvalMetrics:
                 metric.reset()
 
     def add(self, output: Any, target: Sequence[Any], samples: int) -> None:
-        """Add a micro-batch; ``target`` has the arguments of the metrics after the output.
+        """Add a micro-batch; metrics are called with ``output`` and the elements of ``target``.
 
         Raises:
-            StageError: a metric raised, or did not return a number; names it.
+            StageError: a metric raised, or did not return a number; names the metric.
         """
         for name, metric in self._metrics.items():
             try:
@@ -161,7 +161,7 @@ class EvalMetrics:
         """Return the numbers by name, over all micro-batches since ``begin``; NaN if nothing was counted.
 
         Raises:
-            StageError: as ``add``.
+            StageError: as for ``add``.
         """
         return tuple(result for name, metric in self._metrics.items() for result in self._results(name, metric))
 
@@ -210,7 +210,7 @@ def _own(metric: Any) -> Any:
 
 
 def _counted(name: str, result: Any, samples: int) -> tuple[float, float]:
-    """Convert the result of a function to (total, count)."""
+    """Convert the result of a metric that is a function to (total, count)."""
     if isinstance(result, tuple | list):
         if len(result) != 2:
             raise StageError(
@@ -236,9 +236,9 @@ def fields_of(values: Mapping[Any, Any], names: Sequence[Any], read: dict[Any, N
     """Wrap parts of an output for a metric: as a Sequence if all names are indices, else as a Mapping.
 
     Args:
-        values: parts by key; the key is an index or a name.
-        names: names of all parts in their order, also of those that are not in ``values``.
-        read: records each key that is read; None to record nothing.
+        values: the available parts by key; a key is an index or a name.
+        names: names of all parts in order, including those that are not in ``values``.
+        read: dictionary to which each key that is read is added; None records nothing.
     """
     numbered = all(isinstance(name, int) for name in names)
     return (_IndexedOutput if numbered else _NamedOutput)(values, names, read)

@@ -34,7 +34,7 @@ class MicrobatchData(NamedTuple):
     Attributes:
         columns: tensors of shape (samples, ...) by column name.
         weights: weight of each part of the micro-batch's loss in the gradient of its update; most losses have one part.
-        shares: weight of each part in the loss of the mini-batch; equal to ``weights`` with one update per mini-batch.
+        shares: weight of each part in the loss of the mini-batch. Equal to ``weights`` if the mini-batch is one update.
     """
 
     columns: Mapping[Any, torch.Tensor]
@@ -43,9 +43,10 @@ class MicrobatchData(NamedTuple):
 
 
 class _Minibatch(NamedTuple):
-    """Data of a mini-batch, by micro-batch as in MicrobatchData.
+    """Data of a mini-batch, one entry per micro-batch as in MicrobatchData.
 
-    In evaluation, ``items`` is the number of items over which each part of the loss averages.
+    Attributes:
+        items: number of items over which each part of the loss averages; in evaluation only.
     """
 
     parts: list[dict[Any, torch.Tensor]]
@@ -166,7 +167,7 @@ class Feed:
         return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
 
     def learn(self, mark: Mark | None) -> None:
-        """Set the position in the stream of train_data from which the run resumes; do nothing if None or no stream."""
+        """Set the position in the stream of train_data from which the run resumes; None and other data are ignored."""
         reader = self._sources.get("train")
         if mark is not None and isinstance(reader, StreamReading):
             reader.learn(mark)
@@ -179,7 +180,7 @@ class Feed:
 
     @property
     def items(self) -> Weights:
-        """Number of items over which each part of the mini-batch's loss averages; last stage and evaluation only."""
+        """Number of items over which each part of the mini-batch's loss averages; last stage in evaluation only."""
         assert self._current is not None
         return self._current[1].items
 

@@ -48,15 +48,15 @@ TORCH_NAMES = {"inf": math.inf, "nan": math.nan, "NoneType": type(None), "torch"
 
 _compiled = 0
 _ONE_TREE = threading.Lock()
-"""Lock of ast and compile: CPython 3.11 counts the depth of syntax trees for all threads together, and raises "AST
-constructor recursion depth mismatch" if two threads build one at once, as stages in threads would.
+"""Lock of ast and compile. CPython 3.11 counts the depth of syntax trees for all threads together. If two threads build
+one at once, as stages in threads would, it raises "AST constructor recursion depth mismatch".
 """
 
 
 def names_of(code: Any) -> dict[str, Any]:
     """Return the globals to send with fx code (``Graph.python_code``): all but modules and TORCH_NAMES.
 
-    A Registered for each custom operation is added, under the text that calls it.
+    For each custom operation that the code calls, a Registered is added, with the text of the call as its name.
     """
     used = {name: thing for name, thing in code.globals.items() if name not in TORCH_NAMES}
     things = {name: thing for name, thing in used.items() if not isinstance(thing, ModuleType)}
@@ -141,7 +141,7 @@ class Body:
 
 
 class Region:
-    """Subgraph of a model that is not partitioned; calling it with its inputs runs its first body."""
+    """Subgraph of a model that is not partitioned. A call with its inputs runs the first of its bodies."""
 
     kind = "region"
 
@@ -162,8 +162,8 @@ class Region:
 class Conditional(Region):
     """Region of torch.cond: (predicate, *operands) -> outputs of the first body if predicate is true, else the second.
 
-    As in torch.cond every operand gets one gradient, zeros if the body that ran does not use it. On the meta device,
-    which has no values, the first body runs.
+    As in torch.cond every operand gets a gradient, which is zero if the body that ran does not use the operand. On the
+    meta device, which has no values, the first body runs.
     """
 
     kind = "choice"
@@ -217,7 +217,7 @@ class Registered:
 
 
 def foreign_operations(source: str) -> dict[str, Registered]:
-    """Return a record of each operation in a stage's source that is not torch's, by the text that calls it."""
+    """Return a record of each custom operation in a stage's source, by the text that calls the operation."""
     operations = {}
     for namespace, name in sorted({call for call in _CALL.findall(source) if call[0] not in _TORCHS}):
         defined = OPDEFS.get(f"{namespace}::{name}")

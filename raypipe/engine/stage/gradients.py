@@ -1,15 +1,15 @@
-"""Gradient accumulation: one accumulator per use of a parameter (use site), summed once before the optimizer's step.
+"""Gradient accumulation: one accumulator per use of a parameter (site), summed once before the optimizer's step.
 
-    backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
+    backward --> add(gradients) --> an accumulator per site --> sum over sites, in execution order --> parameter.grad
         |-- a large one, as soon as it is known --^
 
 A backward returns its gradients all at once, which would hold another copy of the weights besides the accumulators. So
 a large parameter's gradient is added by a hook on its leaf and freed before the next one is computed; for small ones,
 one call that adds them all is faster.
 
-With several lanes, to which micro-batches are assigned in turn, every lane has its own accumulators. Lanes are summed
-in their order, so the bits are equal for any number of replicas (``all_reduce`` has the exchange). With one lane the
-order is that of the micro-batches, as in plain PyTorch.
+A lane is a partial sum of gradients, with its own accumulators. Micro-batches are assigned to the lanes round-robin.
+Lanes are summed in their order, so results are bitwise equal for any number of replicas (``all_reduce`` has the
+exchange). With one lane the order is that of the micro-batches, as in plain PyTorch.
 
     micro-batches 0 2 4 --> lane 0 --+
     micro-batches 1 3 5 --> lane 1 --+--> sum over sites --> parameter.grad
@@ -30,7 +30,7 @@ from raypipe.engine.stage.stage import Site, StageProgram
 from raypipe.ir.schedule import in_lane_order, lane_of
 
 Accumulators = dict[Site, torch.Tensor | None]
-"""Gradient sums of one update, by use site; None for a site without a gradient."""
+"""Gradient sums of one update, by site (use of a parameter); None for a site without a gradient."""
 
 LARGE_BYTES = 1 << 20
 """Bytes of the smallest gradient that a hook adds; the 5 us of a hook are short compared with this addition."""
@@ -46,7 +46,7 @@ class GradientSink:
         lanes: number of gradient-accumulation lanes.
 
     Args:
-        exchanged: True if replicas wait for gradients, so that hooks add smaller gradients too (EARLY_BYTES).
+        exchanged: True if replicas exchange gradients, so that hooks add smaller gradients too (EARLY_BYTES).
         apart: True if lanes must not share accumulators, because their sums are rounded or an update may be deferred.
     """
 
@@ -85,20 +85,21 @@ class GradientSink:
         self._shared = program.trainable - {self._sites[position].parameter for _, position in self._alone}
 
     def use_lane(self, lane: int) -> None:
-        """Select the lane to which the following gradients are added. Lane 0 is the default, also after ``close``."""
+        """Select the lane to which the following gradients are added: lane 0 at first, and again after ``close``."""
         self._sums = self._sums_of_lanes[lane]
 
     def enter(self, microbatch: int, interval: int) -> None:
         """Select the lane of a micro-batch for the following gradients.
 
-        ``microbatch`` counts from the first one of the segment, and must increase from call to call. An update has
-        ``interval`` micro-batches.
+        Args:
+            microbatch: number counted from the first micro-batch of the segment; must increase from call to call.
+            interval: number of micro-batches in an update.
         """
         at_once = self._at_once and in_lane_order(microbatch, interval, self.lanes)
         self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
-        """Register a hook on a use site's leaf, if it is large, that adds each gradient as soon as it is computed."""
+        """Register a hook that adds each gradient of the leaf once it is computed; small leaves get no hook."""
         # Size of the sum: leaves may be of 16 bits.
         if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # Replacement for a gradient that the hook has added: its shape, without its memory.
@@ -106,14 +107,17 @@ class GradientSink:
             leaf.register_hook(partial(self._take, position, nothing))
 
     def observe(self, observer: Callable[[int], None] | None) -> None:
-        """Set the function that gets the index in ``trained`` of each gradient that a hook adds; None removes it."""
+        """Set the function to call with the index in ``trained`` of each gradient that a hook adds; None removes it."""
         self._observer = observer
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add one micro-batch's gradients, one per leaf of ``WeightRing.trained``; sums have the order of the calls.
+        """Add the gradients of one micro-batch to the selected lane, in the order of the calls.
 
-        The first gradient of a site is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
-        be a view or shared with another leaf, and the norm's bits depend on the layout.
+        The first gradient of a use is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
+        be a view or shared with another leaf, and rounding of the norm depends on the layout.
+
+        Args:
+            gradients: one per leaf of ``WeightRing.trained``; None for a leaf without a gradient.
         """
         totals = [self._sums[position] for position in self._trained_at]
         if totals and not self._early and all(x is not None for x in (*totals, *gradients)):
@@ -135,7 +139,7 @@ class GradientSink:
             torch._foreach_add_(*sums)
 
     def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a large leaf's gradient, as the leaf's hook; return ``nothing`` in its place, so that torch frees it."""
+        """Add a gradient, as the hook of a large leaf; return ``nothing`` instead, so that torch frees the gradient."""
         total, is_new = self._total(position)
         if is_new:
             total.copy_(gradient)
@@ -147,7 +151,7 @@ class GradientSink:
         return nothing
 
     def _total(self, position: int) -> tuple[torch.Tensor, bool]:
-        """Return the accumulator of a site, and True if it is new, with uninitialized memory."""
+        """Return (accumulator of a use in the selected lane, True if it is new and its memory uninitialized)."""
         total = self._sums[position]
         if total is not None:
             return total, False
@@ -156,7 +160,7 @@ class GradientSink:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Parameter of each trained use site, in the order of ``StageFunction.sites``; one entry per use."""
+        """Parameter of each use of a trained parameter, in the order of ``StageFunction.sites``; one entry per use."""
         return [self._parameters[self._sites[position].parameter].detach() for position in self._trained_at]
 
     def close(self) -> None:
@@ -172,50 +176,55 @@ class GradientSink:
             self._sums[position] = total
 
     def sums_of(self, lane: int, sites: Sequence[int]) -> list[torch.Tensor | None]:
-        """Return the accumulators of a lane for these indices in ``trained``; None for a site without a gradient."""
+        """Return the accumulators of a lane for these indices in ``trained``; None for a use without a gradient."""
         return [self._sums_of_lanes[lane][self._trained_at[site]] for site in sites]
 
     def total_of(self, site: int, *, reached: bool) -> torch.Tensor | None:
-        """Return the tensor for the sum of a site over the lanes of all replicas, which the caller writes and passes to
-        ``close_with``; None if no lane has a sum (``reached``).
+        """Return the tensor for the sum of a use over the lanes of all replicas; None if no lane has a sum.
 
-        The tensor is the accumulator of the first local lane with a sum of the site, if there is one.
+        The caller fills the tensor and passes it to ``close_with``. The tensor is the accumulator of the first local
+        lane with a sum of the use, if there is one.
+
+        Args:
+            site: index of the use in ``trained``.
+            reached: True if a lane of any replica has a sum.
         """
         position = self._trained_at[site]
         total = next((x for sums in self._sums_of_lanes if (x := sums[position]) is not None), None)
         return self._free(position) if reached and total is None else total
 
     def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
-        """Set the sums over all lanes, the filled tensors of ``total_of``, after the last gradient of this update."""
+        """Set the sums over all lanes (the filled tensors of ``total_of``), after the last gradient of this update."""
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):
             self._keep_lanes(position, total)
             self._sums[position] = total
 
     def _keep_lanes(self, position: int, total: torch.Tensor | None) -> None:
-        """Clear the lanes' sums of a site; their memory is kept for reuse, except for that of ``total``."""
+        """Clear the lanes' sums of a use. Their memory is kept for reuse, except for that of ``total``."""
         for sums in self._sums_of_lanes:
             if (x := sums[position]) is not None and x is not total:
                 self._kept[position].append(x)
             sums[position] = None
 
     def _free(self, position: int) -> torch.Tensor:
-        """Return memory for the sum of a site, from that kept for reuse if possible; its values are undefined."""
+        """Return memory for the sum of a use, kept memory if there is any; its values are undefined."""
         if kept := self._kept[position]:
             return kept.pop()
         return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
 
     def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
-        """List the gradient sums of parameters shared with these stages, one per use, after ``close``.
+        """List the gradient sums of parameters that one of ``stages`` holds too, after ``close``.
 
-        Their order is that of ``StageProgram.shared_sites``.
+        There is one entry per use, in the order of ``StageProgram.shared_sites``.
         """
         return [self._sums[p] for name in self.program.shared_names(stages) for p in self._positions.get(name, ())]
 
     def finish(self, imported: Iterable[Accumulators]) -> None:
         """Set every ``parameter.grad`` to the sum over the parameter's uses, equal on all stages that hold it.
 
-        ``imported`` has the other stages' sums by use site, from their ``exported``.
+        Args:
+            imported: sums of each other stage by use, from the stage's ``exported``.
         """
         foreign: Accumulators = {}
         for sites in imported:
@@ -236,8 +245,9 @@ class GradientSink:
             self._parameters[name].grad = total
 
     def reset(self) -> None:
-        """Clear the sums after the optimizer's step. Their memory is kept for reuse, except for shared parameters,
-        whose sums a link may still be sending.
+        """Clear the sums after the optimizer's step.
+
+        Their memory is kept for reuse, except for shared parameters, whose sums a link may still be sending.
         """
         for position, site in enumerate(self._sites):
             total = self._sums[position]

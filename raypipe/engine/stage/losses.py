@@ -36,8 +36,9 @@ Columns = Mapping[Any, torch.Tensor]
 
 
 def count_labels(labels: torch.Tensor, ignore_index: int, class_weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the divisor of torch's cross_entropy and nll_loss, a scalar: the number of labels other than
-    ``ignore_index``, or the sum of their class weights.
+    """Return the divisor of torch's cross_entropy and nll_loss, a scalar.
+
+    It is the number of labels other than ``ignore_index``, or the sum of their class weights.
     """
     valid = labels != ignore_index
     if class_weights is None:
@@ -70,9 +71,13 @@ class LossCounts:
     def weights(self, columns: Sequence[Columns], sizes: Sequence[int]) -> tuple[list[list[float]], list[float]]:
         """Compute the weights with which the losses of micro-batches add up to the loss of the mini-batch.
 
+        Args:
+            columns: data columns of each micro-batch.
+            sizes: number of samples of each micro-batch.
+
         Returns:
-            For each part of the loss, the weights of the micro-batches (0 if its divisor is 0); and, for each part,
-            the divisor of the mini-batch.
+            (for each part of the loss, the weight of each micro-batch, 0 if the part's divisor is 0; for each part, the
+            divisor of the mini-batch).
 
         Raises:
             DataError: the parts are summed, and micro-batches have other weights in one term than in another.
@@ -161,12 +166,13 @@ def update_weights(
 
 
 def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[Weights], Weights]:
-    """Compute micro-batches' shares in the loss of an evaluation's mini-batch, and the items over which it averages.
+    """Compute the shares of micro-batches in the loss of an evaluation's mini-batch.
 
     A part of the loss without items has shares of 0, so that it adds nothing to the evaluation.
 
     Returns:
-        (for each micro-batch, its share in every part of the loss; for every part, its number of items).
+        (for each micro-batch, its share in every part of the loss; for every part, the number of items over which it
+        averages).
 
     Raises:
         DataError, ConfigError: as ``loss_weights``; but a mini-batch without a valid target is allowed.
@@ -176,7 +182,7 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
 
 
 def _shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[list[float]], list[float]]:
-    """Return ([the micro-batches' shares, for each part of the loss], [the mini-batch's items, for each part])."""
+    """Return (for each part of the loss, the share of each micro-batch; for each part, the items of the mini-batch)."""
     if reduction == "sum":
         return [[1.0] * len(sizes)], [float(sum(sizes))]
     if reduction == "mean":
@@ -273,8 +279,8 @@ def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | No
     """Add up terms in the order of micro-batches, and of parts within a micro-batch; None without terms.
 
     Args:
-        messages: results of ``term_message`` from other replicas. Terms are sorted on the device: reading positions on
-            the host would wait for all work queued there.
+        messages: results of ``term_message`` from other replicas. The terms are then sorted on the device: reading
+            their keys on the host would wait for all work that is queued on the device.
     """
     values: Sequence[torch.Tensor] = [term.value for term in terms]
     if messages:
@@ -289,9 +295,9 @@ def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | No
 
 
 def term_message(terms: Sequence[LossTerm]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (sort keys in the order of ``summed``, int64; values), both of shape (terms,), to send to a replica.
+    """Return (sort keys, int64; values) of the terms, both of shape (terms,), to send to a replica.
 
-    (None, None) without terms.
+    The keys increase in the order in which ``summed`` adds terms. Without terms, the result is (None, None).
     """
     if not terms:
         return None, None

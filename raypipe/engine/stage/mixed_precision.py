@@ -6,7 +6,7 @@
 
 A stage function has its precision as an attribute, so that every caller computes the same. A weight that a forward uses
 several times is converted at each use, as with torch.autocast(cache_enabled=False): torch has one cache for all threads
-of a process, so that with it the bits would depend on other threads.
+of a process, so that with it the results would depend on other threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Run an operation without autocast, as the model does in a region autocast(kind, enabled=False).
 
     Args:
-        kind: device type of the region as traced. "cpu", on which models are traced, means the device of the tensors.
-            Nothing is disabled if ``kind`` is another device type than theirs.
+        kind: device type of the region. "cpu", on which models are traced, means the device of the operation's tensors.
+            For any other type than that of the tensors, autocast stays enabled.
     """
     device_type = next((x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), kind)
     if device_type == "meta" or kind not in ("cpu", device_type):
@@ -45,13 +45,13 @@ def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def leaf_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype to which parameters are converted for forwards; None if forwards use their own memory."""
+    """Return the dtype to which parameters are converted for forwards; None if they are used as they are."""
     dtype: torch.dtype | None = getattr(torch, precision.leaves) if precision.leaves else None
     return dtype
 
 
 def converted(tensors: Sequence[torch.Tensor], precision: Precision) -> Sequence[torch.Tensor]:
-    """Convert floating-point tensors to ``leaf_dtype``; return ``tensors`` itself if that is None."""
+    """Convert floating-point tensors to ``leaf_dtype``; return ``tensors`` itself if there is nothing to convert."""
     dtype = leaf_dtype(precision)
     if dtype is None:
         return tensors
@@ -60,7 +60,7 @@ def converted(tensors: Sequence[torch.Tensor], precision: Precision) -> Sequence
 
 @contextmanager
 def model_in(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Let the user's module compute in this precision inside the context, as the stages of a pipeline do."""
+    """Let the user's module compute in this precision inside the context, with converted tensors and autocast."""
     with model_converted(model, precision), computing(precision):
         yield
 

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_of(model: M) -> M:
-    """Deep-copy a module; tensors with an autograd history are copied without it."""
+    """Deep-copy a module. Tensors with an autograd history are copied without their history."""
     memo = {id(tensor): tensor.detach().clone() for tensor in _attributes(model) if not tensor.is_leaf}
     return copy.deepcopy(model, memo)
 
@@ -49,7 +49,7 @@ def _attributes(model: nn.Module) -> list[torch.Tensor]:
 
 
 def portable(model: nn.Module) -> nn.Module:
-    """Return a module that can be pickled: a copy with the original classes if parametrized, else the module itself."""
+    """Return a module that can be pickled: a copy with the original classes if parametrized, else the given module."""
     if not any(parametrize.is_parametrized(module) for module in model.modules()):
         return model
     packed = copy.deepcopy(model)

@@ -2,6 +2,9 @@
 
 homes (0) (1) (1) (0)      worker 0 holds stages 0 and 3, worker 1 holds 1 and 2, which are co-located
 homes (0 1) (2)            workers 0 and 1 are replicas of stage 0; the first of a stage's workers leads
+
+Gradients are summed in lanes (partial sums), to which micro-batches are assigned round-robin. A replica computes the
+micro-batches of its lanes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class Placement:
     Attributes:
         homes: for each stage, the workers that hold it; several workers are replicas. ``Wiring.homes``.
         worker: index of this worker.
-        lanes: number of gradient-accumulation lanes, to which micro-batches are assigned in turn: ``Wiring.lanes``.
+        lanes: number of lanes, as in ``Wiring.lanes``.
     """
 
     homes: Homes
@@ -42,11 +45,11 @@ class Placement:
         return tuple(stage for stage, workers in enumerate(self.homes) if worker in workers)
 
     def first_stage(self, worker: int) -> int:
-        """Return the lowest stage of a worker, used in names of messages that belong to no single stage."""
+        """Return the lowest stage of a worker. It is the stage in names of messages that belong to no single stage."""
         return self.stages_of(worker)[0]
 
     def home_of(self, stage: int, lane: int = 0) -> int:
-        """Return the worker that computes a stage's micro-batches of this lane; that of lane 0 is the first replica."""
+        """Return the worker that computes a stage's micro-batches of one lane. For lane 0 it is the first replica."""
         workers = self.homes[stage]
         return workers[lane % len(workers)]
 
@@ -84,7 +87,7 @@ class Placement:
         return frozenset(s for s in self.neighbour_stages(stage) if self.home_of(s) == self.home_of(stage))
 
     def sharing_workers(self, programs: Sequence[StageProgram], stage: int) -> dict[int, frozenset[int]]:
-        """Map other leading workers to those of their stages that hold a parameter which ``stage`` holds too."""
+        """Map each other leader that shares a parameter with ``stage`` to those of its stages that hold it."""
         home = self.home_of(stage)
         holders = {h for stages in programs[stage].shared_with.values() for h in stages}
         workers = sorted({self.home_of(h) for h in holders} - {home})
@@ -93,9 +96,9 @@ class Placement:
     def neighbours(self, programs: Sequence[StageProgram]) -> set[int]:
         """Return the workers with which this worker exchanges messages.
 
-        These are workers of neighbour stages that have a lane in common with this worker, and the replicas of its
-        stages. Leading workers also exchange messages with the leaders of neighbour stages, with leaders that hold a
-        shared parameter, and, for norms, with the previous and the next leading worker.
+        These are the replicas of its stages, and the workers of neighbour stages with which it has a lane in common. A
+        leader (first replica) also exchanges messages with the leaders of neighbour stages, with leaders that hold a
+        shared parameter, and, for norms, with the previous and the next leader.
         """
         peers = set(self.replicas)
         if self.leads:
@@ -137,7 +140,7 @@ class Placement:
 
 
 def _shared_sites(program: StageProgram, stages: Collection[int]) -> int:
-    """Count the use sites on this stage of parameters shared with any of these stages."""
+    """Count this stage's uses of parameters that one of ``stages`` holds too."""
     shared = set(program.shared_names(stages))
     return sum(1 for site in program.train.sites if site.parameter in shared)
 
@@ -147,8 +150,8 @@ def channels_by_stage(
 ) -> dict[int, dict[int, Sequence[Channel]]]:
     """Return the channels of this worker's stages: {stage: {previous or next stage: one channel per lane}}.
 
-    Neighbour stages on the same worker get in-memory channels, which copy: a stage that changes its input in place
-    leaves the previous stage's output unchanged, and strides are kept.
+    Neighbour stages on the same worker are joined by in-memory channels, which copy tensors. So a stage that changes
+    its input in place leaves the previous stage's output unchanged, and strides are kept.
     """
     lanes = range(placement.lanes)
     own = placement.lanes_of(placement.worker)

@@ -1,8 +1,8 @@
-"""Random draws keyed by (seed, step, micro-batch, number of the draw).
+"""Random numbers keyed by (seed, step, micro-batch, number of the draw). A draw creates one random tensor.
 
 Each draw uses a generator that is seeded by its key, so neither the partition nor the schedule nor the thread that runs
-a stage can change a single bit. The number counts the draws of one forward of the whole model in execution order.
-Capture writes it into the stages, and eager code gets the same numbers from `KeyedRandomness`.
+a stage can change a single bit. Draws are numbered within one forward of the whole model, in execution order. Capture
+writes the numbers into the stages, and eager code gets the same numbers from `KeyedRandomness`.
 
 torch's default CPU generator is not used: it is global, so that two stage threads corrupt each other's draws, and
 seeding it costs 86 us against 1 us for a generator of one's own. Fused operations of a GPU (its dropout, its attention
@@ -52,7 +52,10 @@ def key_conds() -> None:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Disable gradients inside the context, where a capture accepts torch.cond under the model's own torch.no_grad."""
+    """Disable gradients inside the context, as for an evaluation.
+
+    A capture refuses torch.cond under torch.no_grad of the model, except inside this context.
+    """
     token = _without_gradients.set(True)
     try:
         with torch.no_grad():
@@ -147,9 +150,10 @@ def _seed(key: RandomKey, index: int) -> int:
 
 @contextmanager
 def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
-    """Seed the default generator of a GPU inside, for operations that take no generator, and restore it afterwards.
+    """Seed the default generator of a GPU inside the context, for operations that take no generator.
 
-    These operations read seed and offset when they are queued. Other threads that enter wait.
+    These operations read seed and offset when they are queued. The generator's state is restored at the end. Other
+    threads wait before they enter such a context.
     """
     number = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[number]
@@ -163,7 +167,10 @@ def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterato
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
-    """Compute training's ``aten::dropout``, 0 < p < 1, from draw ``index``, to the bits of torch's own when keyed."""
+    """Compute ``aten::dropout`` of training, 0 < p < 1, from draw ``index``.
+
+    The result is bitwise equal to torch's own dropout in `KeyedRandomness`.
+    """
     if x.is_cuda and x.numel():
         with _default_seeded(x.device, key, index):
             return torch.native_dropout(x, p, True)[0]
@@ -230,7 +237,8 @@ _FUSED = frozenset(
         "_scaled_dot_product_cudnn_attention",
     )
 )
-"""Operations of a GPU that draw from its default generator, once, as they are queued. Their backward draws nothing."""
+"""Operations of a GPU that draw from its default generator, once, when they are queued. Their backward draws nothing.
+"""
 
 _OF_CUDNN = (aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default)
 _RECURRENT = frozenset((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu))
@@ -282,7 +290,11 @@ class KeyedRandomness(TorchDispatchMode):
 
 
 def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
-    """Call a random operation with ``draws`` keyed draws from number ``index`` on; for dropout, ``dropout`` is faster.
+    """Call a random operation with keyed draws; for dropout, the function ``dropout`` is faster.
+
+    Args:
+        index: number of the first draw.
+        draws: number of draws that the call must make.
 
     Raises:
         StageError: the operation made another number of draws, so that the numbers of later draws would shift.

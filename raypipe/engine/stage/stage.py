@@ -27,10 +27,10 @@ Loss = Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One use of a parameter in the model; gradients are accumulated per site, and sites summed before the step.
+    """Use of a parameter in the model. Gradients are accumulated per use, and uses are summed before the step.
 
-    Rounding depends on whether sites or micro-batches are summed first. So one accumulator per site is what makes
-    every partition give the same bits.
+    Rounding depends on whether uses or micro-batches are summed first. With one accumulator per use, the results are
+    bitwise equal for every partition.
 
     Attributes:
         parameter: canonical name, the first of named_parameters().
@@ -42,10 +42,10 @@ class Site:
 
 
 class StageFunction(Protocol):
-    """One mode (training or evaluation) of a stage.
+    """Function of a stage in one mode, training or evaluation.
 
     Attributes:
-        sites: use sites of the argument ``parameters``, in order.
+        sites: the use of a parameter to which each tensor of the argument ``parameters`` belongs, in order.
         buffers: names of the argument ``buffers``, which are updated in place.
         columns: names of the data columns that the stage reads itself.
         num_inputs, num_outputs: number of boundary tensors received and sent.
@@ -127,7 +127,7 @@ class StageProgram:
     def metric_arguments(
         self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor]
     ) -> tuple[Any, list[Any]]:
-        """Return (output, targets) for metrics, from the outputs of the last stage in evaluation."""
+        """Return (output, further arguments) for metrics, from the outputs of the last stage in evaluation."""
         as_returned = getattr(self.loss_by_mode["eval"], "as_returned", None)
         if as_returned is not None:
             return as_returned(outputs), [columns[name] for name in self.targets]
@@ -150,7 +150,7 @@ class StageProgram:
         return loss if isinstance(loss, torch.Tensor) else sum(loss[1:], start=loss[0])
 
     def shared_names(self, stages: Collection[int]) -> list[str]:
-        """List this stage's trainable parameters that one of ``stages``, other than this one, holds too."""
+        """List the trainable parameters of this stage that another stage in ``stages`` holds too."""
         return [
             name
             for name in self.parameters
@@ -160,9 +160,12 @@ class StageProgram:
     def shared_sites(
         self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
     ) -> dict[Site, torch.Tensor | None]:
-        """Map this stage's use sites of parameters shared with ``stages`` to their gradient sums ``tensors``.
+        """Map each use of a parameter that this stage shares with ``stages`` to the gradient sum of that use.
 
-        ``tensors`` is the result of ``GradientSink.exported(stages)`` on this stage.
+        Args:
+            stages: stages that hold some of the same parameters.
+            tensors: gradient sums as ``GradientSink.exported(stages)`` of this stage lists them; an element is None if
+                the use has no gradient sum.
         """
         wanted = self.shared_names(stages)
         sites = [site for name in wanted for site in self.train.sites if site.parameter == name]
@@ -170,7 +173,7 @@ class StageProgram:
 
 
 def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:
-    """Create the error for a data column of another shape than the traced one, whose sizes are None for any size.
+    """Create the error for a data column of another shape than the traced column; ``shape`` has None for any size.
 
     Sizes of the traced shape are constants of the generated code, which may fail or compute wrong values for others.
     """
@@ -190,7 +193,7 @@ class GraphFunction:
         source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
         names: globals of the source.
         constants: tensors that the model closed over, never trained and never changed.
-        column_shapes: required shape of each column, None for any size; empty if any shape is accepted.
+        column_shapes: required shape of each column, in which None allows any size; empty if any shape is accepted.
         place: device of ``constants`` and of tensors that the source creates; None for host memory, as captured.
     """
 
@@ -265,7 +268,7 @@ class StageBuffers:
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
-        """Prepare the buffers for training or for (a part of) an evaluation, which begins here if ``anew`` is True."""
+        """Prepare the buffers for training or for an evaluation, which begins here if ``anew`` and else goes on."""
         if training:
             self._evaluation = None
         elif anew or self._evaluation is None:
@@ -281,7 +284,7 @@ class StageBuffers:
                 kept.copy_(x)
 
     def bring_back(self) -> None:
-        """Restore the values of the last ``keep``, in place; without one, do nothing."""
+        """Restore the values of the last ``keep``, in place; do nothing if ``keep`` was not called."""
         for kept, x in zip(self._before, self._trained, strict=bool(self._before)):
             x.copy_(kept)
 
@@ -306,7 +309,7 @@ class StageBuffers:
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype are equal, with NaN equal to itself."""
+    """Return True if two tensors of one shape and dtype are equal; NaN counts as equal to the same NaN."""
     return torch.equal(one, two) or torch.equal(_bits(one), _bits(two))
 
 

@@ -35,7 +35,7 @@ class _Slot:
         leaves: one per use of a parameter, in the order of ``program.train.sites``. Each is a separate autograd leaf in
             the memory of its tensor, so that autograd returns a gradient per use.
         trained: leaves that require a gradient.
-        users: number of micro-batches between their forward and their backward.
+        users: number of micro-batches between their forward and their backward that use this version.
     """
 
     version: int
@@ -57,7 +57,7 @@ class WeightRing:
         capacity: maximum number of slots, each with the weights of one version.
         ahead: number of forwards that stage 0 runs ahead of its backwards; used by the rule STAMPED.
         replicas: number of replicas of the stage; after micro-batch k a replica computes k + replicas.
-        watch: called with (index of the use site, leaf) for every new leaf.
+        watch: called with (index of a parameter's use in ``program.train.sites``, leaf) for every new leaf.
     """
 
     def __init__(
@@ -104,9 +104,12 @@ class WeightRing:
         self._base = self._wanted = self.newest
 
     def enter(self, microbatch: int, stamp: int) -> int:
-        """Select a micro-batch's version before its forward, and return its number; it stays unchanged until ``leave``.
+        """Select the weight version of a micro-batch before its forward; return the version's number.
 
-        The rule STAMPED uses ``stamp``, the version that was sent with the micro-batch.
+        The version stays unchanged until ``leave``.
+
+        Args:
+            stamp: version that was sent with the micro-batch; used by the rule STAMPED.
 
         Raises:
             StageError: the ring does not hold the version.
@@ -129,7 +132,7 @@ class WeightRing:
         return version
 
     def leaves(self, microbatch: int) -> Sequence[torch.Tensor]:
-        """Return the leaves of the version that a micro-batch uses, one per use site."""
+        """Return the leaves of the version that a micro-batch uses, one per use of a parameter."""
         return self._used[microbatch].leaves
 
     def trained(self, microbatch: int) -> Sequence[torch.Tensor]:
@@ -171,9 +174,10 @@ class WeightRing:
         self._newest.version += 1
 
     def follow(self) -> None:
-        """Update the newest slot after a step, if the optimizer assigned ``parameter.data`` instead of changing it.
+        """Update the newest slot after a step of the optimizer.
 
-        A slot of another dtype than the parameters is filled from them.
+        This is needed if the optimizer assigned ``parameter.data`` instead of changing it in place, and if the slot has
+        another dtype than the parameters.
         """
         if self._dtype is not None:
             self._fill_newest()
@@ -190,7 +194,7 @@ class WeightRing:
                     leaf.data = self._parameters[site.parameter].data
 
     def fill(self) -> None:
-        """Fill the newest slot, if it has another dtype, after parameters were loaded; the pipeline must be empty."""
+        """Fill the newest slot, if it has another dtype, from newly loaded parameters; the pipeline must be empty."""
         if self._dtype is not None:
             self._fill_newest()
             for name, tensor in self._constant.items():
@@ -205,7 +209,7 @@ class WeightRing:
         return parameter.data if self._dtype is None else parameter.data.to(self._dtype)
 
     def _late(self, microbatch: int) -> int:
-        """Return the version that includes all updates by micro-batches before this one."""
+        """Return the version that includes all updates of micro-batches before this one."""
         return self._base + max(0, (microbatch - self._first) // self._interval)
 
     def _needed(self, slot: _Slot) -> bool:
