@@ -88,11 +88,7 @@ def absolute_path(text: str, *, written: bool = False) -> str:
 
 
 def job_copy(path: Path) -> Path | None:
-    """Return Ray's copy of a job's working directory that contains ``path``; None if ``path`` is in no such copy.
-
-    Args:
-        path: absolute path.
-    """
+    """Return Ray's copy of a job's working directory that contains this absolute path; None if no copy does."""
     at = next((i for i, pair in enumerate(pairwise(path.parts)) if pair == _COPIES), None)
     return None if at is None or len(path.parts) <= at + 2 else Path(*path.parts[: at + 3])
 

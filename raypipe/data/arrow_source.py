@@ -186,13 +186,7 @@ _WINDOW_ROWS = 65_536
 
 
 class DataFile(NamedTuple):
-    """File of the data.
-
-    Attributes:
-        path: path in the file system.
-        format: "parquet" or "arrow".
-        rows_per_group: number of rows of each row group.
-    """
+    """File of the data: path in the file system, format ("parquet" or "arrow"), and rows of each row group."""
 
     path: str
     format: str
@@ -321,11 +315,7 @@ class ArrowSource:
         return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
-        """Read columns of a row group.
-
-        Raises:
-            DataError: the file is damaged or missing; names the file and the rows.
-        """
+        """Read columns of a row group; if the file is damaged, raise a DataError that names the file and the rows."""
         try:
             return self._decode(group, names)
         except (pa.ArrowException, OSError) as error:
@@ -415,11 +405,7 @@ def survey(
 
 
 def _footer(filesystem: pyarrow.fs.FileSystem, path: str, kind: str) -> tuple[pa.Schema, tuple[int, ...], int]:
-    """Read the footer of a file: return (schema, rows of each row group, bytes of the decoded file).
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read a file's footer: (schema, rows of each row group, decoded bytes); DataError if the file is damaged."""
     try:
         with filesystem.open_input_file(path) as opened:
             return _parquet_footer(opened) if kind == "parquet" else _arrow_footer(opened)

@@ -103,11 +103,7 @@ class Packed(Dataset[Any]):
         return {"input_ids": torch.from_numpy(tokens), **border, "labels": torch.from_numpy(targets)}
 
     def _stream(self, begin: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Read tokens begin, ..., begin + count - 1 of the concatenated documents.
-
-        Returns:
-            (tokens, index of the document of each token), both of shape (count,).
-        """
+        """Read tokens begin, ..., begin + count - 1 of all documents; return (tokens, document index of each token)."""
         stream, documents = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         document = int(np.searchsorted(self._ends, begin, side="right"))
         done = 0
@@ -144,11 +140,7 @@ class Packed(Dataset[Any]):
 
 
 def _borders(documents: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Compute a block's "position_ids" and "attention_mask", described in Packed.
-
-    Args:
-        documents: index of the document of each token, shape (length,).
-    """
+    """Compute "position_ids" and "attention_mask" of Packed from each token's document index, shape (length,)."""
     places = np.arange(len(documents))
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
     positions = places - begins[np.searchsorted(begins, places, side="right") - 1]
@@ -244,12 +236,7 @@ class Pad:
         return batch
 
     def _labels(self, items: Sequence[Mapping[str, Any]], lists: Mapping[str, list[Any]]) -> list[Any]:
-        """Return the labels of each item: its values in ``self.labels``, and the fill value where its mask is 0.
-
-        Args:
-            items: items of the batch; their "attention_mask" is the mask.
-            lists: columns of the items as arrays, by name.
-        """
+        """Return each item's labels: its values in ``self.labels``, with the fill value where its mask is 0."""
         assert self.labels is not None
         if self.labels != "labels" and any("labels" in item for item in items):
             raise DataError(

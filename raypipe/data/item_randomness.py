@@ -50,10 +50,7 @@ def generator_states() -> GeneratorStates:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Lock torch's CPU, numpy's and Python's global generators for this thread inside the context.
-
-    The generators' states are restored at the end.
-    """
+    """Lock torch's CPU, numpy's and Python's global generators for this thread; restore their states afterwards."""
     with _IN_USE:
         before = generator_states()
         try:

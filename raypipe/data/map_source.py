@@ -94,10 +94,7 @@ class MapSource:
         return [row for _, rows, _ in cached[1].locate(start, count) for row in rows.tolist()]
 
     def _check_repeats(self) -> None:
-        """Raise DataError if an item differs when it is read a second time.
-
-        The first items are tried, and then random items for at most MORE_S seconds.
-        """
+        """Raise DataError if one of the first items, or of random items for MORE_S seconds, differs when read again."""
         if self.is_tensors:
             return
         first = list(range(min(NUM_READ_TWICE, self.num_samples)))
@@ -162,9 +159,6 @@ class MapSource:
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
         """Read the items at these indices. If that fails, the items are read one by one to find the bad one.
-
-        Args:
-            batched: (indices) -> items of the dataset.
 
         Raises:
             DataError: an item cannot be read; names the item.

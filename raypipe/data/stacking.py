@@ -22,10 +22,7 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 def stacked(name: str, column: Any, values: list[Any], rows: Sequence[int]) -> torch.Tensor:
     """Stack the values of one column to a tensor of shape (len(values), ...).
 
-    Args:
-        name: name of the dataset, for messages.
-        column: name of the column, for messages.
-        rows: indices of the values' items in the dataset, for messages.
+    Messages name the dataset ``name``, the ``column``, and ``rows``, the indices of the values' items in the dataset.
 
     Raises:
         DataError: the values have different shapes or types, or cannot become a dense tensor.
@@ -219,12 +216,7 @@ def check_range(name: str, num_samples: int, start: int, count: int) -> None:
 def by_request(
     columns: Sequence[Any], keys: Sequence[Any], batch: Mapping[Any, torch.Tensor]
 ) -> tuple[torch.Tensor, ...] | dict[Any, torch.Tensor]:
-    """Select ``keys`` of a batch in the form of ``Source.read``: a tuple if the ``columns`` are indices, else a dict.
-
-    Args:
-        columns: requested columns, by index or by name.
-        keys: the keys of these columns in ``batch``.
-    """
+    """Select ``keys`` of a batch in the form of ``Source.read``: a tuple if ``columns`` are indices, else a dict."""
     if all(isinstance(column, int) for column in columns):
         return tuple(batch[key] for key in keys)
     return {key: batch[key] for key in keys}

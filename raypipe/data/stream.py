@@ -75,11 +75,7 @@ class StreamReader:
         self._held: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, start: int, count: int) -> list[Any]:
-        """Read the items at positions start, ..., start + count - 1.
-
-        Raises:
-            DataError: the stream fails or ends.
-        """
+        """Read the items at positions start, ..., start + count - 1; raise a DataError if the stream fails or ends."""
         with own_generators():
             return [
                 self._held.pop(at) if at in self._held else self._item(at, marks=at == start)
@@ -262,11 +258,7 @@ def _begun(stream: Any, number: int, state: Any) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Copy a state through JSON.
-
-    Raises:
-        ValueError, TypeError: the state is not plain data.
-    """
+    """Copy a state through JSON; raise ValueError or TypeError if the state is not plain data."""
     plain = json.loads(json.dumps(state, allow_nan=False))
     if plain != state:
         raise ValueError("not plain data")

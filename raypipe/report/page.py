@@ -228,21 +228,13 @@ def _links(run: RunFacts) -> str:
 
 
 def _way(place: int) -> str:
-    """Name the direction of index ``place`` in the event's ``link_s``.
-
-    Index 2 h is the direction from stage h to stage h + 1, index 2 h + 1 the opposite one.
-    """
+    """Name the direction of index ``place`` in ``link_s``: from stage 0 to 1, 1 to 0, 1 to 2, 2 to 1, ..."""
     hop, back = divmod(place, 2)
     return f"{hop + 1}→{hop}" if back else f"{hop}→{hop + 1}"
 
 
 def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
-    """Return (step, seconds of a message) for one direction of a link; the last value is repeated at the last step.
-
-    Args:
-        seen: events with measurements.
-        way: index of the direction in ``link_s``, see ``_way``.
-    """
+    """Return (step, seconds of a message) for the direction of index ``way``; the last value is repeated at the end."""
     points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
 
@@ -253,10 +245,7 @@ def _span(run: RunFacts) -> tuple[float, float]:
 
 
 def _turned(run: RunFacts) -> list[str]:
-    """Draw the schedule over steps: its group size k if every schedule is kfkb or 1f1b, else its number in a list.
-
-    The list is printed below the chart. Returns [] if no schedule is known.
-    """
+    """Draw k over steps if every schedule is kfkb or 1f1b; else the schedule's number, explained below the chart."""
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:
         return []

@@ -118,14 +118,9 @@ def _usual(points: Sequence[Point]) -> float:
 
 
 class _Box:
-    """Plot area of a chart, and the mapping from values to pixels.
+    """Plot area of a chart, and the mapping from values, divided by ``scale``, to pixels.
 
-    Args:
-        points: points of all lines, which determine the ranges of x and y.
-        more_x: further values that the range of x includes.
-        scale: divisor from y to the displayed unit.
-        from_zero: True if the y axis must include 0.
-        top: largest y on the axis; infinity for the largest of the points.
+    The range of x includes ``more_x``. The range of y ends at ``top``, and includes 0 if ``from_zero`` is True.
     """
 
     def __init__(
@@ -176,11 +171,7 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
-    """Draw one line per mark.
-
-    Marks of few events are long and dashed, side by side if they are at one step. Marks of a kind with many events are
-    short, in one row per kind; see ``_long``.
-    """
+    """Draw one line per mark: of rare kinds long, dashed and side by side; else short, in one row per kind."""
     seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
         at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
@@ -236,10 +227,7 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
     """Return (SVG parts of a legend, pixels that it adds to the chart's height); ([], 0.0) for fewer than two lines.
 
-    The legend is right of the y label if it fits there, else below the chart.
-
-    Args:
-        label_px: width of the y label in pixels.
+    The legend is right of the y label, ``label_px`` wide, if it fits there, else below the chart.
     """
     if len(names) < 2:
         return [], 0.0

@@ -86,10 +86,7 @@ def _slice(span: Span, process: int, track: int, clock: Clock) -> Event:
 
 
 def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: Clock) -> list[Event]:
-    """Build two flow events for each message, the two ends of an arrow.
-
-    The arrow leads from the slice of the action that sends the message to the slice of the action that uses it.
-    """
+    """Build two flow events per message: the ends of an arrow from the sending slice to the slice that uses it."""
     events: list[Event] = []
     for number, (_, source, target, start_s, _, taken_s) in enumerate(messages_of(spans)):
         flow: Event = {"pid": process, "cat": "message", "name": "message", "id": (process << 32) + number}
@@ -128,12 +125,7 @@ def _counters(spans: Sequence[Span], process: int, clock: Clock) -> list[Event]:
 
 
 def _totals(moments: Iterable[tuple[float, int]], start: int) -> list[tuple[float, int]]:
-    """Return (time, running total) after each time, with simultaneous changes merged.
-
-    Args:
-        moments: (time, change of the total).
-        start: total before the first change.
-    """
+    """Return (time, running total) after each of the moments (time, change); simultaneous changes are merged."""
     totals: dict[float, int] = {}
     total = start
     for moment_us, change in sorted(moments):

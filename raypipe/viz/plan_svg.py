@@ -92,12 +92,7 @@ def stage_bars_svg(prediction: Prediction, width: int = 1200, placement: Sequenc
 
 
 def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s: float, scale: float) -> None:
-    """Append to ``parts`` the bar of a stage's forward and backward seconds, and their sum as text.
-
-    Args:
-        top: top of the bar in pixels.
-        slowest_s: seconds that ``scale`` pixels represent.
-    """
+    """Append to ``parts`` the bar of a stage's seconds, and their sum; ``scale`` pixels are ``slowest_s``."""
     seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
     end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
     parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
@@ -114,12 +109,9 @@ def _bytes_label(stage: StagePrediction, worker: int | None) -> str:
 def _add_bytes(
     parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], label: str
 ) -> None:
-    """Append to ``parts`` the bar of a stage's bytes by category, ``label``, and a line at the stage's limit.
+    """Append to ``parts`` the bar of a stage's bytes, a line at its limit if that is at most ``most``, and the label.
 
-    Args:
-        top: top of the bar in pixels.
-        most: bytes that ``scale`` pixels represent; the line is left out if the limit is larger.
-        kinds: names of the categories of all stages, in the order of their colours.
+    ``scale`` pixels are ``most`` bytes, and ``kinds`` has the categories in the order of their colours.
     """
     shares = [
         (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
@@ -147,11 +139,7 @@ def _colour(kinds: Sequence[str], name: str) -> int:
 
 
 def _bar(parts: list[str], top: float, pieces: Sequence[tuple[float, str, str]]) -> float:
-    """Append to ``parts`` a bar that begins at LEFT; return the x of its right end in pixels.
-
-    Args:
-        pieces: (width in pixels, CSS class, tooltip) of each piece of the bar.
-    """
+    """Append to ``parts`` a bar of pieces (width in pixels, CSS class, tooltip); return the x of its right end."""
     at = LEFT
     for width, kind, tip in pieces:
         parts.append(

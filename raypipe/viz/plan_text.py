@@ -279,10 +279,7 @@ def _moment(action: str) -> str:
 
 
 def _bubble(plan: Plan, workers: int) -> str:
-    """Describe the minimum idle share of the workers, for a plan without a prediction.
-
-    Returns "" if the share depends on costs (zb-v), or if a stage has replicas.
-    """
+    """Describe the minimum idle share of the workers; "" if it depends on costs (zb-v), or if a stage has replicas."""
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages
@@ -292,10 +289,7 @@ def _bubble(plan: Plan, workers: int) -> str:
 
 
 def _curve(prediction: Prediction, chosen: int) -> list[str]:
-    """Format a table of the predicted times for other numbers of micro-batches.
-
-    The table has at most LONGEST_CURVE rows, around the ``chosen`` number of micro-batches.
-    """
+    """Format a table of predicted times by number of micro-batches: at most LONGEST_CURVE rows around ``chosen``."""
     at = next((i for i, point in enumerate(prediction.curve) if point.num_microbatches == chosen), 0)
     first = max(0, min(at - LONGEST_CURVE // 2, len(prediction.curve) - LONGEST_CURVE))
     best = min(point.predicted_s for point in prediction.curve)

@@ -86,10 +86,7 @@ def text(
 ) -> str:
     """Return a text element at (x, y) pixels; by default left-aligned, in the picture's font size.
 
-    Args:
-        kind: CSS class without "rp-".
-        anchor: SVG's text-anchor: "middle" or "end"; "" aligns to the left.
-        size: font size; 0 for the picture's.
+    ``kind`` is a CSS class without "rp-", and ``anchor`` is SVG's text-anchor.
     """
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-size="{size:g}"' if size else "")
     more += ' font-weight="600"' if bold else ""

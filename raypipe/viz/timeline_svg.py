@@ -70,14 +70,7 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200, slots: bool =
 
 
 class _Scale(NamedTuple):
-    """Scale of the time axis.
-
-    Attributes:
-        px: pixels per second.
-        longest_s: length of the axis in seconds.
-        unit_s: seconds of one unit of the axis.
-        unit: name of the unit.
-    """
+    """Scale of the time axis: pixels per second, its length and unit in seconds, and the name of the unit."""
 
     px: float
     longest_s: float
@@ -86,12 +79,9 @@ class _Scale(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """Selection of what is drawn of a timeline.
+    """Selection of what is drawn: spans, and the messages of each link (sending worker, receiving worker).
 
-    Attributes:
-        spans: timed actions, each drawn as a box.
-        links: ((sending worker, receiving worker), messages) for each link.
-        whole: False if a part of the timeline is left out.
+    ``whole`` is False if a part of the timeline is left out.
     """
 
     spans: Sequence[Span]
@@ -100,11 +90,7 @@ class _Shown(NamedTuple):
 
 
 def _shown(timeline: Timeline, links: bool) -> _Shown:
-    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out first, then the latest boxes.
-
-    Args:
-        links: True draws messages if there are few enough boxes.
-    """
+    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out, then the latest boxes."""
     spans = sorted(timeline.spans, key=lambda span: span.start_s)
     if len(spans) <= MOST_BOXES:
         return _Shown(spans, _links(spans) if links else ())
@@ -252,12 +238,7 @@ def _links(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[MessageSpa
 
 
 def _legend(seen: set[Op], messages: bool) -> list[tuple[str, str]]:
-    """Return (CSS class with attributes, words) for each kind of box in the picture.
-
-    Args:
-        seen: operations that are drawn.
-        messages: True if messages are drawn.
-    """
+    """Return (CSS class, words) of each kind of box: those of the operations ``seen``, and of messages if drawn."""
     named = [(op.value, f"{op.value} {WORDS[op]}") for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
     if Op.STEP in seen:
         named.append(("STEP", "optimizer step"))

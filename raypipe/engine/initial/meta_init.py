@@ -86,11 +86,7 @@ class Writes(TorchFunctionMode):
         return result
 
     def note(self, tensor: torch.Tensor, line: str | None) -> None:
-        """Record a write to the storage of a tensor.
-
-        Args:
-            line: `` at FILE:LINE`` of the constructor that wrote; None if an initialiser wrote.
-        """
+        """Record a write to a tensor's storage; ``line`` is the constructor's, None if an initialiser wrote."""
         self._last[_storage(tensor)] = tensor, line
 
     def wrote(self, tensor: torch.Tensor) -> bool:
@@ -165,11 +161,7 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
 @contextmanager
 def without_values(what: str) -> Iterator[None]:
-    """Convert torch's errors about tensors without values to a ConfigError.
-
-    Args:
-        what: description of what runs inside the context, for the message.
-    """
+    """Convert torch's errors about tensors without values to a ConfigError, which names ``what`` raised them."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:

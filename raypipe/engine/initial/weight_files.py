@@ -32,13 +32,7 @@ SAMPLE_BYTES = 256
 
 
 class StoredTensor(NamedTuple):
-    """Location of a tensor.
-
-    Attributes:
-        file: file that holds the tensor.
-        name: name of the tensor in the file.
-        info: dtype, shape and position.
-    """
+    """Location of a tensor: its file, its name in the file, and its dtype, shape and position."""
 
     file: Place
     name: str

@@ -195,12 +195,7 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Describe the tensors of a message and collect their memory.
-
-    Returns:
-        (description of each tensor, [(memory to send, number of its bytes)]). For a tensor that is None, the
-        description is None and the memory is empty.
-    """
+    """Return (descriptions of a message's tensors, [(memory to send, its bytes)]); for None, None and no bytes."""
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):
@@ -313,11 +308,7 @@ def parse(
 
 
 def key_of(codec: Codec, action: Action, place: int) -> int | None:
-    """Return the key of stochastic rounding for one tensor of a message; None if the codec rounds to nearest.
-
-    Args:
-        place: index of the tensor in the message.
-    """
+    """Return the key of stochastic rounding for the tensor of index ``place``; None if the codec rounds to nearest."""
     if codec.rounding_seed is None:
         return None
     return mixed(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)

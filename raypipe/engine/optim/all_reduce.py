@@ -96,8 +96,7 @@ class AllReduce:
     def begin(self, microbatch: int) -> None:
         """Start the exchange in a thread, just before the last backward of the update.
 
-        Args:
-            microbatch: micro-batch of the REDUCE_GRAD, which names the messages.
+        ``microbatch`` is that of the REDUCE_GRAD, which names the messages.
         """
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
@@ -109,9 +108,6 @@ class AllReduce:
         """Compute the totals over all lanes after the last backward of an update, and store them in the sink.
 
         If ``begin`` has started the exchange, wait until it ends.
-
-        Args:
-            microbatch: micro-batch of the REDUCE_GRAD, as for ``begin``.
 
         Raises:
             LinkError: a replica did not answer.
@@ -131,9 +127,6 @@ class AllReduce:
 
     def gather(self, microbatch: int) -> None:
         """Send the parameters of this replica's slices after its step, and write those received from other replicas.
-
-        Args:
-            microbatch: micro-batch of the STEP, which names the messages.
 
         Raises:
             LinkError: a replica did not answer.
@@ -251,11 +244,7 @@ class _ThreadedExchange:
         threading.Thread(target=self._run, name="raypipe-sum", daemon=True).start()
 
     def completed(self, site: int) -> None:
-        """Record that all gradients of a parameter's use are added.
-
-        Args:
-            site: index of the use in the sink's ``trained``.
-        """
+        """Record that all gradients of a parameter's use are added; ``site`` is its index in the sink's ``trained``."""
         for number in self._of_site.get(site, ()):
             self._missing[number].discard(site)
             if not self._missing[number]:

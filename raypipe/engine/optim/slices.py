@@ -169,21 +169,12 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate the elements of a replica's slice.
-
-        Args:
-            tensors: tensors from which elements are read, one per entry of ``GradientSink.trained``.
-        """
+        """Concatenate a replica's slice out of ``tensors``, one tensor per entry of ``GradientSink.trained``."""
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy the elements of a replica's slice into other tensors.
-
-        Args:
-            slice_: elements of the slice, shape (elements,).
-            into: one tensor per entry of ``GradientSink.trained``; None is skipped.
-        """
+        """Copy a replica's slice into the tensors ``into``, one per entry of ``GradientSink.trained``; skip None."""
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
@@ -214,12 +205,7 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy the slices of all replicas into other tensors.
-
-        Args:
-            totals: the slices, in the order of the replicas.
-            into: one tensor per entry of ``GradientSink.trained``; None is skipped.
-        """
+        """Copy the slices of all replicas, in order, into the tensors ``into``, as ``put`` does."""
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:

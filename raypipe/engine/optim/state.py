@@ -160,10 +160,7 @@ class StageState:
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors that this stage writes into a checkpoint, by name.
-
-    These are the parameters that no earlier stage holds, and the buffers in ``persistent``.
-    """
+    """Return this stage's part of a checkpoint: parameters that no earlier stage holds, and persistent buffers."""
     first = {
         name: parameter
         for name, parameter in state.parameters.items()
@@ -191,11 +188,7 @@ class LossScale:
         return scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Update the scale after a step, whether made or skipped.
-
-        Args:
-            overflowed: True if the gradients were not finite.
-        """
+        """Update the scale after a step, made or skipped; ``overflowed`` is True if the gradients were not finite."""
         if not self._groups:
             return
         scale, steps = self.value, self._groups[0].get(LOSS_SCALE_OPTIONS[1], 0) + 1
