@@ -36,12 +36,11 @@ EVENTS = "events.jsonl"
 _BEGIN = '{"time": '
 
 _APPENDING = threading.Lock()
-"""Lock of ``RunFolder.event``, which threads call at once: object stores cannot append, but read and rewrite the file.
-"""
+"""Lock of ``RunFolder.event``, which several threads call: on an object store, the file is read and rewritten."""
 
 
 def read_events(run: Place) -> list[dict[str, Any]]:
-    """Read the events of a run from its events.jsonl, oldest first. Incomplete lines, as of a full disk, are left out.
+    """Read the events of a run from its events.jsonl, oldest first. Lines cut off, as by a full disk, are left out.
 
     Raises:
         CheckpointError: the file is missing or unreadable.
@@ -136,7 +135,8 @@ class MetricsPart(NamedTuple):
 def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> pa.Table:
     """Create a table with one row per record, and one column per field and per result of an evaluation.
 
-    The columns named in ``evaluations`` exist even if no record has such a result.
+    Args:
+        evaluations: names of columns that exist even if no record has such a result.
     """
     kept = records if isinstance(records, KeptRecords) else KeptRecords(records)
     columns = {name: kept.column(name) for name in SCHEMA.names}
@@ -153,7 +153,7 @@ def _table(columns: Mapping[str, Any]) -> pa.Table:
 
 
 def _column(values: Any, kind: pa.DataType) -> Any:
-    """Create a column of a table from another table's column, an array or a sequence of values."""
+    """Create a column of a table from a column of another table, from an array or from a sequence of values."""
     if isinstance(values, pa.ChunkedArray):
         return values.cast(kind)
     if not isinstance(values, array) or kind == pa.bool_():
@@ -163,10 +163,10 @@ def _column(values: Any, kind: pa.DataType) -> Any:
 
 
 def table_read(data: bytes, what: str) -> pa.Table:
-    """Parse a Parquet file of step metrics, also of an old release. Missing columns get the defaults of StepRecord.
+    """Parse a Parquet file of step metrics, of this or an old release. Missing columns get the defaults of StepRecord.
 
     Raises:
-        CheckpointError: the file, ``what`` in the message, is damaged.
+        CheckpointError: the file is damaged; ``what`` names the file in the message.
     """
     try:
         table = pq.read_table(pa.BufferReader(data))
@@ -191,7 +191,7 @@ def records_of(table: pa.Table) -> list[StepRecord]:
 
 
 def parts_of(run: Place) -> list[MetricsPart]:
-    """List the parts (files) of a run's metrics, oldest first; empty if an old release wrote a single file."""
+    """List the parts (files) of a run's metrics, oldest first; empty if an old release wrote them as a single file."""
     matches = (_NAME.fullmatch(entry.name) for entry in run.list(METRICS) if not entry.is_folder)
     return sorted(MetricsPart(int(match[1]), f"{METRICS}/{match[0]}") for match in matches if match)
 
@@ -203,7 +203,7 @@ def part_before(run: Place, step: int) -> bytes | None:
 
 
 def steps_written(run: Place) -> int:
-    """Return the number of steps in a run's metrics (last step plus 1), also of an old release; 0 without metrics.
+    """Return the number of steps in a run's metrics, of this or an old release: last step plus 1, 0 without metrics.
 
     Raises:
         CheckpointError: the metrics cannot be read.
@@ -214,7 +214,7 @@ def steps_written(run: Place) -> int:
 
 
 class MetricsWriter:
-    """Writer of the step records of one run. The last part's records, and any not yet written, are kept in memory.
+    """Writer of the step records of one run. The records of the last part (file), and unwritten ones, are in memory.
 
     Args:
         run: folder of the run.
@@ -241,7 +241,7 @@ class MetricsWriter:
         return self._new >= WRITE_STEPS or (self._new > 0 and self._clock() - self._tried_s >= WRITE_S)
 
     def append(self, record: StepRecord) -> StepRecord:
-        """Add the record of the next step to those in memory, which ``write`` writes; return the record."""
+        """Add the record of the next step to the records in memory, and return the record."""
         self.recent.append(record)
         self._new += 1
         self._changed = True
@@ -250,7 +250,7 @@ class MetricsWriter:
     def evaluated(self, step: int, numbers: Numbers) -> StepRecord | None:
         """Add the results of the evaluation after ``step`` steps to the last record, and return the new record.
 
-        None, without a change, if the last record is not that of step ``step - 1``.
+        If the last record is not that of step ``step - 1``, nothing changes and None is returned.
         """
         if not self.recent or self.recent[-1].step != step - 1:
             return None
@@ -290,7 +290,7 @@ class MetricsWriter:
         self._changed = False
 
     def go_back(self, step: int) -> None:
-        """Roll back to ``step`` steps: delete the records of later steps in memory, and files that have only such.
+        """Roll back to ``step`` steps: delete the records of later steps, and the files that have only later steps.
 
         A file that has earlier steps too is replaced by the next ``write``.
 

@@ -33,7 +33,7 @@ from raypipe.config.paths import absolute_path, is_address
 from raypipe.errors import CheckpointError
 
 Write = Callable[[Any], Any]
-"""Function that writes the bytes, memoryview or pyarrow.Buffer that it is given."""
+"""Function that writes the data given to it: bytes, a memoryview or a pyarrow.Buffer."""
 
 
 _OBJECT_STORES = {"s3", "gcs", "abfs"}
@@ -61,8 +61,8 @@ class Place:
     Attributes:
         filesystem: a pyarrow.fs.FileSystem. The base of a SubTreeFileSystem is moved into ``path``.
         path: path in the form of that file system, without a slash at the end.
-        before, query: parts of the URI before and after ``path``, as ``s3://`` and ``?endpoint_override=...``. With
-            them ``Place.of(str(place))`` is the same place. Empty for a local path or an explicit file system.
+        before, query: parts of the URI before and after ``path``, as ``s3://`` and ``?endpoint_override=...``, with
+            which ``Place.of(str(place))`` is the same place. Empty for a local path or an explicit file system.
     """
 
     filesystem: Any
@@ -72,7 +72,7 @@ class Place:
 
     @classmethod
     def of(cls, location: str | os.PathLike[str] | Place, filesystem: Any = None, *, written: bool = False) -> Place:
-        """Create the Place of a path or URI; return a Place as it is.
+        """Create the Place of a path or URI; return a Place unchanged.
 
         Args:
             location: a local path or a URI such as s3://bucket/runs; see ``raypipe.config.paths``.
@@ -81,7 +81,7 @@ class Place:
             written: True if a run writes to the place; see ``absolute_path``.
 
         Raises:
-            ConfigError: the address has credentials or an unset variable.
+            ConfigError: the URI has credentials, or an unset variable.
             PlaceError: ``location`` is no path, or a URI of an unknown kind.
         """
         if isinstance(location, Place):
@@ -144,7 +144,7 @@ class Place:
         return None if written is None else written / 1e9
 
     def size_bytes(self, name: str = "") -> int | None:
-        """Return the size of a regular file; None if there is no regular file, but a folder, a pipe or nothing."""
+        """Return the size of a regular file; None if the name is that of a folder or a pipe, or does not exist."""
         info = self._info(name)
         return int(info.size) if info.type == pyarrow.fs.FileType.File else None
 
@@ -210,7 +210,7 @@ class Place:
                 yield write
 
     def append_bytes(self, name: str, data: bytes) -> None:
-        """Append to the file; if the file system cannot append, read the file and write it anew."""
+        """Append to the file. If the file system cannot append, the file is read and written anew."""
         place = self._below(name)
         with _explained(f"Appending to {place} failed"):
             try:
@@ -228,7 +228,7 @@ class Place:
             self.filesystem.move((self / name).path, (self / new).path)
 
     def delete(self, name: str = "") -> None:
-        """Delete the file, or the folder with its content; a missing one is ignored."""
+        """Delete the file, or the folder with its content; do nothing if the name does not exist."""
         place, kinds = self._below(name), pyarrow.fs.FileType
         kind = place._info().type
         with _explained(f"Deleting {place} failed"), suppress(FileNotFoundError):
@@ -251,7 +251,7 @@ class Place:
 
 
 def _around(address: str, path: str) -> dict[str, str]:
-    """Return the parts of a URI before and after ``path``, as fields ``before`` and ``query`` of a Place."""
+    """Return {"before": part of a URI before ``path``, "query": part after it}: fields of a Place."""
     base, mark, query = address.partition("?")
     location, behind = unquote(base).rstrip("/"), mark + query
     if path and location.endswith(path):

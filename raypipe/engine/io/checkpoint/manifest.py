@@ -34,7 +34,7 @@ MOST_STAGES = 4096
 """Maximum number of stages in a manifest; a longer list is refused before its entries are read."""
 FORMAT = 3
 WITH_PIECES = 4
-"""Format of manifests with ``StageEntry.pieces``: older releases do not know the field, and refuse this number."""
+"""Format of manifests with ``StageEntry.pieces``. Older releases, which do not know the field, refuse this number."""
 NEW_IN_3: dict[str, Any] = {"generation": 0, "holder": ""}
 POSITION = ("step", "microbatch", "epoch", "offset", "updates")
 
@@ -93,7 +93,7 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Settings that determine the samples and random keys of every step; a saved position is valid with these only."""
+    """Settings that determine the samples and random keys of every step. They must be equal when a run resumes."""
 
     seed: int
     minibatch_size: int
@@ -138,13 +138,15 @@ class Manifest:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Stage whose file holds each parameter and buffer, by name; the first one if several files hold a buffer."""
+        """Index of the first stage whose file holds a parameter or buffer, by the name of the parameter or buffer."""
         return {name: entry.stage for entry in reversed(self.stages) for name in entry.tensors.names}
 
 
 def file_name(stage: int, kind: str) -> str:
-    """Return the name of a stage's file: stage_0.safetensors if ``kind`` is "tensors", stage_0.optimizer.1.safetensors
-    if it is "optimizer.1".
+    """Return the name of a stage's file.
+
+    Args:
+        kind: "tensors" for stage_0.safetensors; "optimizer" or "optimizer.1" for stage_0.optimizer.1.safetensors.
     """
     return f"stage_{stage}.safetensors" if kind == "tensors" else f"stage_{stage}.{kind}.safetensors"
 
@@ -262,7 +264,7 @@ def check_position(manifest: Manifest, order: SampleOrder) -> None:
 
 
 def _check_entry(entry: StageEntry, what: str) -> None:
-    """Check the file names of a stage, and that its option groups and optimizer state are of parameters in its file."""
+    """Check a stage's file names, and that its option groups and optimizer state are of parameters in its file."""
     what = f"{what}, stage {entry.stage}"
     kinds = ["tensors", "optimizer", *(f"optimizer.{replica}" for replica in range(1, 1 + len(entry.pieces)))]
     for kind, shard in zip(kinds, (entry.tensors, entry.optimizer, *entry.pieces), strict=True):
@@ -309,7 +311,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def together(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge each stage's entries of several replicas into the entry of the first one; return one entry per stage.
+    """Merge the entries of a stage's replicas into the entry of the first replica; return one entry per stage.
 
     Args:
         entries: results of ``write_snapshot`` on every stage and replica, in any order.

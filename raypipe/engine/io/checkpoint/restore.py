@@ -32,11 +32,11 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 class FreshOptions(NamedTuple):
-    """Selection of optimizer options that keep their present value in a restore; all others are restored.
+    """Selection of optimizer options that keep their present value in a restore; all other options are restored.
 
     Attributes:
         names: names of selected options.
-        scheduled: True selects also the options that a scheduler changes. The new scheduler then sets them, in as many
+        scheduled: True also selects the options that a scheduler changes. The new scheduler sets them: it makes as many
             steps as the saved run had made.
         every: True selects all options.
     """
@@ -98,9 +98,10 @@ def load_stage(
 def _targets(
     program: StageProgram, state: StageState, persistent: frozenset[str] | None, stored: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Collect the state's tensors to fill, by name: all parameters, and the buffers that ``persistent`` names.
+    """Return the tensors of the state to fill, by name: all parameters, and the buffers that ``persistent`` names.
 
-    If ``persistent`` is None, the buffers in ``stored``, the names in the source, are filled.
+    Args:
+        stored: names in the source; if ``persistent`` is None, the buffers among them are filled.
     """
     kept = stored if persistent is None else persistent
     buffers = {name: state.buffers[name] for name in program.buffers if name in kept}
@@ -206,7 +207,7 @@ def _refuse_incomplete(title: str, optimizer: torch.optim.Optimizer, fresh: Fres
 
 
 def _saved_states(state: StageState, source: StoredState) -> tuple[list[torch.nn.Parameter], dict[int, dict[str, Any]]]:
-    """Read the saved state of each parameter, or slice of a parameter's elements, that the optimizer steps.
+    """Read the saved state of everything that the optimizer steps: parameters, and slices of parameters.
 
     Returns:
         (parameters and slices in the order of the optimizer's groups, {index in that list: state by key}).

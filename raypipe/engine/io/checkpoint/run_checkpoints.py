@@ -45,14 +45,14 @@ class Checkpoint:
 
 
 class Refusal(NamedTuple):
-    """Folder of a checkpoint that was refused, by its name in the run's folder, and the reason."""
+    """Folder of a checkpoint that was refused, with the reason. ``name`` is relative to the run's folder."""
 
     name: str
     reason: str
 
 
 def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]:
-    """Find the newest good checkpoint of a run: one whose files were all read and have the right checksums.
+    """Find the newest good checkpoint of a run: all of its files can be read and have the right checksums.
 
     Returns:
         (the checkpoint, or None; the newer checkpoint folders that were refused).
@@ -78,7 +78,7 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
 
 
 def find_for_reading(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]:
-    """Return the result of ``find_checkpoint``; warn if newer checkpoints than the found one are damaged."""
+    """Return the result of ``find_checkpoint``, with a warning if newer checkpoints than the found one are damaged."""
     checkpoint, refusals = find_checkpoint(run)
     damaged = [(name, reason) for name, reason in refusals if (run / name).exists(MANIFEST)]
     if checkpoint is not None and damaged:
@@ -88,7 +88,7 @@ def find_for_reading(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]
 
 
 def newest_step(run: Place) -> int | None:
-    """Return the step of the newest checkpoint with a valid manifest, or None; other files are not read."""
+    """Return the step of the newest checkpoint with a valid manifest; None without one. Other files are not read."""
     for step, name in reversed(step_folders(run)):
         with suppress(CheckpointError):
             if read_manifest(run / name).step == step:
@@ -148,7 +148,7 @@ def _check_shard(place: Place, shard: Shard) -> None:
 
 
 def _check_doubles(place: Place, manifest: Manifest) -> None:
-    """Check that constant buffers which several stages hold are equal in the files of all these stages."""
+    """Raise CheckpointError if a constant buffer of several stages differs between the files of these stages."""
     stored = manifest.stored
     for entry in manifest.stages:
         for name in entry.tensors.names:
@@ -177,14 +177,14 @@ def _rank(manifest: Manifest, metric: str | None, mode: str) -> float:
 
 
 def best_checkpoint(run: Place, metric: str, mode: str) -> str:
-    """Return the address of the best checkpoint of a run; if several are equally good, that of the newest of them.
+    """Return the address of the best checkpoint of a run; of the newest one if several are equally good.
 
     Args:
         metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
         mode: "max" or "min".
 
     Raises:
-        ConfigError: another mode, or a metric that no checkpoint has; names those that exist.
+        ConfigError: ``mode`` is another text, or no checkpoint has the metric; names the metrics that exist.
         CheckpointError: the run has no checkpoint.
     """
     if mode not in ("max", "min"):
@@ -231,12 +231,12 @@ def prune(
 
     Args:
         num_to_keep: number of the best checkpoints to keep; None keeps all.
-        score_attribute: metric in the manifests by which checkpoints are compared; those without it are the worst. None
-            prefers newer checkpoints.
+        score_attribute: metric in the manifests by which checkpoints are compared. Checkpoints without it are the
+            worst. None prefers newer checkpoints.
         score_order: "max" or "min", the better value of the metric.
 
     Raises:
-        ConfigError: num_to_keep below 1, or an unknown order.
+        ConfigError: num_to_keep is below 1, or score_order is another text.
         CheckpointError: storage failed.
     """
     if num_to_keep is None:
@@ -276,7 +276,7 @@ def checkpoint_at(place: Place, nor: str = "") -> Checkpoint:
     """Open the checkpoint in the folder ``place``, or the newest good one if ``place`` is a run's folder.
 
     Args:
-        nor: end of the first sentence of the error message, on other files that the caller has not found there.
+        nor: text for the error message, about other files that the caller has looked for in vain.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged; names the file.

@@ -144,8 +144,8 @@ def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[s
 def commit(place: Place, folder: str, manifest: Manifest) -> None:
     """Complete a checkpoint by writing its manifest, after ``write_snapshot`` on every stage.
 
-    Manifests of later steps are renamed, because the run has refused those checkpoints. So neither ``find_checkpoint``
-    nor ``prune`` selects one of them as the newest.
+    Manifests of later steps are renamed, because the run has refused their checkpoints. So neither ``find_checkpoint``
+    nor ``prune`` selects such a checkpoint as the newest.
 
     Raises:
         CheckpointError: storage is full, forbidden or unreachable; the checkpoint then stays incomplete.
@@ -159,14 +159,14 @@ def commit(place: Place, folder: str, manifest: Manifest) -> None:
 
 
 def clear(place: Place, folder: str) -> None:
-    """Delete a checkpoint, complete or not; the manifest first, so that a partly deleted one never seems complete."""
+    """Delete a checkpoint, complete or not. The manifest is deleted first, so that the rest never seems complete."""
     target = place / folder
     target.delete(MANIFEST)
     target.delete()
 
 
 def discard(place: Place, folder: str, files: str) -> None:
-    """Delete the files of a failed checkpoint, unless its folder has the manifest of an earlier one of the same step.
+    """Delete the files of a failed checkpoint. If its folder has a manifest, of an earlier save of this step, keep all.
 
     Args:
         files: folder to which the stages wrote: ``folder``, or one below it, as in ``files_folder``.
@@ -298,7 +298,10 @@ MARK = "@"
 
 
 def name_in_file(key: str, part: ParameterSlice) -> str:
-    """Return the name in a checkpoint file, as "exp_avg@2048/weight", of the optimizer state ``key`` of a slice.
+    """Return the name of one slice's optimizer state in a checkpoint file, such as "exp_avg@2048/weight".
+
+    Args:
+        key: key of the state, such as "exp_avg".
 
     Raises:
         CheckpointError: the key contains MARK.
@@ -335,7 +338,7 @@ def write_mark(folder: Place, stage: int, mark: Mark) -> None:
 
 
 def read_mark(checkpoint: Place) -> Mark | None:
-    """Read a data stream's position from a checkpoint, written by any stage; None if no file with it is valid."""
+    """Read the position in a data stream that any stage has written into a checkpoint; None if no valid file has it."""
     try:
         entries = checkpoint.list()
         folders = [checkpoint, *(checkpoint / entry.name for entry in entries if entry.is_folder)]
@@ -391,9 +394,10 @@ class ShardWriter:
         return future is not None and not wait([future], wait_s).not_done
 
     def entry(self, folder: str, wait_s: float) -> dict[str, Any] | None:
-        """Return this stage's manifest entry of the snapshot in ``folder``, at most once, when its files are written.
+        """Return this stage's manifest entry of the snapshot in ``folder``, when its files are written.
 
-        None if they are not written within ``wait_s`` seconds, or if ``begin`` was not called for this folder.
+        None if they are not written within ``wait_s`` seconds, if ``begin`` was not called for this folder, or if the
+        entry was returned before.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -417,7 +421,7 @@ class ShardWriter:
 
 
 def entries_of(writers: Sequence[ShardWriter], folder: str, wait_s: float) -> list[dict[str, Any] | None]:
-    """Return ``ShardWriter.entry`` of each writer, after waiting up to ``wait_s`` seconds for each.
+    """Return the result of ``ShardWriter.entry`` of each writer, waiting up to ``wait_s`` seconds for each.
 
     Raises:
         CheckpointError: a writer has failed; the error of the first one, after all others have been waited for.

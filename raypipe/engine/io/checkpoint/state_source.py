@@ -119,9 +119,12 @@ class StatePiece:
 
 
 class _Entry(NamedTuple):
-    """One tensor of a parameter's optimizer state in a piece, by its ``stored`` name.
+    """Tensor of a parameter's optimizer state in a piece.
 
-    ``first`` is the first element of the slice to which the tensor belongs; None for the state of a whole parameter.
+    Attributes:
+        key: key of the state, such as "exp_avg".
+        first: first element of the slice to which the tensor belongs; None for the state of a whole parameter.
+        stored: name of the tensor in the piece.
     """
 
     piece: StatePiece
@@ -245,7 +248,14 @@ class StoredState(AbstractContextManager["StoredState"]):
 
 
 def _fetched(wanted: Iterable[tuple[StatePiece, TensorInfo, T]]) -> Iterator[tuple[T, TensorInfo, torch.Tensor]]:
-    """Yield (label, info, tensor) for each of ``wanted`` (piece, info, label), by increasing position in each piece."""
+    """Read tensors of several pieces, in each piece by increasing position.
+
+    Args:
+        wanted: (piece, position, label) of each tensor.
+
+    Yields:
+        (label, position, tensor).
+    """
     by_piece: dict[int, list[tuple[StatePiece, TensorInfo, T]]] = {}
     for one in wanted:
         by_piece.setdefault(id(one[0]), []).append(one)
@@ -258,7 +268,8 @@ def _fetched(wanted: Iterable[tuple[StatePiece, TensorInfo, T]]) -> Iterator[tup
 def checkpoint_source(checkpoint: Checkpoint | Place) -> StoredState:
     """Create the source of state of a checkpoint. Files are opened when first read, and closed with the source.
 
-    ``checkpoint`` is a result of ``find_checkpoint``, or the folder of a checkpoint, whose checksums are not compared.
+    Args:
+        checkpoint: result of ``find_checkpoint``; or the folder of a checkpoint, whose checksums are not compared.
     """
     if isinstance(checkpoint, Place):
         checkpoint = Checkpoint(checkpoint, read_manifest(checkpoint))
@@ -298,11 +309,13 @@ class _LazyFile:
 
 
 def load_state_dict(path: str | os.PathLike[str], *, storage_filesystem: Any = None) -> dict[str, torch.Tensor]:
-    """Read parameters and persistent buffers of a checkpoint of any number of stages, by the names in the user's model.
+    """Read parameters and persistent buffers of a checkpoint, by the names in the user's model.
+
+    The checkpoint may have any number of stages.
 
     Args:
-        path: local path or URI, such as s3://bucket/runs/lm, of a checkpoint's folder ``step_...``, or of a run's
-            folder, for its newest good checkpoint.
+        path: local path or URI, such as s3://bucket/runs/lm: the folder of a run, for its newest good checkpoint, or
+            the folder ``step_...`` of a checkpoint.
         storage_filesystem: a pyarrow.fs.FileSystem on which ``path`` is; None selects it by the URI.
 
     Raises:
@@ -333,5 +346,5 @@ def read_all(sources: Iterable[StateSource], names: Collection[str]) -> dict[str
 
 
 def opened(source: StateSource | Checkpoint | Place) -> AbstractContextManager[StateSource]:
-    """Return a context whose value is a source of state: the checkpoint opened as one, or the given source itself."""
+    """Return a context with a source of state: ``source`` itself, or the source of state of a checkpoint."""
     return checkpoint_source(source) if isinstance(source, Checkpoint | Place) else nullcontext(source)

@@ -55,7 +55,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def refuse(what: str, wanted: str, value: Any) -> CheckpointError:
-    """Create the error for the field ``what`` of a manifest, which has ``value`` and should be ``wanted`` (words)."""
+    """Create the error for a field of a manifest.
+
+    Args:
+        what: name of the field.
+        wanted: description of a correct value.
+        value: value of the field.
+    """
     return CheckpointError(f"{what}: {str(value)[:80]!r} is not {wanted}. The manifest is damaged; use an older one.")
 
 
@@ -75,10 +81,10 @@ _ODD_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, what: str) -> Any:
-    """Encode an optimizer's value as JSON; ``what`` names the value in the message.
+    """Encode a value of an optimizer as JSON; ``what`` names the value in the message.
 
     Raises:
-        CheckpointError: the value is neither number, text, None, a tensor without dimensions nor a sequence of these.
+        CheckpointError: the value is no number, text, None or tensor without dimensions, and no sequence of these.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -97,10 +103,10 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(value: Any, what: str) -> Any:
-    """Decode a value of ``encode``; sequences are returned as tuples.
+    """Decode a value that ``encode`` has encoded; sequences are returned as tuples.
 
     Raises:
-        CheckpointError: ``encode`` cannot have written the value.
+        CheckpointError: ``encode`` cannot have written the value; ``what`` names it in the message.
     """
     if value is None or isinstance(value, (bool, str, int, float)):
         return value
@@ -119,7 +125,7 @@ def decode(value: Any, what: str) -> Any:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """Parse strict JSON: no NaN, no infinity (also not as 1e999), no name twice in an object.
+    """Parse strict JSON, which has no NaN, no infinity (such as 1e999), and no name twice in one object.
 
     Raises:
         CheckpointError: ``data`` is not strict JSON; ``what`` names it in the message.
@@ -153,7 +159,12 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Dtype, shape and position of a tensor; ``begin`` counts bytes after a file's header, or in a copy's memory."""
+    """Dtype, shape and position of a tensor.
+
+    Attributes:
+        begin: first byte of the tensor, counted from the end of a file's header, or from the beginning of a copy's
+            memory.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -166,11 +177,7 @@ class TensorInfo:
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that the format cannot hold.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
+    """Raise CheckpointError, which names the tensor, if the format cannot hold the tensor."""
     if tensor.layout is not torch.strided or tensor.dtype not in NAMES or name == METADATA:
         raise CheckpointError(
             f"The tensor {name!r} ({str(tensor.dtype).removeprefix('torch.')}, {tensor.layout}) cannot be saved: a "
@@ -182,8 +189,11 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, Any]:
     """Create the table of a safetensors header, {name: dtype, shape, data_offsets}, in the order of the tensors' bytes.
 
-    The first tensor begins at byte ``begin``. Dtypes with large elements come first, as in the library safetensors, so
-    that every tensor is aligned to its elements.
+    Dtypes with large elements come first, as in the library safetensors, so that every tensor is aligned to its
+    elements.
+
+    Args:
+        begin: offset of the first tensor in bytes.
 
     Raises:
         CheckpointError: a tensor cannot be stored; names the tensor.
@@ -249,11 +259,11 @@ def header_of(table: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
 
 
 def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Write a safetensors file piece by piece; return (its size in bytes, its SHA-256 in hexadecimal).
+    """Write a safetensors file piece by piece; return (size of the file in bytes, SHA-256 of the file in hexadecimal).
 
     Args:
         write: function that writes bytes; called with pieces of at most CHUNK_BYTES.
-        tensors: tensors in host memory, by name. Those that are not contiguous are copied, one at a time.
+        tensors: tensors in host memory, by name. Tensors that are not contiguous are copied, one at a time.
     """
     digest, size_bytes = hashlib.sha256(), 0
 
@@ -305,7 +315,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         return self.read_at(self.tensors[name])
 
     def read_at(self, info: TensorInfo) -> torch.Tensor:
-        """Read a tensor of this dtype and shape at ``info.begin``, which may be a part of a stored tensor."""
+        """Read the tensor with this dtype and shape at ``info.begin``; it may be a part of a stored tensor."""
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self._fill(raw_bytes(tensor, info.size_bytes).cast("B"), self._data + info.begin)
         return tensor
