@@ -79,7 +79,7 @@ def newest_common_step(
         step: number of steps made by the workers whose ``steps`` is None.
 
     Returns:
-        (number of steps made, ``totals`` of a worker that has made them; None if no such worker has totals).
+        (number of steps made, ``totals`` of a worker that has made them). The totals are None if no worker has any.
     """
     if any(worker.overlapping for worker in workers):
         return None
@@ -94,12 +94,16 @@ def newest_common_step(
 
 
 class Executor:
-    """Executor of orders on one worker. An order names a segment: consecutive mini-batches to train or to evaluate.
+    """Executor of one worker's actions, for one segment (consecutive mini-batches to train or to evaluate) per call.
 
     Args:
+        run: settings and data of the run.
+        setup: stage programs, codecs and weight policy of the current plan.
+        worker: number of this worker.
         states: states of this worker's stages, in increasing order of the stages.
-        channels: by worker, the channel to each worker of ``placement.neighbours(programs)``.
-        device: device that computes and holds the states.
+        channels: channels to all workers with which this worker exchanges messages, by number of the worker; see
+            ``Placement.neighbours``.
+        device: device that holds the states and computes.
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class Executor:
         return any(work.feed.reading for work in self.works.values())
 
     def abort(self, reason: str) -> None:
-        """Abort all channels, from any thread, so that every wait for a message ends; the executor is unusable then."""
+        """Abort all channels, so that every wait for a message ends; from any thread. The executor is unusable then."""
         for channel in self.channels.values():
             channel.abort(reason)
 
@@ -191,7 +195,7 @@ class Executor:
     def undo(self) -> None:
         """Undo the step in progress, so that another executor of these states can repeat it.
 
-        Buffers are restored only if there are several gradient-accumulation lanes, else none were kept.
+        Buffers are restored only with several lanes (partial sums of gradients). With one lane no copies were kept.
         """
         for work in self.works.values():
             work.drop()
@@ -262,13 +266,14 @@ class Executor:
             work.feed.prepare(segment, training=training)
 
     def use_codecs(self, by_hop: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
-        """Set the codecs of all following messages: (names for forward messages, names for backward messages), one per
-        hop between two stages; two empty tuples set the configured codecs.
+        """Set the codecs of all following messages: (names for forward messages, names for backward messages).
+
+        There is one name per link between two neighbouring stages; two empty tuples set the configured codecs.
         """
         forward, backward = by_hop
         assert len(self.works) == 1 or not (forward or backward), "a link that several hops share has one codec"
         for stage, work in self.works.items():
-            # Forward messages cross the hop after this stage, backward ones the hop before it.
+            # Forward messages cross the link after this stage, backward ones the link before it.
             ahead = Codec(forward[stage]) if forward and not work.last else self._codecs.forward
             back = Codec(backward[stage - 1]) if backward and stage else self._codecs.backward
             work.use_codecs(ahead, back)
@@ -276,7 +281,7 @@ class Executor:
                 channel.use(ahead, back)
 
     def run(self, order: Order, row: Row, *, alone: bool = False) -> list[list[StepReport]]:
-        """Run an order on this worker. The caller takes the checkpoint and the in-memory copy that the order requests.
+        """Run a segment on this worker. The caller takes the checkpoint and the in-memory copy that ``order`` requests.
 
         Args:
             row: this worker's actions; micro-batches are counted from 0 within the segment.
@@ -342,7 +347,7 @@ class Executor:
         return failure
 
     def _nonfinite_data(self, step: int) -> str:
-        """Describe the first NaN or infinite value in a step's data, equally on every stage; "" if not found."""
+        """Describe the first NaN or infinite value in a step's data, the same on every stage; "" if not found."""
         mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
             return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
@@ -453,7 +458,7 @@ class Executor:
 
 
 def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a worker's row at the ends of mini-batches, which are complete when all ``num_stages`` stages have stepped.
+    """Split a row (the actions of a worker) at the ends of mini-batches, where all ``num_stages`` stages have stepped.
 
     An evaluation, which has no STEP, is one part. ``per_minibatch`` is the number of micro-batches in a mini-batch.
     """
@@ -471,10 +476,10 @@ def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Actio
 
 
 def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """Merge the last parts of ``_split_row``, or append empty ones, to get one for each of ``count`` mini-batches.
+    """Merge the last parts of ``_split_row``, or append empty ones, to get one part for each of ``count`` mini-batches.
 
     The numbers may differ for stages without a backward, which are done with a micro-batch after its forward. In a
-    continuous schedule they may step before other stages, or begin a mini-batch that does not end in the segment.
+    continuous schedule such stages may step before others, or begin a mini-batch that does not end in the segment.
     """
     kept = parts[: count - 1]
     kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]

@@ -54,8 +54,8 @@ class StepCounters:
         times: times of received messages, by operation (RECV_F or RECV_B); empty if messages are not timed.
         busy_s: seconds in actions that compute.
         wait_s: seconds of waiting for messages of other stages and of replicas.
-        sent_bytes, uncompressed_bytes: bytes sent with and without codecs, each [to workers with later stages, to
-            workers with earlier stages].
+        sent_bytes: bytes of sent messages, encoded: [to workers with later stages, to workers with earlier stages].
+        uncompressed_bytes: bytes of these messages before encoding.
         exchanged_bytes: bytes sent to replicas of the stage.
     """
 
@@ -82,7 +82,7 @@ class StepCounters:
         self.sent_bytes[direction] += wire_bytes
 
     def received(self, op: Op, message: Message, *, crossed: bool) -> None:
-        """Add a received message to ``times``, if messages are timed and it came from another worker (crossed)."""
+        """Add a received message to ``times``, if messages are timed and it came from another worker (``crossed``)."""
         stamp = message.stamp
         if self.times and crossed:
             raw_bytes = sum(x.nbytes for x in message if x is not None)
@@ -101,8 +101,8 @@ class StageWork:
 
     Args:
         stage: index in ``setup.programs``.
-        channels: by neighbour stage (previous or next), one channel per gradient-accumulation lane, to the worker that
-            computes the lane's micro-batches there.
+        channels: {previous or next stage: one channel per lane}. A lane is a partial sum of gradients; its channel
+            leads to the worker that computes the lane's micro-batches on the other stage.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class StageWork:
         return "train" if self._training else "eval"
 
     def use_codecs(self, ahead: Codec, back: Codec) -> None:
-        """Set the codecs of forward (``ahead``) and backward messages. A stage on the same worker gets no codec."""
+        """Set the codecs of forward (``ahead``) and backward messages, except between stages of one worker."""
         self._codecs = Codecs(
             NONE if self.stage + 1 in self._co_located else ahead, NONE if self.stage - 1 in self._co_located else back
         )
@@ -208,6 +208,7 @@ class StageWork:
 
         Args:
             during_s: begin and end of the mini-batch, in seconds of ``time.monotonic``.
+            totals: gradient norm and loss of the mini-batch.
             spans: timed actions of this stage.
             alone: True if the norm in ``totals`` is that of this stage, False if it is that of the model.
 
@@ -296,7 +297,10 @@ class StageWork:
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
 
     def _bind(self, microbatch: int, stamp: int) -> Callable[[ForwardInputs], Tensors]:
-        """Return the stage's function, bound to a micro-batch's random key and weights (version ``stamp`` if sent)."""
+        """Return the stage's function, bound to a micro-batch's random key and weights.
+
+        ``stamp`` is the weight version that was sent with the micro-batch, 0 if it had none.
+        """
         function = self._modes[self._mode]
         leaves: Sequence[torch.Tensor]
         if not self._training:
@@ -356,7 +360,7 @@ class StageWork:
                 error.add_note(of_failing_row(source, self._segment.epoch, position + row, arguments.columns, row))
 
     def _lane(self, microbatch: int) -> int:
-        """Return the gradient-accumulation lane of a micro-batch; 0 in evaluation, which only first replicas run."""
+        """Return the lane (partial sum of gradients) of a micro-batch; 0 in evaluation, on first replicas only."""
         segment = self._segment
         index = microbatch - segment.first_microbatch
         return lane_of(index, segment.interval, self._placement.lanes) if self._training else 0
