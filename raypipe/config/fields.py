@@ -101,7 +101,7 @@ class PipelineFields:
             scale halved. At a scale of 1 ``on_nonfinite`` decides.
         compile_stages: the backend of torch.compile for the forward of each stage and its backward, in training:
             "inductor" generates kernels, which needs a C++ compiler on workers, or Triton on GPUs; "aot_eager" runs
-            torch's kernels, to the bits of plain PyTorch except for some sums of gradients (a convolution's bias,
+            torch's kernels, bitwise equal to plain PyTorch except for some sums of gradients (a convolution's bias,
             several gradients of one activation; docs/design/0002); "off" compiles nothing. Backwards of compiled stages
             cannot be split: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws
             random numbers (dropout) is not compiled, as the plan notes; nor is an nn.Sequential. The first step, and
@@ -118,7 +118,7 @@ class PipelineFields:
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
         eval_interval_steps: steps between two evaluations on eval_data; None evaluates after the last step, and if
-            a checkpoint needs a score. Synchronous schedules train to the same bits with any number of evaluations; an
+            a checkpoint needs a score. Evaluations do not change the results of synchronous schedules; an
             asynchronous one drains the pipeline for each, as for a checkpoint.
         seed: keys all randomness, together with step and micro-batch; at most 2**62.
         on_nonfinite: action if the loss or the gradient norm of a mini-batch is NaN or infinite: "stop" ends the run,

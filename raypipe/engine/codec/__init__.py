@@ -23,7 +23,7 @@ So NaN stays NaN at the other end, and a check of the loss or of the norm finds 
 ``codec`` decides which tensors are encoded: 32-bit floats (by blocks: 16-bit ones too) of SEND_F that require a
 gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and sums of gradients stay exact, and so do
 evaluations, in which nothing requires a gradient. ``host`` encodes torch tensors in host memory, ``cuda`` those of an
-NVIDIA device to the same bits, with the kernels of kernels.cu. Threads of a link use ``host``; a stage on a GPU uses
+NVIDIA device, bitwise equal, with the kernels of kernels.cu. Threads of a link use ``host``; a stage on a GPU uses
 ``cuda`` before its outputs are copied to host memory and after they were copied from there, so that a link has bytes
 only (``CodedTensor``); without CuPy it uses ``host``.
 Left out: entropy coding, error feedback (algorithms that keep state per sample).

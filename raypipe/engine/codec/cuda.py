@@ -2,10 +2,10 @@
 
     flat --(its address, no copy)--> kernel of kernels.cu in torch's current stream --> wire
 
-The kernels compute the same bits as ``host``. NVRTC compiles them when a process first uses them on a device, and CuPy
-keeps them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the first call. A kernel
-takes 15 to 30 us for 64 MiB. So the kernel found by name and CuPy's view of the stream are cached, to keep a launch
-short (see docs/design/0046).
+The results are bitwise equal to those of ``host``. NVRTC compiles the kernels when a process first uses them on a
+device, and CuPy keeps them in its cache folder. CuPy is an extra (``pip install raypipe[cuda13]``), imported at the
+first call. A kernel takes 15 to 30 us for 64 MiB. So the kernel found by name and CuPy's view of the stream are cached,
+to keep a launch short (see docs/design/0046).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ as in Micikevicius et al. (arXiv:2209.05433); stochastic rounding as in Gupta et
 numbers are a function of key and position: no generator has state, and parts of a tensor may be encoded in any order.
 
 A block whose scale would be denormal is decoded as zeros, so that nothing depends on a processor's flushing of
-denormals. ``kernels.cu`` computes the same bits, except the payload of a NaN, in one pass over a GPU's memory. Here the
-thread of each link uses one core (docs/results/codec.md), and encodes in parts that fit in the core's cache.
+denormals. ``kernels.cu`` computes bitwise equal results, except the payload of a NaN, in one pass over a GPU's memory.
+Here the thread of each link uses one core (docs/results/codec.md), and encodes in parts that fit in the core's cache.
 """
 
 from __future__ import annotations

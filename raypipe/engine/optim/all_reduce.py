@@ -1,6 +1,7 @@
 """All-reduce of gradients between the replicas of a stage: the sum over all lanes, bitwise equal on all replicas.
 
-Micro-batches are assigned in turn to gradient-accumulation lanes; a replica computes the micro-batches of its lanes.
+Micro-batches are assigned round-robin to lanes, which are partial sums of gradients; a replica computes the
+micro-batches of its lanes.
 
     replica 0   lanes 0 2      scatter: all replicas' lanes of slice r go to replica r, which sums them in lane order
     replica 1   lanes 1 3      gather:  the totals of slice r come back from replica r

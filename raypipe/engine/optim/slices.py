@@ -1,8 +1,8 @@
 """Gradient chunks of a stage, which its replicas exchange, and the slices of parameters that each replica updates.
 
-    use sites   a (large)   b (small)   c (larger than a chunk)        chunks   [c1] [c2] [a] [b]
+    sites       a (large)   b (small)   c (larger than a chunk)        chunks   [c1] [c2] [a] [b]
 
-A use site is one use of a parameter in the model. Sites with large gradients come first, in the order in which a
+A site is one use of a parameter in the model. Sites with large gradients come first, in the order in which a
 backward computes them (the last site first), so that their chunks are sent while the backward runs. Sites with small
 gradients come last, because those are added up after the backward. A site may continue in the next chunk; a chunk that
 is at least one eighth full ends at the end of a site. A chunk has one dtype. Its gradients are summed over lanes, which
@@ -40,7 +40,7 @@ from raypipe.ir.communication import CLOSED_AT, chunk_bytes
 
 Tensors = Sequence[torch.Tensor | None]
 Piece = tuple[int, int, int]
-"""Range of a use site's elements: (index of the site in ``GradientSink.trained``, first element, end)."""
+"""Range of a site's elements: (index of the site in ``GradientSink.trained``, first element, end)."""
 
 
 UNSHARDED: Mapping[int, str] = MappingProxyType({})
@@ -53,7 +53,7 @@ def chunks_of(
     """Divide all gradient elements of a stage into chunks of at most ``chunk_bytes``.
 
     Args:
-        trained: parameter of each use site.
+        trained: parameter of each site.
         sharded: maps indices in ``trained`` to the names of the parameters with sharded optimizer state.
     """
     most = chunk_bytes(placement.lanes, len(placement.replicas))
@@ -78,13 +78,13 @@ def chunks_of(
 
 
 def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
-    """Select the chunks of sharded parameters in which each parameter is at its first use site, and so occurs once."""
+    """Select the chunks of sharded parameters in which each parameter is at its first site, and so occurs once."""
     first = {name: place for place, name in reversed([*sharded.items()])}
     return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
 
 
 def _parted(sites: Sequence[int], trained: Sequence[torch.Tensor], room: int, grain: int) -> list[list[Piece]]:
-    """Divide the elements of these use sites into chunks of at most ``room`` elements; return each chunk's ranges.
+    """Divide the elements of these sites into chunks of at most ``room`` elements; return each chunk's ranges.
 
     The length of a range is a multiple of ``grain``, unless the range ends with the site.
     """
@@ -110,12 +110,12 @@ class Chunk:
     """Chunk of elements of one dtype, divided into one slice per replica.
 
     Attributes:
-        sites: use sites with elements in the chunk, as indices in ``GradientSink.trained``.
+        sites: sites with elements in the chunk, as indices in ``GradientSink.trained``.
         place: torch device of the elements.
         sharded: True if each replica steps its slice.
 
     Args:
-        trained: parameters of the sink, one per use site.
+        trained: parameters of the sink, one per site.
         grain: slices begin at multiples of this number of elements of a site; more than 1 for a sharded chunk.
     """
 
@@ -159,7 +159,7 @@ class Chunk:
         return None if flat is None else flat[first:stop]
 
     def pieces_of(self, worker: int) -> list[Piece]:
-        """List the ranges of use sites in the slice of the replica on ``worker``."""
+        """List the ranges of sites in the slice of the replica on ``worker``."""
         low, high = self._bounds[worker]
         pieces = []
         for (site, first, stop), start in zip(self._pieces, accumulate(self._sizes, initial=0), strict=False):
@@ -226,9 +226,9 @@ class ParameterSlice(NamedTuple):
 
 
 def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Find the parameters whose optimizer state is sharded; return {index of a use site: name of its parameter}.
+    """Find the parameters whose optimizer state is sharded; return {index of a site: name of its parameter}.
 
-    Indices count the use sites of trained parameters.
+    Indices count the sites of trained parameters.
     """
     names = [site.parameter for site in program.train.sites if site.parameter in program.trainable]
     return {

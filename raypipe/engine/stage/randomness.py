@@ -125,7 +125,7 @@ _ONE_CUDNN = threading.Lock()
 
 
 class RandomKey(NamedTuple):
-    """Key of the random draws of one forward; ``microbatch`` is numbered within the run."""
+    """Key of the random numbers of one forward; ``microbatch`` is numbered within the run."""
 
     seed: int
     step: int
