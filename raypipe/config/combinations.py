@@ -31,7 +31,7 @@ def laned(config: PipelineFields) -> bool:
 def turns_schedule(config: PipelineFields) -> bool:
     """Return True if the configuration lets the controller change the schedule while the run trains.
 
-    Then group_size and slack are "auto", and the schedule is "auto" or a kind with ``ScheduleKind.searched``.
+    The condition: group_size and slack are "auto", and the schedule is "auto" or a kind with ``ScheduleKind.searched``.
     """
     return bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
 

@@ -236,7 +236,7 @@ class Pad:
         return batch
 
     def _labels(self, items: Sequence[Mapping[str, Any]], lists: Mapping[str, list[Any]]) -> list[Any]:
-        """Return each item's labels: its values in ``self.labels``, with the fill value where its mask is 0."""
+        """Return each item's labels: its values in ``self.labels``, with the fill value where attention_mask is 0."""
         assert self.labels is not None
         if self.labels != "labels" and any("labels" in item for item in items):
             raise DataError(

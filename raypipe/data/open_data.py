@@ -98,7 +98,7 @@ def batch_size_of(data: Any, minibatch_size: Any) -> Any:
 
 
 def notes_on(data: Any) -> Iterator[str]:
-    """Yield sentences for the plan: what a run on the data of a DataLoader does otherwise than iterating over it."""
+    """Yield sentences for the plan on what a run does differently from a training loop over the DataLoader."""
     if not isinstance(data, DataLoader):
         return
     if isinstance(data.sampler, RandomSampler):

@@ -84,7 +84,7 @@ class StreamReader:
 
     @property
     def marks(self) -> list[Mark]:
-        """All known marks, positions from which reading can resume; may be read in any thread."""
+        """All stored marks; may be read in any thread."""
         return list(self._marks.values())
 
     def known(self, position: int) -> Mark | None:

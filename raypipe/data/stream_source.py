@@ -64,7 +64,7 @@ def is_stream(data: Any) -> bool:
 
 
 def has_numbered_items(data: Any) -> bool:
-    """Return True if items can be read by index. An IterableDataset's cannot: its ``__getitem__`` only raises."""
+    """Return True if items can be read by index; False for an IterableDataset, whose ``__getitem__`` only raises."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 

@@ -90,7 +90,7 @@ def compiled_stage(function: StageFunction, backend: str) -> StageFunction:
 
 
 def why_not_compiled(function: StageFunction) -> str:
-    """Explain why a stage's function is not compiled; "" if it can be."""
+    """Explain why torch.compile does not compile a stage's function; "" if it does."""
     if not isinstance(function, GraphFunction):
         return "it consists of children of an nn.Sequential, which are not traced"
     used = _names_used(function.source)

@@ -383,7 +383,7 @@ class Executor:
     def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
         """Create the report of each stage on a mini-batch, from its actions on this worker.
 
-        ``times`` has the begin of the first action, and then the end of each, in seconds of ``time.monotonic``.
+        ``times`` has the time when the first action began, and then when each ended, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):

@@ -69,7 +69,7 @@ class StepCounters:
 
     @classmethod
     def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create a mini-batch's counters; ``in_flight`` micro-batches are stashed; ``measure`` times messages."""
+        """Create a mini-batch's counters; ``in_flight`` micro-batches are held before; ``measure`` times messages."""
         if not measure:
             return cls(in_flight)
         ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)

@@ -33,7 +33,8 @@ def bytes_over_step(stages: Sequence[StagePrediction], timeline: Timeline) -> li
     """Compute the bytes that each stage holds over a step.
 
     Returns:
-        For each stage, (seconds since the start of the timeline, bytes from then on) of every change.
+        For each stage, the points at which its bytes change: (seconds since the start of the timeline, bytes from then
+            on).
     """
     zero = min((span.start_s for span in timeline.spans), default=0.0)
     splits = any(span.action.op is Op.W for span in timeline.spans)

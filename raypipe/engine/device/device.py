@@ -97,7 +97,7 @@ class Device:
         """Make later work of the current stream wait for a mark, without blocking the host; ``why`` names the wait."""
 
     def finish(self, mark: Mark, why: str) -> None:
-        """Block the calling thread until a mark is reached, but not for later work; ``why`` names the wait."""
+        """Block the calling thread until the device reaches a mark, but not for later work; ``why`` names the wait."""
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Return the time at which each mark was reached, in seconds of ``time.monotonic``; wait for the last one."""

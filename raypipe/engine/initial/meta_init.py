@@ -98,10 +98,10 @@ class Writes(TorchFunctionMode):
         return self._last.get(_storage(tensor), (None, None))[1]
 
     def take_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Move a parameter to the meta device; it stays the same object.
+        """Move a parameter to the meta device, in place: the object stays the same.
 
         Raises:
-            ConfigError: it shares memory with another parameter, or cannot be swapped.
+            ConfigError: the parameter shares memory with another parameter, or cannot be swapped.
         """
         self.first.setdefault(id(parameter), (module, name))
         if parameter.is_meta:
@@ -161,7 +161,7 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
 @contextmanager
 def without_values(what: str) -> Iterator[None]:
-    """Convert torch's errors about tensors without values to a ConfigError, which names ``what`` raised them."""
+    """Convert torch's errors about tensors without values to a ConfigError; ``what`` names the code inside."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -252,8 +252,8 @@ def empty_like_on_host(like: torch.Tensor) -> torch.Tensor:
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """Replace parameters on the meta device by CPU tensors without memory while the model is traced.
 
-    A trace on the meta device would contain it: every stage would run `torch.arange(n, device=h.device)` on meta. Tied
-    parameters stay tied.
+    A trace on the meta device would contain that device: every stage would run `torch.arange(n, device=h.device)`
+    there. Tied parameters stay tied.
     """
     held: dict[int, nn.Parameter] = {}
     places = [

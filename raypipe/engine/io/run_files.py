@@ -237,7 +237,7 @@ class MetricsWriter:
 
     @property
     def due(self) -> bool:
-        """True if new records have waited for WRITE_S seconds, or are WRITE_STEPS or more."""
+        """True if new records have waited for WRITE_S seconds, or if there are at least WRITE_STEPS of them."""
         return self._new >= WRITE_STEPS or (self._new > 0 and self._clock() - self._tried_s >= WRITE_S)
 
     def append(self, record: StepRecord) -> StepRecord:

@@ -195,7 +195,7 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Return (descriptions of a message's tensors, [(memory to send, its bytes)]); for None, None and no bytes."""
+    """Describe a message's tensors; return (descriptions, [(memory to send, its bytes)]). None is described by None."""
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):

@@ -200,7 +200,7 @@ class DeviceTransfer:
         return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
 
     def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
-        """Return (seconds from the first to the second mark, seconds from the second to the third); None for None."""
+        """Return the seconds between the first two marks, and between the last two; None if ``marks`` is None."""
         if marks is None:
             return None
         begin_s, between_s, end_s = self.device.seconds(marks)
@@ -231,7 +231,7 @@ def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (distinct elements in the order of memory, shape (elements,); the tensor itself, or a packed copy)."""
+    """Return (distinct elements of a tensor, shape (elements,); the tensor, packed if it has gaps or overlaps)."""
     plain = densified(tensor)
     elements = distinct_elements(tuple(plain.shape), plain.stride())
     assert elements is not None, "it was packed"

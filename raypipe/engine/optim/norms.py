@@ -46,7 +46,7 @@ def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(positions: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of norms of shape (n,), sorted by the parameters' positions in named_parameters() first."""
+    """Compute the norm of ``norms``, shape (n,), in the order of the parameters' positions in named_parameters()."""
     return torch.linalg.vector_norm(norms[torch.argsort(positions)])
 
 

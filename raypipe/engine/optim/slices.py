@@ -78,7 +78,7 @@ def chunks_of(
 
 
 def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
-    """Select the chunks of sharded parameters in which each parameter is at its first site, and so occurs once."""
+    """Select sharded chunks in which each parameter occurs once: those with the parameters' first sites."""
     first = {name: place for place, name in reversed([*sharded.items()])}
     return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
 

@@ -102,8 +102,8 @@ class Update:
     def average(self) -> None:
         """Convert every ``parameter.grad``, in place, from a sum to the mean of this update.
 
-        It is divided by the loss scale and by the number of deferred updates plus 1, and multiplied by the factor that
-        ``of`` has set for the stage's own update interval.
+        Each is divided by the loss scale and by the number of deferred updates plus 1, and multiplied by the factor
+        that ``of`` has set for the stage's own update interval.
         """
         if self._state.slices is not None:
             self._state.slices.take_gradients()

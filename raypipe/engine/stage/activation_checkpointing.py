@@ -109,7 +109,7 @@ class Recomputation:
         return outputs
 
     def _copied(self, kind: str, tensors: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors, with copies of those that a forward changes in place, of all before the first forward."""
+        """Return the tensors, with copies of those that a forward changes in place; in the first forward, copy all."""
         changed = self._changed
         return {
             name: _copy(x) if x is not None and (changed is None or (kind, name) in changed) else x
@@ -151,7 +151,10 @@ Bind = Callable[[], None]
 
 
 class _Here(threading.local):
-    """Mode of torch.utils.checkpoint in this thread: tracing, or in a forward whose tensors ``bind`` binds again."""
+    """Mode of torch.utils.checkpoint in this thread.
+
+    ``tracing`` is True while a model is traced. ``bind`` binds the tensors of the present forward; None outside of one.
+    """
 
     tracing = False
     bind: Bind | None = None

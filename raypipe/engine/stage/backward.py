@@ -95,7 +95,7 @@ PLACES = {"MmBackward0": (1,), "AddmmBackward0": (2,), "ConvolutionBackward0": (
 
 
 class _Operand:
-    """Tensor saved for the backward, without its graph. ``get`` raises RuntimeError if it was changed in place."""
+    """Tensor saved for the backward, without its graph. ``get`` raises RuntimeError after an in-place change."""
 
     def __init__(self, saved: torch.Tensor) -> None:
         self._tensor, self._version = saved.detach(), saved._version

@@ -52,7 +52,7 @@ class MetricReads(NamedTuple):
 
 
 def parts_by_key(output: Any) -> dict[Any, Any]:
-    """Split the output of a model into parts: {index and name: part}; empty if the output is a tensor."""
+    """Split the output of a model into parts, each by its index and by its name; {} if the output is a tensor."""
     if isinstance(output, Mapping):
         named = dict(output)
     elif isinstance(output, tuple | list):

@@ -56,7 +56,7 @@ one at once, as stages in threads would, it raises "AST constructor recursion de
 def names_of(code: Any) -> dict[str, Any]:
     """Return the globals to send with fx code (``Graph.python_code``): all but modules and TORCH_NAMES.
 
-    For each custom operation that the code calls, a Registered is added, with the text of the call as its name.
+    For each custom operation that the code calls, a record (Registered) is added under the text of the call.
     """
     used = {name: thing for name, thing in code.globals.items() if name not in TORCH_NAMES}
     things = {name: thing for name, thing in used.items() if not isinstance(thing, ModuleType)}

@@ -201,7 +201,7 @@ class GradientSink:
             self._sums[position] = total
 
     def _keep_lanes(self, position: int, total: torch.Tensor | None) -> None:
-        """Clear the lanes' sums of a use. Their memory is kept for reuse, except for that of ``total``."""
+        """Clear the sums of one use in all lanes. Their memory is kept for reuse, except for that of ``total``."""
         for sums in self._sums_of_lanes:
             if (x := sums[position]) is not None and x is not total:
                 self._kept[position].append(x)

@@ -22,7 +22,7 @@ class Placement:
     """Assignment of stages to workers, seen from one worker.
 
     Attributes:
-        homes: for each stage, the workers that hold it; several workers are replicas. ``Wiring.homes``.
+        homes: for each stage, the workers that hold it, as in ``Wiring.homes``; several workers are replicas.
         worker: index of this worker.
         lanes: number of lanes, as in ``Wiring.lanes``.
     """
@@ -87,7 +87,7 @@ class Placement:
         return frozenset(s for s in self.neighbour_stages(stage) if self.home_of(s) == self.home_of(stage))
 
     def sharing_workers(self, programs: Sequence[StageProgram], stage: int) -> dict[int, frozenset[int]]:
-        """Map each other leader that shares a parameter with ``stage`` to those of its stages that hold it."""
+        """Map each other leader to those of its stages that hold a parameter which ``stage`` holds too."""
         home = self.home_of(stage)
         holders = {h for stages in programs[stage].shared_with.values() for h in stages}
         workers = sorted({self.home_of(h) for h in holders} - {home})

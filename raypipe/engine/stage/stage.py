@@ -65,7 +65,7 @@ class StageFunction(Protocol):
 
     @property
     def tried_constant(self) -> tuple[str, ...]:
-        """Names of the ``changing_buffers`` that did not change when the model was tried; later forwards may do so."""
+        """Names of the ``changing_buffers`` that did not change when the model was tried; later they may change."""
 
     def __call__(
         self,
@@ -268,7 +268,7 @@ class StageBuffers:
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
-        """Prepare the buffers for training or for an evaluation, which begins here if ``anew`` and else goes on."""
+        """Prepare the buffers for training, or for an evaluation: ``anew`` True begins one, False continues it."""
         if training:
             self._evaluation = None
         elif anew or self._evaluation is None:

@@ -176,7 +176,7 @@ class WeightRing:
     def follow(self) -> None:
         """Update the newest slot after a step of the optimizer.
 
-        This is needed if the optimizer assigned ``parameter.data`` instead of changing it in place, and if the slot has
+        This is needed if the optimizer assigned ``parameter.data`` instead of changing it in place, or if the slot has
         another dtype than the parameters.
         """
         if self._dtype is not None:

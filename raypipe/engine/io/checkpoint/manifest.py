@@ -133,7 +133,7 @@ class Manifest:
 
     @property
     def folder(self) -> str:
-        """Folder of the files, below the checkpoint's own; see ``files_folder``."""
+        """Folder of the stages' files, relative to the checkpoint's folder; see ``files_folder``."""
         return files_folder(self.generation)
 
     @property

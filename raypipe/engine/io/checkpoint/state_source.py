@@ -204,7 +204,7 @@ class StoredState(AbstractContextManager["StoredState"]):
         return states
 
     def kept_part(self, part: ParameterSlice) -> dict[str, Any]:
-        """Read the optimizer state of one slice of a parameter into new memory. Only its own elements are read.
+        """Read the optimizer state of one slice of a parameter into new memory. Only the slice's elements are read.
 
         Raises:
             CheckpointError: elements of the slice are missing.
