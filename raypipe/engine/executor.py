@@ -285,7 +285,7 @@ class Executor:
 
         Args:
             row: this worker's actions; micro-batches are counted from 0 within the segment.
-            alone: every stage clips by its own norm, without waiting for others (``Wiring.alone``).
+            alone: True if every stage clips by its own norm, without waiting for others (``Wiring.alone``).
 
         Returns:
             For each stage of the worker, a list with one report per mini-batch.

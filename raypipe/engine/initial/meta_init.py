@@ -132,7 +132,7 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
     Args:
         make: function without arguments that builds the model.
-        seed: seed of the run, from which random buffers follow.
+        seed: seed of the run, by which buffers with random values are computed.
 
     Returns:
         The model, and the writes of its constructor.

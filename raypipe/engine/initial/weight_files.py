@@ -54,7 +54,7 @@ class WeightFiles:
     Attributes:
         tensors: location of each tensor, by its name in the model.
         like: by name, the tensor's dtype and strides in the model, to which values are converted.
-        samples: by name, the checksum of a few of its bytes (SAMPLE_BYTES) when the tensor was located.
+        samples: by name, the checksum of some of the tensor's bytes (SAMPLE_BYTES) when the tensor was located.
     """
 
     tensors: Mapping[str, StoredTensor]
