@@ -118,9 +118,7 @@ def _on_paper(
         forward_occupancy_s=(occupancy_s,) * hops,
         backward_occupancy_s=(occupancy_s,) * hops,
     )
-    lowered = lower(schedule)
-    validate(lowered)
-    return run_on_paper(lowered, costs)
+    return run_on_paper(validate(lower(schedule)), costs)
 
 
 def _say(schedule: Schedule, timeline: Timeline, ideal_ms: float) -> None:

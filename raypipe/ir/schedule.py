@@ -352,17 +352,18 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
                 return ()
             last = Op.W if wiring.split_backward else Op.B
             first = microbatch - wiring.interval_of(stage) + 1
-            return _of_all(stage, last, range(first, microbatch + 1))
+            count = wiring.interval_of(stage)
+            return _packed(array("i", (stage,)) * count, last, array("i", range(first, microbatch + 1)))
         case Op.REDUCE_NORM:
-            return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in wiring.normed_with(stage))
+            stages = wiring.normed_with(stage)
+            return _packed(array("i", stages), Op.REDUCE_GRAD, array("i", (microbatch,)) * len(stages))
         case Op.STEP:
             return (Action(stage, Op.REDUCE_NORM, microbatch),)
 
 
-def _of_all(stage: int, op: Op, microbatches: range) -> PackedRow:
-    """Return ``op`` for each micro-batch, packed: an update may have thousands."""
-    count = len(microbatches)
-    return PackedRow(array("i", (stage,)) * count, array("b", (OP_CODE[op],)) * count, array("i", microbatches))
+def _packed(stages: array[int], op: Op, microbatches: array[int]) -> PackedRow:
+    """Return ``op`` of each stage and micro-batch, packed: there may be thousands."""
+    return PackedRow(stages, array("b", (OP_CODE[op],)) * len(stages), microbatches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@
 
     controller/                     during a run: from measured times to other rows of the schedule or other codecs
 
-``schedule/`` builds the rows of actions of each worker, ``dependency_tables.py`` converts them to integer tables, and
-``segments.py`` determines the samples and rows of each step. ``liveness.py`` detects failed workers. A run continues
-after a loss by ``state_sources.py``, with more or fewer workers by ``elastic.py``, and with workers of other speeds by
-``repartition.py``.
+``schedule/`` builds the rows of actions of each worker, ``dependency_tables.py`` converts them to integer tables,
+``compiled_rows.py`` has their only simulation, and ``segments.py`` determines the samples and rows of each step.
+``liveness.py`` detects failed workers. A run continues after a loss by ``state_sources.py``, with more or fewer workers
+by ``elastic.py``, and with workers of other speeds by ``repartition.py``.
 """

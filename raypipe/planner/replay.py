@@ -3,9 +3,6 @@
 ``planner.simulator`` gives every message of a hop the same seconds. Here each message has its own, taken in turn from
 measured ones. All candidates get the same sequence, so that results differ by the schedule only, not by chance.
 
-    compiled once:   an action -> instructions: wait for its input, work, send its output
-    replayed often:  one pass over the instructions, in an order that respects every wait
-
 Rows need not be lowered first: a message leaves when its action ends, and is waited for when it is needed. With equal
 messages the result equals ``makespan_s`` bit for bit (tests/planner/test_replay.py). Overlapping steps are
 replayed in sequence, and the result is the time that each adds to the run.
@@ -23,8 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from raypipe.ir.schedule import OP_CODE, Homes, Op, Wiring
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.schedule import OP_CODE, OPS, Homes, Op, Wiring
 from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.compiled_rows import CompiledRows, Seconds, run
 from raypipe.planner.dependency_tables import encode
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.replicas import Replicas
@@ -108,16 +109,15 @@ def _routes(replicas: Replicas, num_stages: int) -> Routes:
     return Routes(homes, lanes, workers, tuple(links), tuple(by_lane))
 
 
-WORK, WAIT, SEND = range(3)
 FILLING = 2
 """Steps that are replayed, if steps overlap, to fill the empty pipeline before seconds are counted."""
 STEADY = (4, 12)
 """Numbers of steps, or of repetitions of an asynchronous schedule's body, that are simulated if steps overlap: the
 difference in seconds gives the seconds per step."""
-_OF_CODE = {OP_CODE[op]: number for number, op in enumerate((Op.F, Op.B, Op.I, Op.W))}
-"""Offset of each operation in ``work``, which has 4 entries per worker."""
-
-Instruction = tuple[int, int, int]
+_OF_CODE, _WAY = np.zeros((2, len(OPS)), dtype=np.int32)
+_OF_CODE[[OP_CODE[op] for op in (Op.F, Op.B, Op.I, Op.W)]] = range(4)
+_WAY[[OP_CODE[op] for op in (Op.F, Op.B, Op.I, Op.W)]] = 0, 1, 1, 0
+"""Offset of an operation in the 4 numbers of work of a worker; and 1 for those whose messages go backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +135,19 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Schedule with one stage on each worker, as blocks of instructions that never wait for a later block.
+    """Schedule with one stage on each worker.
 
     Attributes:
         routes: routes of its messages.
         messages: number of messages that cross each link in one direction.
-        blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
-            Work 4 w + (0, 1, 2 or 3) is F, B, I or W of worker w; wire 2 l + (0 or 1) is link l forward or backward;
-            messages are numbered wire after wire.
+        steps: one for each compute action. Work 4 w + (0, 1, 2 or 3) is F, B, I or W of worker w; link 2 l + (0 or 1)
+            is link l forward or backward; messages are numbered link after link.
         overlaps: True if a stage may begin its next step before others have ended theirs; never with replicas.
     """
 
     routes: Routes
     messages: tuple[int, ...]
-    blocks: tuple[tuple[int, tuple[Instruction, ...]], ...]
+    steps: CompiledRows
     overlaps: bool = False
 
     @property
@@ -161,63 +160,39 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     """Compile a synchronous schedule with one stage on each worker; results are cached.
 
     Raises:
-        ScheduleError: the schedule does not allow so many stages.
+        ScheduleError: the schedule does not allow so many stages, or deadlocks.
     """
     schedule, routes = schedule_of(spec, num_stages), routes_of(spec, num_stages)
     messages = routes.messages(spec.num_microbatches)
-    rows = [list(zip(ops.tolist(), numbers.tolist(), strict=True)) for _, ops, numbers in map(encode, schedule.body)]
-    moves, stages = _moves(routes, messages, spec.num_microbatches), routes.stages
-    position = [0] * len(rows)
-    sent = [False] * (2 * sum(messages))
-    blocks: list[tuple[int, tuple[Instruction, ...]]] = []
-    while any(at < len(row) for at, row in zip(position, rows, strict=True)):
-        blocks_before = len(blocks)
-        for worker, row in enumerate(rows):
-            block: list[Instruction] = []
-            of_stage = moves[stages[worker]]
-            for op, microbatch in row[position[worker] :]:
-                awaited, handed_on = of_stage[op]
-                if awaited:
-                    message = awaited[microbatch][2]
-                    if not sent[message]:
-                        break
-                    block.append((WAIT, message, 0))
-                block.append((WORK, 4 * worker + _OF_CODE[op], 0))
-                if handed_on:
-                    send = handed_on[microbatch]
-                    sent[send[2]] = True
-                    block.append(send)
-                position[worker] += 1
-            if block:
-                blocks.append((worker, tuple(block)))
-        assert len(blocks) > blocks_before, f"{spec} waits for itself"
-    return Compiled(routes, messages, tuple(blocks), schedule.wiring.norm_per_stage)
+    rows = [encode(row) for row in schedule.body]
+    stage, op, microbatch = map(np.concatenate, zip(*rows, strict=True))
+    sizes = np.array([len(ops) for _, ops, _ in rows])
+    first = [0, *np.cumsum(sizes + 1).tolist()]
+    worker, none = np.repeat(np.arange(len(rows)), sizes), first[-1]
+    step = np.arange(len(op)) + worker
+    lane, turn, way = microbatch % routes.lanes, microbatch // routes.lanes, _WAY[op]
+    # (link, messages before, messages per turn) by hop and lane; nothing before the first stage and after the last.
+    nothing = ((-1, 0, 0),) * routes.lanes
+    by_hop = np.array((nothing, *routes.by_lane, nothing))
+    begins = np.array([*accumulate((n for n in messages for _ in (0, 1)), initial=0)])
 
+    def crossing(hop: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return wire and message of each action on the hop before ``hop``; -1 if it has none there."""
+        link, before, each = by_hop[hop, lane].T
+        wire = np.where((link < 0) | (op == OP_CODE[Op.W]), -1, 2 * link + way)
+        return wire, np.where(wire < 0, -1, begins[wire] + turn * each + before)
 
-_Sends = Sequence[Instruction]
-"""(SEND, wire, message) by micro-batch; empty without a link."""
-
-
-def _moves(routes: Routes, messages: Sequence[int], count: int) -> list[dict[int, tuple[_Sends, _Sends]]]:
-    """Map, by stage, each operation to the messages that it waits for, and the messages that it sends."""
-    first = [*accumulate((n for n in messages for _ in (0, 1)), initial=0)]  # message of each wire
-    nothing: _Sends = ()
-    ahead, back = [nothing], [nothing]  # by hop, with one before the first stage and one after the last
-    for hop in range(routes.num_stages - 1):
-        places = [routes.place_of(hop, microbatch) for microbatch in range(count)]
-        for way, by_hop in enumerate((ahead, back)):
-            by_hop.append([(SEND, 2 * link + way, first[2 * link + way] + at) for link, at in places])
-    ahead.append(nothing)
-    back.append(nothing)
-    return [
-        {
-            OP_CODE[Op.F]: (ahead[stage], ahead[stage + 1]),
-            OP_CODE[Op.B]: (back[stage + 1], back[stage]),
-            OP_CODE[Op.I]: (back[stage + 1], back[stage]),
-            OP_CODE[Op.W]: (nothing, nothing),
-        }
-        for stage in range(routes.num_stages)
-    ]
+    _, taken = crossing(stage + way)
+    wire, given = crossing(stage + 1 - way)
+    maker = np.full(begins[-1] + 1, none, dtype=np.int32)
+    maker[given] = step
+    maker[-1] = none
+    columns = np.full((4, none + 1), (((none,), (0,), (0,), (2 * len(messages),))), dtype=np.int32)
+    columns[:, step] = maker[taken], 4 * worker + _OF_CODE[op], given, np.where(wire < 0, 2 * len(messages), wire)
+    source, work, message, link = columns
+    steps = CompiledRows(first, source, (), [], work, message, link, 2 * len(messages))
+    _ = steps.blocks
+    return Compiled(routes, messages, steps, schedule.wiring.norm_per_stage)
 
 
 def step_s(
@@ -312,6 +287,7 @@ def _replay(
         clock, free: times at which each worker and each wire has ended the previous step; set to those of this step.
     """
     occupancy: list[float] = []
+    latency: list[float] = []
     for number, wire in enumerate(wires):
         count = program.messages[number // 2]
         draws = wire.draws_s or (0.0,)
@@ -320,18 +296,5 @@ def _replay(
         while len(line) < count:
             line += draws[: count - len(line)]
         occupancy.extend(line)
-    latency = [wire.latency_s for wire in wires]
-    arrival = [0.0] * len(occupancy)
-    for worker, lines in program.blocks:
-        now = clock[worker]
-        for what, a, b in lines:
-            if what == WORK:
-                now += work[a]
-            elif what == WAIT:
-                if arrival[a] > now:
-                    now = arrival[a]
-            else:
-                leave = free[a] if free[a] > now else now
-                free[a] = leave = leave + occupancy[b]
-                arrival[b] = leave + latency[a]
-        clock[worker] = now
+        latency.extend([wire.latency_s] * count)
+    run(program.steps, Seconds(work, occupancy, latency), clock, free)

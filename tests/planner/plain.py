@@ -1,13 +1,14 @@
-"""Schedules made and lowered action by action: slow and plain, for the fast ways to be compared with."""
+"""Schedules made, lowered and simulated action by action: slow and plain, for the fast ways to be compared with."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring, dependencies
+from raypipe.ir.schedule import OF_UPDATES, Action, Op, Row, Schedule, Wiring, dependencies
+from raypipe.planner.simulator import Costs
 
-__all__ = ["any_order", "lowered_rows"]
+__all__ = ["any_order", "lowered_rows", "simulated_times"]
 
 
 def lowered_rows(schedule: Schedule) -> list[Row]:
@@ -71,3 +72,80 @@ def any_order(wiring: Wiring, num_microbatches: int, choose: Callable[[int], int
         done.add(action)
         rows[wiring.placement[action.stage]].append(action)
     return Schedule("any", wiring, tuple(map(tuple, rows)), stride=num_microbatches)
+
+
+def simulated_times(rows: Sequence[Row], wiring: Wiring, costs: Costs) -> dict[tuple[int, Action], tuple[float, float]]:
+    """Start and end of every action of lowered rows, by worker and action; action by action, in any order that works.
+
+    An end of a dependency is looked up, and the end of a SEND is the arrival of its message.
+    """
+    times: dict[tuple[int, Action], tuple[float, float]] = {}
+    at, clock = [0] * len(rows), [0.0] * len(rows)
+    free: dict[tuple[int, int], float] = {}
+    newest: dict[tuple[int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for worker, row in enumerate(rows):
+            while at[worker] < len(row):
+                action, now = row[at[worker]], clock[worker]
+                awaited = [key for wanted in dependencies(action, wiring) for key in _places(wanted, worker, wiring)]
+                if any(key not in times for key in awaited):
+                    break
+                if action.op in (Op.SEND_F, Op.SEND_B):
+                    times[worker, action] = _message(action, worker, now, wiring, costs, free, newest)
+                else:
+                    waits = action.op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)
+                    ends = [times[key][1] for key in awaited if waits and key[0] != worker]
+                    clock[worker] = max([now, *ends]) + _work_s(action, costs)
+                    times[worker, action] = (now, clock[worker])
+                at[worker] += 1
+                moved = True
+    if any(place < len(row) for place, row in zip(at, rows, strict=True)):
+        raise RuntimeError("deadlock")
+    return times
+
+
+def _places(action: Action, worker: int, wiring: Wiring) -> list[tuple[int, Action]]:
+    """Where an awaited action is: in this row, where it is one that each replica has, else in the rows of all."""
+    workers = wiring.homes[action.stage]
+    if action.op not in OF_UPDATES:
+        workers = (wiring.worker_of(action.stage, action.microbatch),)
+    elif worker in workers:
+        workers = (worker,)
+    return [(each, action) for each in workers]
+
+
+def _work_s(action: Action, costs: Costs) -> float:
+    half_s = tuple(s / 2 for s in costs.backward_s)
+    by_stage = {
+        Op.F: costs.forward_s,
+        Op.B: costs.backward_s,
+        Op.I: costs.backward_input_s or half_s,
+        Op.W: costs.backward_weight_s or half_s,
+        Op.REDUCE_GRAD: costs.reduce_s,
+        Op.STEP: costs.step_s,
+    }.get(action.op)
+    return by_stage[action.stage] if by_stage else 0.0
+
+
+def _message(
+    action: Action,
+    worker: int,
+    now: float,
+    wiring: Wiring,
+    costs: Costs,
+    free: dict[tuple[int, int], float],
+    newest: dict[tuple[int, int], float],
+) -> tuple[float, float]:
+    """Departure and arrival; changes the link's times at which it is free and at which its newest message arrives."""
+    if action.op is Op.SEND_F:
+        hop, other, latency_s, occupancy_s = action.stage, 1, costs.forward_latency_s, costs.forward_occupancy_s
+    else:
+        hop, other, latency_s, occupancy_s = action.stage - 1, -1, costs.backward_latency_s, costs.backward_occupancy_s
+    link = worker, wiring.worker_of(action.stage + other, action.microbatch)
+    leave = max(now, free.get(link, 0.0))
+    free[link] = leave + (occupancy_s[hop] if occupancy_s else 0.0)
+    arrival = free[link] + (latency_s[hop] if latency_s else 0.0)
+    newest[link] = max(arrival, newest.get(link, 0.0))
+    return leave, newest[link]

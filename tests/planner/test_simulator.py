@@ -1,4 +1,4 @@
-"""The simulator against cases drawn by hand; in arrays it gives the times of the loop, to the bit."""
+"""The simulator against cases drawn by hand, and against a plain simulation, to the bit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.ir.schedule import Op, Schedule, Wiring, dependencies, parse_action, single_homes
+from raypipe.ir.schedule import COMPUTE, Op, Schedule, Wiring, dependencies, parse_action, single_homes
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner import simulator as simulation
-from raypipe.planner.dependency_tables import build
+from raypipe.planner import compiled_rows
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, interleaved, one_f_one_b
 from raypipe.planner.simulator import Costs, makespan_s, simulate
-from tests.planner.plain import any_order, lowered_rows
+from tests.planner.plain import any_order, lowered_rows, simulated_times
 from tests.planner.specs import spec_for
 
 
@@ -137,11 +136,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
-def named_schedules(draw: st.DrawFn) -> Schedule:
+def named_schedules(draw: st.DrawFn, *, replicated: bool = False) -> Schedule:
     kind = draw(st.sampled_from(KINDS))
     stages = draw(st.integers(1, 4)) * (2 if kind == "interleaved" else 1)
     frozen = draw(st.integers(0, stages - 1))
     numbers = {"group_size": 2, "slack": 3, "chunks": 2, "first_trainable": frozen}
+    counts = st.lists(st.integers(1, 3), min_size=stages, max_size=stages).map(tuple)
+    replicas = draw(counts) if replicated and kind != "interleaved" else ()
+    numbers |= {"replicas": replicas, "lanes": max(replicas, default=1)}
     return schedule_of(spec_for(kind, stages, draw(st.integers(1, 9)), **numbers), stages)
 
 
@@ -151,49 +153,45 @@ def costs_of(stages: int, random: Random) -> Costs:
     def some(count: int) -> tuple[float, ...]:
         return tuple(random.choice((0.0, random.random(), 3 * random.random())) for _ in range(count))
 
-    return Costs(*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages))
+    return Costs(*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages), some(stages))
 
 
 @pytest.mark.slow
-@given(st.one_of(schedules(), named_schedules()), st.integers(1, 3), st.integers(0, 1_000))
-def test_waves_give_the_bits_of_the_loop(schedule: Schedule, repeats: int, seed: int) -> None:
-    program = build(lower(schedule), repeats)
-    tables = simulation._tables(program, costs_of(schedule.num_stages, Random(seed)))
-    times = simulation.wave_times_s(program, tables)
-    if times is None:
-        assert simulation.wave_end_s(program, tables) is None
-        with pytest.raises(ScheduleError, match="Deadlock"):
-            simulation._loop(program, tables)
-        return
-    start_s, end_s = simulation._loop(program, tables)
-    assert times[0].tobytes() == start_s.tobytes()
-    assert times[1].tobytes() == end_s.tobytes()
-    assert simulation.wave_end_s(program, tables) == end_s.max()
-
-
-@pytest.mark.slow
-@given(st.integers(0, 20))
-def test_a_wide_pipeline_goes_in_waves_and_gives_the_same_timeline(seed: int) -> None:
-    random = Random(seed)
-    stages = simulation.WIDE + random.randrange(4)
-    lowered, costs = lower(one_f_one_b(stages, 1 + random.randrange(9))), costs_of(stages, random)
-    program = build(lowered)
-    start_s, end_s = simulation._loop(program, simulation._tables(program, costs))
-    timeline = simulate(lowered, costs)
-    assert makespan_s(lowered, costs) == end_s.max()
-    times = {program.action(node): (start_s[node], end_s[node]) for node in range(len(program.op))}
-    assert len(timeline.spans) > stages
-    assert all(times[span.action] == (span.start_s, span.end_s) for span in timeline.spans)
+@pytest.mark.parametrize("wide", [1, 1_000], ids=["waves", "loop"])
+@given(
+    st.one_of(schedules(), named_schedules(), named_schedules(replicated=True)),
+    st.integers(1, 3),
+    st.integers(0, 1_000),
+)
+def test_times_are_those_of_the_plain_simulation_to_the_bit(
+    wide: int, schedule: Schedule, repeats: int, seed: int
+) -> None:
+    lowered, costs = lower(schedule), costs_of(schedule.num_stages, Random(seed))
+    if lowered.wiring.lanes > lowered.wiring.update_interval:  # such a body is one update, which does not repeat
+        repeats = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_rows, "WIDE", wide)
+        try:
+            times = simulated_times(lowered.rows(repeats), lowered.wiring, costs)
+        except RuntimeError:
+            with pytest.raises(ScheduleError, match="Deadlock"):
+                simulate(lowered, costs, repeats)
+            return
+        spans = simulate(lowered, costs, repeats).spans
+        assert {(span.worker, span.action): (span.start_s, span.end_s) for span in spans} == {
+            key: (start_s, end_s) for key, (start_s, end_s) in times.items() if key[1].op in COMPUTE or end_s > start_s
+        }
+        assert makespan_s(lowered, costs, repeats) == max(end_s for _, end_s in times.values())
 
 
 def test_a_deadlock_of_many_workers_is_named() -> None:
     """The last update of the first stage comes before what it waits for."""
-    schedule = lower(one_f_one_b(simulation.WIDE, 2))
+    schedule = lower(one_f_one_b(compiled_rows.WIDE, 2))
     first = list(schedule.body[0])
     place = first.index(parse_action("0RECV_B0"))
     row = (first[place], *first[:place], *first[place + 1 :])
-    with pytest.raises(ScheduleError, match="Deadlock, 16 workers"):
-        makespan_s(replace(schedule, body=(row, *schedule.body[1:])), Costs.uniform(simulation.WIDE))
+    with pytest.raises(ScheduleError, match=f"Deadlock, {compiled_rows.WIDE} workers"):
+        makespan_s(replace(schedule, body=(row, *schedule.body[1:])), Costs.uniform(compiled_rows.WIDE))
 
 
 @given(st.one_of(schedules(), named_schedules()))

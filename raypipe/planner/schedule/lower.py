@@ -42,7 +42,8 @@ from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, OP_CODE, OPS, Action, Op, Row, Schedule, Wiring, dependencies
-from raypipe.planner.dependency_tables import Ints, Program, build, encode, pack
+from raypipe.planner.compiled_rows import Ints
+from raypipe.planner.dependency_tables import Program, build, encode, pack
 
 Kind = tuple[int, Op]
 """Stage and operation; they determine the messages of an action."""
@@ -59,13 +60,17 @@ class _Rules(NamedTuple):
     Attributes:
         receive, send: by stage, operation and lane, the action inserted before and after.
         finishing: by stage, the last operation of a micro-batch.
+        intervals: by stage, micro-batches per optimizer step.
         wiring: wiring of the schedule.
+        replicated: True if any stage has several workers.
     """
 
     receive: NDArray[np.int8]
     send: NDArray[np.int8]
     finishing: NDArray[np.int8]
+    intervals: Ints
     wiring: Wiring
+    replicated: bool
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -166,7 +171,8 @@ def _rules(schedule: Schedule) -> _Rules:
                     send[maker.stage, OP_CODE[maker.op], lane] = OP_CODE[message.op]
     wiring = schedule.wiring
     finishing = [OP_CODE[_finishing_op(wiring, s)] for s in range(wiring.num_stages)]
-    return _Rules(receive, send, np.array(finishing, dtype=np.int8), wiring)
+    intervals = np.array([wiring.interval_of(s) for s in range(wiring.num_stages)], dtype=np.int32)
+    return _Rules(receive, send, np.array(finishing, dtype=np.int8), intervals, wiring, wiring.replicated)
 
 
 def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, Row, Row]:
@@ -176,7 +182,7 @@ def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, 
     prologue = _lower_row(worker, schedule.prologue[worker] if schedule.prologue else (), rules, before)
     after = before.copy()
     body = _lower_row(worker, schedule.body[worker], rules, after)
-    if wiring.replicated:
+    if rules.replicated:
         body = _with_empty_update(body, worker, wiring)
     shifted = {(s, u + schedule.stride // wiring.interval_of(s)): n for (s, u), n in before.items()}
     _check_periodic(worker, shifted, after, wiring)
@@ -188,10 +194,10 @@ def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, 
 def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
     """Lower one part of one worker's row; changes ``progress`` in place to the end of the part."""
     stage, op, microbatch = encode(row)
-    lane = rules.wiring.lane_of(microbatch) if rules.wiring.replicated else 0
+    lane = rules.wiring.lane_of(microbatch) if rules.replicated else 0
     before, behind = rules.receive[stage, op, lane], rules.send[stage, op, lane]
     places = np.flatnonzero(op == rules.finishing[stage])
-    closing = _closings(worker, places, stage[places], microbatch[places], rules.wiring, progress)
+    closing = _closings(worker, places, stage[places], microbatch[places], rules, progress)
     width = 1 + (before >= 0) + (behind >= 0)
     own_end = np.cumsum(width)
     added = [len(actions) for _, actions in closing]
@@ -212,7 +218,7 @@ def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
 
 
 def _closings(
-    worker: int, places: NDArray[np.intp], stage: Ints, microbatch: Ints, wiring: Wiring, progress: Progress
+    worker: int, places: NDArray[np.intp], stage: Ints, microbatch: Ints, rules: _Rules, progress: Progress
 ) -> list[tuple[int, list[Action]]]:
     """Return the actions that end updates, each list with the position in the row after which it follows.
 
@@ -222,7 +228,8 @@ def _closings(
         places: positions of the actions in the row that finish a micro-batch on a stage.
         stage, microbatch: stage and micro-batch of each of these actions.
     """
-    update = microbatch // np.array([wiring.interval_of(s) for s in range(wiring.num_stages)], dtype=np.int32)[stage]
+    wiring = rules.wiring
+    update = microbatch // rules.intervals[stage]
     # Of one stage and update, all but the last place are counted at once: only there can the update be complete.
     key = (update * wiring.num_stages + stage)[::-1]
     keys, last, counts = np.unique(key, return_index=True, return_counts=True)
@@ -275,7 +282,7 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
     co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
     ends = all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located)
     reducing = [stage]
-    if wiring.replicated and len(co_located) > 1:
+    if len(co_located) > 1 and wiring.replicated:
         reducing = co_located if ends else []
     actions = [Action(s, Op.REDUCE_GRAD, last) for s in reducing]
     if ends:
@@ -312,36 +319,50 @@ def lowered_and_checked(schedule: Schedule) -> Schedule:
     return lowered
 
 
-def validate(lowered: Schedule, repeats: int = 1) -> None:
+def validate(lowered: Schedule, repeats: int = 1) -> Program:
     """Check the four rules of the module on a lowered schedule, with its body repeated ``repeats`` times.
+
+    Returns:
+        the tables of the schedule, which ``simulate()`` accepts in its place.
 
     Raises:
         ScheduleError: a rule is broken; names the action, its worker, its position in the row, and what to change.
     """
     program = build(lowered, repeats)
-    _check_steps(program)
-    _check_nothing_idle(program)
-    _check_update_order(program)
+    ends = [_End(*end) for end in program.nodes_of((Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP))]
+    steps = [end for end in ends if end.op is Op.STEP]
+    _check_steps(program, steps)
+    _check_nothing_idle(program, steps)
+    _check_update_order(program, ends)
     if not lowered.prologue and not lowered.epilogue:
-        _check_flush(program)
-    program.blocks()
+        _check_flush(program, steps)
+    program.checked_steps()
+    return program
 
 
-def _check_steps(program: Program) -> None:
+class _End(NamedTuple):
+    """Action at the end of an update."""
+
+    node: int
+    worker: int
+    stage: int
+    op: Op
+    microbatch: int
+
+
+def _check_steps(program: Program, steps: list[_End]) -> None:
     wiring = program.wiring
-    steps = np.flatnonzero(program.op == OP_CODE[Op.STEP])
-    if not len(steps):
+    if not steps:
         raise ScheduleError("No row contains a STEP, so nothing would be learnt: pass the schedule through lower().")
-    intervals = np.array([wiring.interval_of(stage) for stage in range(wiring.num_stages)])
-    for node in steps[(program.microbatch[steps] + 1) % intervals[program.stage[steps]] != 0][:1].tolist():
-        interval = wiring.interval_of(int(program.stage[node]))
-        raise ScheduleError(
-            f"{program.where(node)} ends no update: with {interval} micro-batches per update the last "
-            f"ones are {interval - 1}, {2 * interval - 1}, and so on."
-        )
-    columns = (program.stage, program.worker, program.microbatch)
-    present = set(zip(*(column[steps].tolist() for column in columns), strict=True))
-    last = max(microbatch for _, _, microbatch in present)
+    for step in steps:
+        interval = wiring.interval_of(step.stage)
+        if (step.microbatch + 1) % interval:
+            raise ScheduleError(
+                f"{program.where(step.node)} ends no update: with {interval} micro-batches per update the last "
+                f"ones are {interval - 1}, {2 * interval - 1}, and so on."
+            )
+    present = {(step.stage, step.worker, step.microbatch) for step in steps}
+    last = max(step.microbatch for step in steps)
     for stage, worker in [(stage, worker) for stage, workers in enumerate(wiring.homes) for worker in workers]:
         for microbatch in range(wiring.interval_of(stage) - 1, last + 1, wiring.interval_of(stage)):
             if (stage, worker, microbatch) not in present:
@@ -351,37 +372,32 @@ def _check_steps(program: Program) -> None:
                 )
 
 
-def _check_nothing_idle(program: Program) -> None:
-    for node in np.flatnonzero(~program.needed & (program.op != OP_CODE[Op.STEP]))[:1].tolist():
+def _check_nothing_idle(program: Program, steps: list[_End]) -> None:
+    idle = ~program.needed
+    idle[[step.node for step in steps]] = False
+    if idle.any():
         raise ScheduleError(
-            f"{program.where(node)} leads to no optimizer step: nothing waits for it. "
+            f"{program.where(int(idle.argmax()))} leads to no optimizer step: nothing waits for it. "
             "Remove it, or add the action that uses its result."
         )
 
 
-def _check_update_order(program: Program) -> None:
-    for op in (Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP):
-        for stage in range(program.wiring.num_stages):
-            nodes = np.flatnonzero((program.op == OP_CODE[op]) & (program.stage == stage)).tolist()
-            for earlier, later in pairwise(nodes):
-                of_one_worker = program.worker[earlier] == program.worker[later]
-                if of_one_worker and program.microbatch[earlier] > program.microbatch[later]:
-                    raise ScheduleError(
-                        f"{program.where(earlier)} comes before {program.where(later)}: "
-                        "updates of a stage follow each other; exchange the two."
-                    )
+def _check_update_order(program: Program, ends: list[_End]) -> None:
+    rows = sorted(ends, key=lambda end: (OP_CODE[end.op], end.stage, end.node))
+    for earlier, later in pairwise(rows):
+        alike = (earlier.op, earlier.stage, earlier.worker) == (later.op, later.stage, later.worker)
+        if alike and earlier.microbatch > later.microbatch:
+            raise ScheduleError(
+                f"{program.where(earlier.node)} comes before {program.where(later.node)}: "
+                "updates of a stage follow each other; exchange the two."
+            )
 
 
-def _check_flush(program: Program) -> None:
+def _check_flush(program: Program, steps: list[_End]) -> None:
     interval = program.wiring.update_interval
-    step_at = {
-        (int(program.stage[node]), int(program.worker[node]), int(program.microbatch[node])): node
-        for node in np.flatnonzero(program.op == OP_CODE[Op.STEP]).tolist()
-    }
-    later = (program.op == OP_CODE[Op.F]) & (program.microbatch >= interval)
-    for node in np.flatnonzero(later).tolist():
-        stage, _, microbatch = program.action(node)
-        step = step_at[stage, int(program.worker[node]), microbatch // interval * interval - 1]
+    step_at = {(step.stage, step.worker, step.microbatch): step.node for step in steps}
+    for node, worker, stage, _, microbatch in program.nodes_of((Op.F,), interval):
+        step = step_at[stage, worker, microbatch // interval * interval - 1]
         if step > node:
             raise ScheduleError(
                 f"{program.where(node)} comes before {program.where(step)} and would use the old weights: "

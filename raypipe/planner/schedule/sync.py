@@ -185,7 +185,7 @@ def _schedule(
     for stage, workers in enumerate(wiring.homes):
         for worker in workers:
             own = replicas.microbatches(wiring, stage, worker)
-            sizes = np.array([min(group_size, len(own) - g) for g in range(0, len(own), group_size)], dtype=np.int64)
+            sizes = np.minimum(group_size, len(own) - np.arange(0, len(own), group_size))
             rows.append(_row(stage, own, sizes, warmups[stage], stage >= first_trainable))
     return Schedule(kind, wiring, tuple(rows), stride=num_microbatches)
 

@@ -1,0 +1,260 @@
+"""Rows of all workers, compiled for simulation, and the one pass that gives the times of all their steps.
+
+A row is split into steps of at most one wait, one piece of work and one message, in this order:
+
+    row      RECV_F F SEND_F | RECV_F F SEND_F | RECV_B B SEND_B | RECV_F F SEND_F | B ...
+    step     0                 1                 2                 3                 4
+
+Rows and links have fixed orders, so no event queue is needed: one pass in an order that respects every wait gives all
+times. A deadlock is found when this order is.
+
+Many workers advance together, in arrays, wave after wave. A loop over single steps is quicker for a few workers, but
+the 8 million steps of 1024 workers do not fit into memory as Python objects. The arithmetic is the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.errors import ScheduleError
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+WIDE = 32
+"""Least number of workers for which waves are quicker than a loop over blocks."""
+
+Line = tuple[int, int, int, int, int]
+"""Step, awaited step (or ``-2 - group``), work, link (-1 without a message) and message of a step."""
+
+
+class DeadlockError(ScheduleError):
+    """Deadlock: ``at`` is the next step of each worker."""
+
+    def __init__(self, at: list[int]) -> None:
+        super().__init__("Deadlock: the workers wait for each other.")
+        self.at = at
+
+
+class Waves(NamedTuple):
+    """Order in which the steps of one wave, one of each worker that is not blocked, can run at once.
+
+    Attributes:
+        order: steps, wave after wave.
+        bounds: place of each wave's first step in ``order``; one more entry for the end.
+        joins: waves that contain a step that waits for several.
+    """
+
+    order: Ints
+    bounds: list[int]
+    joins: frozenset[int]
+
+
+@dataclass(frozen=True)
+class CompiledRows:
+    """Rows of all workers as steps of at most one wait, one piece of work and one message, numbered row after row.
+
+    After each row comes a step that never runs, and at the end one that is done from the beginning. Work, messages and
+    links are numbers: of entries in lists of seconds, and of times until which a link is busy.
+
+    Attributes:
+        first: first step of each worker's row; one more entry for the end of the last row.
+        source: the step of another worker that each step waits for; the last step if it waits for nothing, ``-2 - g``
+            if it waits for all steps of group g.
+        groups: steps that are awaited together.
+        untimed: steps that take part in the order with their wait, but begin without it.
+        work, message: number of the work and of the message of each step.
+        link: number of the one-way link of its message; ``num_links`` plus the worker without a message.
+        num_links: number of links.
+    """
+
+    first: list[int]
+    source: Ints
+    groups: tuple[Ints, ...]
+    untimed: list[int]
+    work: Ints
+    message: Ints
+    link: Ints
+    num_links: int
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def wide(self) -> bool:
+        """True if the steps are simulated in waves, False if in blocks."""
+        return self.num_workers >= WIDE
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, list[Line]]]:
+        """Order of execution as blocks of lines of one worker, each of which waits only for earlier blocks.
+
+        Raises:
+            DeadlockError: workers wait for each other.
+        """
+        owner = np.repeat(np.arange(self.num_workers), np.diff(self.first)).tolist()
+        source, none, groups = self.source.tolist(), len(self.source) - 1, [group.tolist() for group in self.groups]
+        timed = self.source.copy()
+        timed[self.untimed] = none
+        link = np.where(self.link < self.num_links, self.link, -1)
+        columns = (timed, self.work, link, self.message)
+        lines = list(zip(range(none + 1), *(column.tolist() for column in columns), strict=True))
+        at, end = self.first[:-1], [stop - 1 for stop in self.first[1:]]
+        sleepers: list[list[int]] = [[] for _ in end]
+        blocks = []
+        ready = deque(range(self.num_workers))
+        while ready:
+            w = ready.popleft()
+            for step in range(at[w], end[w]):
+                awaited = source[step]
+                if awaited < 0:
+                    awaited = next((one for one in groups[-2 - awaited] if one >= at[owner[one]]), none)
+                if awaited != none and awaited >= at[owner[awaited]]:
+                    sleepers[owner[awaited]].append(w)
+                    break
+            else:
+                step = end[w]
+            if step > at[w]:
+                blocks.append((w, lines[at[w] : step]))
+                at[w] = step
+                ready.extend(sleepers[w])
+                sleepers[w].clear()
+        if at != end:
+            raise DeadlockError(at)
+        return blocks
+
+    @cached_property
+    def waves(self) -> Waves:
+        """Order of execution in waves; about twice as many as micro-batches, for any number of workers.
+
+        Raises:
+            DeadlockError: workers wait for each other.
+        """
+        count, end = len(self.source), np.array(self.first[1:]) - 1
+        # Negative numbers of groups are places at the end of this array: a step that waits for a group is looked at.
+        done = np.zeros(count + len(self.groups) + 1, dtype=np.bool_)
+        done[count - 1 :] = True
+        at = np.array(self.first[:-1], dtype=np.int32)
+        waits = self.source[at]
+        order, bounds, joins = np.empty(count - 1 - self.num_workers, dtype=np.int32), [0], set()
+        while len(ready := done.take(waits).nonzero()[0]):
+            step = at.take(ready)
+            several = (self.source.take(step) < 0).nonzero()[0].tolist()
+            for i in several:
+                group = self.groups[-2 - self.source[step[i]]]
+                waits[ready[i]] = next(iter(group[~done[group]]), count - 1)
+            if several:
+                ready = ready[done[waits[ready]]]
+                step = at[ready]
+                joins.add(len(bounds) - 1)
+            bounds.append(bounds[-1] + len(step))
+            order[bounds[-2] : bounds[-1]] = step
+            done[step] = True
+            step += 1
+            at[ready] = step
+            waits[ready] = self.source.take(step)
+        if (at != end).any():
+            raise DeadlockError(at.tolist())
+        return Waves(order, bounds, frozenset(joins))
+
+
+class Seconds(NamedTuple):
+    """Seconds of work, and of the messages on their links, by their numbers in ``CompiledRows``."""
+
+    work: Sequence[float]
+    occupancy: Sequence[float]
+    latency: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds by step: begin and end of its work, departure and arrival of its message.
+
+    Without a message, the last two equal the end of the work.
+    """
+
+    begin: Floats
+    end: Floats
+    leave: Floats
+    finish: Floats
+
+
+def run(
+    rows: CompiledRows, seconds: Seconds, clock: list[float], free: list[float], spans: list[list[float]] | None = None
+) -> list[float]:
+    """Run all steps in a loop; return the time at which each has ended or its message has arrived.
+
+    Args:
+        clock, free: times at which each worker and each link has ended earlier work; changed in place.
+        spans: begin, end and departure by step, filled in place; None to leave them out.
+    """
+    work_s, occupancy_s, latency_s = seconds
+    groups, finish, newest = rows.groups, [0.0] * len(rows.source), [0.0] * len(free)
+    for worker, lines in rows.blocks:
+        now = clock[worker]
+        for step, awaited, work, link, message in lines:
+            if awaited < 0:
+                now = max(now, *[finish[one] for one in groups[-2 - awaited].tolist()])
+            elif finish[awaited] > now:
+                now = finish[awaited]
+            begin = now
+            now += work_s[work]
+            leave = arrival = now
+            if link >= 0:
+                if free[link] > now:
+                    leave = free[link]
+                free[link] = arrival = leave + occupancy_s[message]
+                arrival += latency_s[message]
+                # Hops of different latency may share a link; nothing overtakes on it.
+                if arrival < newest[link]:
+                    arrival = newest[link]
+                newest[link] = arrival
+            finish[step] = arrival
+            if spans:
+                spans[0][step], spans[1][step], spans[2][step] = begin, now, leave
+        clock[worker] = now
+    return finish
+
+
+def run_waves(rows: CompiledRows, seconds: Seconds, *, spans: bool) -> Times:
+    """Run all steps in waves. Without ``spans`` begin and departure are left out."""
+    work_s, occupancy_s, latency_s = map(np.asarray, seconds)
+    order, bounds, joins = rows.waves
+    source, count = rows.source, len(rows.source)
+    if len(rows.untimed):
+        source = source.copy()
+        source[rows.untimed] = count - 1
+    begin, leave = (np.zeros(count if spans else 0) for _ in range(2))
+    # The step before the first one of a row never runs. Numbers of groups are places at the end, read as 0.
+    end, finish = np.zeros(count), np.zeros(count + len(rows.groups) + 1)
+    free = np.zeros(rows.num_links + rows.num_workers)
+    newest = free.copy()
+    for wave, (first, stop) in enumerate(pairwise(bounds)):
+        step = order[first:stop]
+        awaited = source.take(step)
+        now = np.maximum(end.take(step - 1), finish.take(awaited))
+        if wave in joins:
+            for i in np.flatnonzero(awaited < 0).tolist():
+                now[i] = max(now[i], finish[rows.groups[-2 - awaited[i]]].max())
+        if spans:
+            begin[step] = now
+        now += work_s.take(rows.work.take(step))
+        end[step] = now
+        link, message = rows.link.take(step), rows.message.take(step)
+        gone = np.maximum(free.take(link), now)
+        if spans:
+            leave[step] = gone
+        gone += occupancy_s.take(message)
+        free[link] = gone
+        gone += latency_s.take(message)
+        newest[link] = finish[step] = np.maximum(gone, newest.take(link))
+    return Times(begin, end, leave, finish[:count])
