@@ -31,11 +31,10 @@ from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, workspace_bytes
 from raypipe.planner.cost.memory import MemoryModel
-from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
-from raypipe.planner.partition.device_order import MOST_DEVICES, device_orders
+from raypipe.planner.partition.device_order import MOST_DEVICES
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
@@ -52,18 +51,16 @@ from raypipe.planner.search.cut_costs import (
 )
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
-from raypipe.planner.search.replica_cuts import cut_for, homes_of
-from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
+from raypipe.planner.search.request import Request, microbatches
 from raypipe.planner.search.request_schedule import memory_model, spec_of
-from raypipe.planner.search.solvers import own_order_solver, quick_cut
+from raypipe.planner.search.shape_options import MOST_ORDERS, MOST_SPECS, ShapeOptions
+from raypipe.planner.search.solver_cuts import SolverCuts
 from raypipe.planner.simulator import program_makespan_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _Cell = tuple[Groups, Ints, int, int]
 """Arguments of ``_placed``: devices by stage, cuts, number of micro-batches, and samples in each."""
-MOST_ORDERS = 128
-"""Most orders of unlike devices that are compared."""
 MOST_PLACED = 300_000
 """Most combinations of an order, a cut and a number of micro-batches of which all are compared."""
 FEW_PLACED = 50_000
@@ -72,22 +69,10 @@ LEAST_CUTS = 200
 """Least number of cuts that are compared for each order and number of micro-batches."""
 FEW_STAGES = 8
 """Most stages for which cuts at small messages are compared besides those of the solver."""
-MOST_EACH = 16
-"""Most micro-batches per worker in the comparison of shapes with replicas."""
-SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Values of a hop's slack (additional micro-batches in flight) that are tried."""
-FEW_HOPS = 2
-"""Most hops between stages for which every combination of SLACKS is tried."""
 MOST_WORK = 1_500_000
 """Most micro-batches of stages that one comparison of a shape simulates, about as many seconds / 1e6."""
-MANY_STAGES = 256
-"""Most stages for which a solver cuts more than once if memory is not limited."""
-MOST_TRIES = 4
-"""Most numbers of micro-batches for which a solver cuts within memory limits, for each kind of schedule."""
 SLOWER, COMPILING = 4, 6
 """Additional seconds of other simulations than ``equal_messages_s``, and of compiling a schedule, by those of one."""
-MOST_SPECS = 3000
-"""Most micro-batches of stages in a step for which SLACKS are tried; compiling a schedule takes longer than a step."""
 NEAR = 1.03
 """Greatest ratio of a step to the best found for which its number of micro-batches is tried with all cuts too. Used if
 all cuts can be listed, but not for all numbers of micro-batches."""
@@ -142,7 +127,7 @@ class ShapeSearch:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self._problem, self._options = problem, ShapeOptions(problem)
         self._tables = CutTables(problem)
         changing = problem.request.changing
         self._work, self._compiled = MOST_WORK, set[tuple[Request, int]]()
@@ -153,18 +138,18 @@ class ShapeSearch:
 
         All work is shared by the fastest devices. Besides, the first micro-batch passes all stages one after the other.
         """
-        problem, request = self._problem, self._request(shape)
+        problem, request = self._problem, self._options.request(shape)
         speeds = sorted((device.speed for device in problem.cluster.devices), reverse=True)[: sum(shape)]
         trained = np.flatnonzero(columns_of(problem.profile.graph).trainable_bytes)
         first = int(trained[0]) if len(trained) else 0
         least_s = math.inf
-        for count, size in self._sizes(shape):
+        for count, size in self._options.sizes(shape):
             forward_s, backward_s, weight_s = self._tables.seconds(size)
             # Backwards of nodes before the first one that trains may run on no stage.
             last_s, whole_s = backward_s[-1] - backward_s[first], forward_s[-1] + backward_s[-1] - backward_s[first]
             step_s = count * whole_s / math.fsum(speeds)
             if request.kind.synchronous and not request.kind.several_stages and max(shape) == 1:
-                if any(each.kind.splits_backward for each in self._kinds(shape)):
+                if any(each.kind.splits_backward for each in self._options.kinds(shape)):
                     last_s = backward_s[-1] - backward_s[first] - (weight_s[-1] - weight_s[first])
                 passing_s = forward_s[-1] + max(0.0, last_s)
                 step_s = max(step_s, (count - 1) * passing_s / math.fsum(speeds) + passing_s / speeds[0])
@@ -181,7 +166,7 @@ class ShapeSearch:
 
     def exact(self, shape: Shape) -> bool:
         """Return True if ``best`` lists all cuts for all orders of ``device_orders``; nodes keep their order."""
-        return max(shape) == 1 and self._number(shape) * len(self._sizes(shape)) <= MOST_PLACED
+        return max(shape) == 1 and self._number(shape) * len(self._options.sizes(shape)) <= MOST_PLACED
 
     def best(self, shape: Shape, below_s: float = math.inf) -> Decision | None:
         """Find the best plan of this shape; None if every step takes ``below_s`` seconds or more.
@@ -193,13 +178,15 @@ class ShapeSearch:
             ShapeError: no plan of this shape is possible, whatever its step time.
         """
         devices = len(self._problem.cluster.devices)
-        if self._request(shape).workers_in_all(len(shape)) > devices:
+        if self._options.request(shape).workers_in_all(len(shape)) > devices:
             raise ShapeError(f"there are {devices} devices")
         self._work, self._compiled = MOST_WORK, set()
         exact, whole = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1
         cells: list[_Cell] = []
         if not (exact or self._problem.cut_is_given or (max(shape) > 1 and self._short(shape))):
-            cells = self._solved(shape)
+            solved = SolverCuts(self._problem, self._tables).cuts(shape)
+            sizes = self._options.sizes(shape)
+            cells = [(groups, self._tables.at_nodes(cut), *size) for groups, cut in solved for size in sizes]
         if exact or whole or not cells:
             cells += self._cells(shape, MOST_PLACED if exact else self._few(shape))
         found = self._compared(cells, below_s)
@@ -214,64 +201,12 @@ class ShapeSearch:
             if not found and (math.isinf(below_s) or not any(self._may_fit(cell).any() for cell in cells)):
                 raise ShapeError(self._unfit(cells[-1]))
             return None
-        minibatch, _, _ = microbatches(self._request(shape), len(shape))
+        minibatch, _, _ = microbatches(self._options.request(shape), len(shape))
         best = min(
             (one for one in found if one.step_s <= best_s * (1 + EVEN)),
             key=lambda one: (minibatch % one.placed.number > 0, one.held, one.step_s),
         )
         return self._decision(best, exact=exact and self._work > 0)
-
-    def _solved(self, shape: Shape) -> list[_Cell]:
-        """List cells of a solver's cuts, for each kind of schedule at the most promising numbers of micro-batches.
-
-        Those are the numbers with the least bounds for a cut that ignores memory.
-        """
-        problem, sizes, kinds = self._problem, self._sizes(shape), self._kinds(shape)
-        free = self._solver_cut(problem.unlimited, kinds[0], len(shape), sizes[len(sizes) // 2])
-        if free is None:
-            return []
-        found: dict[tuple[Groups, tuple[int, ...]], None] = {} if problem.bounded else {free: None}
-        if not problem.bounded and len(shape) > MANY_STAGES:
-            kinds = []
-        for request in kinds if problem.bounded else kinds[:1]:
-            able, tries = sizes, 1
-            if problem.bounded:
-                able, tries = self._able(request, len(shape), sizes), MOST_TRIES
-            bounds_s = []
-            for size in able:
-                placed = self._placed(free[0], self._tables.at_nodes(free[1]), *size)
-                in_flight = _held(memory_model(request, len(shape), *size), len(shape))[0]
-                bounds_s.append(float(placed.least_s(request.kind, np.array([in_flight]))[0]))
-            for at in np.argsort(bounds_s, kind="stable")[:tries].tolist():
-                cut = self._solver_cut(problem, request, len(shape), able[at])
-                if cut is not None:
-                    found[cut] = None
-        return [(groups, self._tables.at_nodes(cut), *size) for groups, cut in found for size in sizes]
-
-    def _solver_cut(
-        self, problem: Problem, request: Request, num_stages: int, size: tuple[int, int], *, quick: bool = False
-    ) -> tuple[Groups, tuple[int, ...]] | None:
-        """Cut by a solver; return the devices of each stage, and first nodes with the number of nodes."""
-        request = dataclasses.replace(request, memory_limit_bytes=problem.request.memory_limit_bytes)
-        limits = limits_of(request, num_stages, num_stages, *size)
-        solver = quick_cut(request) if quick else own_order_solver(request)
-        try:
-            cut = cut_for(request, solver, problem.at(size[1]), problem.cluster, limits)
-        except PlanError:
-            return None
-        return tuple(stage.devices for stage in cut.stages), (0, *cut.cuts, len(problem.profile.graph.nodes))
-
-    def _able(self, request: Request, num_stages: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """List the numbers of micro-batches at which some cut fits, by bisection: smaller micro-batches need less."""
-        by_size = sorted(sizes, key=lambda size: size[1])
-        low, high = 0, len(by_size)
-        while low < high:
-            middle = (low + high) // 2
-            if self._solver_cut(self._problem, request, num_stages, by_size[middle], quick=True) is None:
-                high = middle
-            else:
-                low = middle + 1
-        return by_size[:low]
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
         """Simulate candidates of these cells while their bounds are below ``below_s`` and the best step; list those
@@ -299,116 +234,39 @@ class ShapeSearch:
         cuts = self._tables.cuts_into(len(shape), most_cuts)
         if cuts is None:
             raise ShapeError(f"the model cannot be cut into {len(shape)} stages")
-        sizes = [size for size in self._sizes(shape) if size[0] >= max(shape)]
+        sizes = [size for size in self._options.sizes(shape) if size[0] >= max(shape)]
         if not sizes:
             raise ShapeError(f"a step has fewer micro-batches than stage {shape.index(max(shape))} has workers")
-        cells = [(groups, cuts, *size) for size in sizes for groups in self._orders(shape)]
+        cells = [(groups, cuts, *size) for size in sizes for groups in self._options.orders(shape)]
         if not self._whole(self._placed(*cells[0])).any():
             raise ShapeError("a stage with several workers would change buffers in every forward")
         return cells
-
-    def _request(self, shape: Shape) -> Request:
-        request = self._problem.request
-        if request.replicas is not None:
-            return request
-        return dataclasses.replace(request, replicas=1 if max(shape) == 1 else shape, num_stages=len(shape))
-
-    def _kinds(self, shape: Shape) -> list[Request]:
-        """List one request for each permitted schedule, the one that needs the least memory first."""
-        request = self._request(shape)
-        if request.schedule != "auto":
-            return [request]
-        plain = request.as_1f1b()
-        if len(shape) == 1:
-            return [plain]
-        problem, slack = self._problem, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
-        # Links are unknown without a described cluster: then slack hides them if memory allows it.
-        kinds = [plain, slack] if problem.bounded or problem.described or max(shape) > 1 else [slack]
-        if problem.described and (max(shape) == 1 or problem.cut_is_given):
-            kinds.append(dataclasses.replace(request, schedule="zb-h1", slack=None))
-        return kinds
-
-    def _schedules(self, placed: PlacedCuts) -> Iterator[list[Request]]:
-        """Yield the schedules to try, each as a list with one request per cut.
-
-        On a described cluster with one worker per stage, other values of slack (additional micro-batches in flight on a
-        hop) are included: every combination of SLACKS on few hops, else slack in proportion to the bytes of each hop,
-        or few values for all hops if a step has many micro-batches.
-        """
-        shape = tuple(map(len, placed.groups))
-        kinds = self._kinds(shape)
-        cuts = len(placed.forward_s)
-        yield from ([request] * cuts for request in kinds)
-        if self._problem.request.schedule != "auto" or len(kinds) < 3:
-            return
-        every: list[list[tuple[int, ...]]]
-        hops = len(shape) - 1
-        if hops <= FEW_HOPS:
-            every = [[slack] * cuts for slack in itertools.product(SLACKS, repeat=hops)]
-        elif placed.number * len(shape) > MOST_SPECS:
-            every = [[(slack,) * hops] * cuts for slack in SLACKS[1:3]]
-        else:
-            crossing = placed.costs.crossing_bytes
-            share = crossing / np.maximum(1, crossing.max(axis=1, keepdims=True))
-            by_cut = [(1 + np.ceil((most - 1) * share)).astype(int).tolist() for most in SLACKS[1:]]
-            every = [[tuple(slack) for slack in rows] for rows in by_cut]
-        for slacks in every:
-            if max(slacks[0]) > max(placed.number, AUTO_SLACK):
-                continue
-            for kind in ("slack", "zb-h1"):
-                with_slack = {
-                    slack: dataclasses.replace(
-                        kinds[0], schedule=kind, slack=slack[0] if len(set(slack)) == 1 else slack
-                    )
-                    for slack in set(slacks)
-                }
-                yield [with_slack[slack] for slack in slacks]
-
-    def _orders(self, shape: Shape) -> list[Groups]:
-        """List the devices of each stage, in several orders if each stage has one worker and the cut is open."""
-        request = self._request(shape)
-        if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
-            return [tuple(homes_of(request, len(shape)))]
-        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
-        return [tuple((device,) for device in order) for order in orders]
-
-    def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
-        """List (number of micro-batches, samples in each) to compare for a shape, fewest micro-batches first."""
-        request = self._request(shape)
-        minibatch, size, count = microbatches(request, len(shape))
-        if request.num_microbatches is not None or self._problem.times is None or not request.kind.synchronous:
-            return [(count, size)]
-        sizes = [(n, b) for n, b in all_sizes(minibatch) if request.takes(minibatch, b)]
-        if max(shape) > 1:
-            lanes, most = request.num_lanes(len(shape)), MOST_EACH * sum(shape)
-            sizes = [(n, b) for n, b in sizes if max(shape) <= n <= most and (minibatch % n == 0 or n % lanes == 0)]
-        return sizes or [(count, size)]
 
     def _number(self, shape: Shape) -> int:
         """Count the pairs of a cut and an order of devices; ``MOST_PLACED`` + 1 if not all orders are listed."""
         places = len(columns_of(self._problem.profile.graph).places) - 2
         cuts = 1 if self._problem.cut_is_given else math.comb(places, len(shape) - 1)
-        orders = len(self._orders(shape))
+        orders = len(self._options.orders(shape))
         listed = orders < MOST_ORDERS and len(self._problem.cluster.devices) <= MOST_DEVICES
         return cuts * orders if listed else MOST_PLACED + 1
 
     def _short(self, shape: Shape) -> bool:
         """Return True if the cuts that ``_cells`` lists suffice without those of a solver."""
-        return len(shape) <= FEW_STAGES and not self._request(shape).kind.several_stages
+        return len(shape) <= FEW_STAGES and not self._options.request(shape).kind.several_stages
 
     def _few(self, shape: Shape) -> int:
         """Return the number of cuts to compare if there are too many to compare all."""
         if max(shape) > 1 and self._short(shape):
             return MOST_CUTS
-        return max(LEAST_CUTS, FEW_PLACED // (len(self._orders(shape)) * len(self._sizes(shape))))
+        return max(LEAST_CUTS, FEW_PLACED // (len(self._options.orders(shape)) * len(self._options.sizes(shape))))
 
     def _placed(self, groups: Groups, cuts: Ints, count: int, size: int) -> PlacedCuts:
         shape = tuple(map(len, groups))
-        return self._tables.placed(groups, cuts, count, size, self._request(shape).num_lanes(len(shape)))
+        return self._tables.placed(groups, cuts, count, size, self._options.request(shape).num_lanes(len(shape)))
 
     def _least_s(self, placed: PlacedCuts) -> Floats:
         """Compute a lower bound of the step of each cut with any permitted schedule, in seconds."""
-        kinds = [request.kind for request in self._kinds(tuple(map(len, placed.groups)))]
+        kinds = [request.kind for request in self._options.kinds(tuple(map(len, placed.groups)))]
         return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
 
     def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
@@ -436,7 +294,7 @@ class ShapeSearch:
         placed = self._placed(*cell)
         fitting, caps = self._whole(placed), self._caps(placed.groups)
         if not np.isinf(caps).all():
-            thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
+            thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
             total = by_worker(placed.groups, self._total_bytes(placed, thriftiest))
             fitting = fitting & (total <= caps).all(axis=1)
         return fitting
@@ -444,7 +302,7 @@ class ShapeSearch:
     def _unfit(self, cell: _Cell) -> str:
         """Describe the stage that lacks most memory, in that cut of a cell which is nearest to fitting."""
         placed = self._placed(*cell)
-        thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
+        thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
         total, caps = by_worker(placed.groups, self._total_bytes(placed, thriftiest)), self._caps(placed.groups)
         lacking = total / caps
         cut = int(lacking.max(axis=1).argmin())
@@ -461,7 +319,7 @@ class ShapeSearch:
         """
         if not len(placed.forward_s):
             return
-        kinds = self._schedules(placed) if request is None else [[request] * len(placed.forward_s)]
+        kinds = self._options.schedules(placed) if request is None else [[request] * len(placed.forward_s)]
         batches = [self._batch(placed, requests) for requests in kinds]
         which = np.concatenate([np.full(len(batch.cuts), i) for i, batch in enumerate(batches)])
         within = np.concatenate([np.arange(len(batch.cuts)) for batch in batches])
