@@ -83,7 +83,7 @@ class HopPrediction:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Closed-form step time of N micro-batches of b samples, and the bound that rejects them ("" if feasible)."""
+    """Simulated step of N micro-batches of b samples, and the bound that rejects them ("" if feasible)."""
 
     num_microbatches: int
     microbatch_size: int
@@ -105,11 +105,11 @@ class Prediction:
         source: origin of the nodes' seconds: "measured", "estimated" or "mixed".
         links: origin of bandwidths and latencies.
         stages, hops: in the order of the pipeline.
-        curve: the numbers of micro-batches that were examined; empty if the number was given.
-        optimum, low, high, epsilon: N*, the number of micro-batches with the shortest step, and the numbers between
-            which a step is at most a share of epsilon longer; 0 if the number was given.
-        decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
-            "memory", "simulation", "given" or "rule".
+        curve: steps of other numbers of micro-batches with the same cut and schedule; empty if the number was given.
+        optimum, low, high, epsilon: the number in the curve with the shortest step, and the numbers between which a
+            step is at most a share of epsilon longer; 0 if the number was given.
+        decided_by: the bound that decided the number of micro-batches: "model", "memory", "simulation", "given" or
+            "rule".
     """
 
     step_s: float

@@ -109,7 +109,8 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of worker time that no compute action used: 0 is perfect, (S-1)/(M+S-1) is 1F1B's."""
         span = self.makespan_s * self.num_workers
-        return 1.0 - sum(self.busy_s(w) for w in range(self.num_workers)) / span if span else 0.0
+        busy_s = sum(s.end_s - s.start_s for s in self.spans if s.action.op in COMPUTE)
+        return 1.0 - busy_s / span if span else 0.0
 
     def _repr_html_(self) -> str:
         from raypipe.viz.timeline_svg import timeline_svg

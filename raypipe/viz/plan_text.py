@@ -149,7 +149,6 @@ SEEN = 0.0005
 _REFUSED = {
     "memory": "does not fit into memory",
     "model": "the model does not take so few samples at once",
-    "schedule": "the schedule or the replicas need a multiple",
 }
 _ACTION = re.compile(r"\d+([FBIW])(\d+)")
 
@@ -294,7 +293,7 @@ def _curve(prediction: Prediction, chosen: int) -> list[str]:
     first = max(0, min(at - LONGEST_CURVE // 2, len(prediction.curve) - LONGEST_CURVE))
     best = min(point.predicted_s for point in prediction.curve)
     lines = [
-        "other numbers of micro-batches, by a formula that is rougher than the prediction above:",
+        "other numbers of micro-batches, with the same cut and schedule:",
         f"{'micro-batches':>13}  {'samples':>7}  {'step':>7}  {'longer':>7}",
     ]
     for point in prediction.curve[first : first + LONGEST_CURVE]:

@@ -33,7 +33,8 @@ class Columns(NamedTuple):
 
     Attributes:
         busy_s: seconds of one micro-batch, forward and backward.
-        forward_s: the forward's part of it.
+        forward_s, backward_s: the forward's part of it, and the backward's.
+        weight_s: the part of the backward that computes gradients of parameters.
         param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
         workspace: lines of all nodes (``Node.workspace``): fixed bytes, bytes per sample, and bytes per sample of
             activations up to that node; shape (3, lines).
@@ -45,6 +46,8 @@ class Columns(NamedTuple):
 
     busy_s: NDArray[np.float64]
     forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    weight_s: NDArray[np.float64]
     param_bytes: Ints
     trainable_bytes: Ints
     buffer_bytes: Ints
@@ -77,8 +80,8 @@ def columns_of(graph: ModelGraph) -> Columns:
 @functools.lru_cache(maxsize=KEPT)
 def _columns(same: _Same) -> Columns:
     nodes = same.graph.nodes
-    busy_s = np.array([n.forward_s + (n.backward_input_s + n.backward_weight_s) for n in nodes], dtype=np.float64)
-    forward_s = np.array([n.forward_s for n in nodes], dtype=np.float64)
+    rows_s = [(n.forward_s, n.backward_input_s + n.backward_weight_s, n.backward_weight_s) for n in nodes]
+    forward_s, backward_s, weight_s = np.array(rows_s, dtype=np.float64).reshape(-1, 3).T
     rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
     parts = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     counts = np.array([len(n.workspace) for n in nodes], dtype=np.int64)
@@ -90,7 +93,19 @@ def _columns(same: _Same) -> Columns:
     lines = np.array([line for n in nodes for line in n.workspace], dtype=np.int64).reshape(-1, 2).T
     lines, lines_at = np.concatenate((lines, np.repeat(before[3][1:], counts)[None])), prefix(counts)
     return Columns(
-        busy_s, forward_s, params, trainable, buffers, activations, lines, lines_at, places, cut_bytes, before
+        forward_s + backward_s,
+        forward_s,
+        backward_s,
+        weight_s,
+        params,
+        trainable,
+        buffers,
+        activations,
+        lines,
+        lines_at,
+        places,
+        cut_bytes,
+        before,
     )
 
 

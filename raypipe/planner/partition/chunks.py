@@ -34,7 +34,7 @@ from raypipe.ir.plan import Partition
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.memory import MemoryModel, StageMemory
 from raypipe.planner.partition.costs import Limits
-from raypipe.planner.partition.fit import Solver, limit_bytes, memory_of, solve_within
+from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of
 
 Shares = Sequence[int | None]
 """Bytes by stage, of its worker's memory; None for no limit."""
@@ -63,7 +63,7 @@ def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = 
         single = dataclasses.replace(limits, num_stages=len(placement), memory_limit_bytes=None, in_order=True)
 
         def cut(solver: Solver, shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:
-            partition = solve_within(solver, graph, _one_each(cluster, placement, shares), single)
+            partition = fitting_partition(solver, graph, _one_each(cluster, placement, shares), single)
             return _on_workers(partition, placement), memory_of(graph, partition, limits.memory)
 
         free, memory = cut(solver, [None] * len(placement))

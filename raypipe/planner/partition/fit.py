@@ -1,23 +1,19 @@
-"""Partition that fits into memory with messages and workspaces, or an error with the nearest plan that would.
+"""Partition that fits into memory with messages and workspaces.
 
 The solvers leave out the messages at a cut, which depend on the cut, and the memory that single operations need while
 they run, which does not add up. Here a partition is solved and both are counted. If a stage then exceeds its limit,
 the partition is solved again, with room left on every device for messages and common workspaces; workspace that only
-one stage needs (such as the logits of a large vocabulary) is charged to the operation that needs it. If nothing fits,
-smaller changes are tried before larger ones: another schedule, smaller micro-batches, both.
+one stage needs (such as the logits of a large vocabulary) is charged to the operation that needs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
-from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, most
 from raypipe.ir.plan import Partition, Stage
-from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import sums_of, workspace_bytes
 from raypipe.planner.cost.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.costs import Limits
@@ -50,22 +46,6 @@ def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tu
 
 def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """Find a partition within every memory limit, including messages and workspace.
-
-    Raises:
-        PlanError: nothing fits; names stage, action and numbers, and the nearest plan that does fit.
-    """
-    try:
-        return solve_within(solver, graph, cluster, limits)
-    except PlanError as error:
-        bounded = limits.memory_limit_bytes is not None or any(d.memory_bytes is not None for d in cluster.devices)
-        advice = _nearest_plan(solver, graph, cluster, limits) if bounded else None
-        if advice is None:
-            raise
-        raise PlanError(f"{error} {advice}") from None
-
-
-def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Find a partition like ``fitting_partition``, but without the nearest plan in the error.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers.
@@ -130,39 +110,9 @@ def stage_limit_bytes(cluster: Cluster, limits: Limits, stage: Stage) -> int | N
 
 
 def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
-    """Return True if every stage fits on its devices under this memory model."""
+    """Return True if the stages of every worker fit on its device together under this memory model."""
+    held: dict[tuple[int, ...], int] = {}
     for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
-        cap = stage_limit_bytes(cluster, limits, stage)
-        if cap is not None and need.total_bytes > cap:
-            return False
-    return True
-
-
-def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> str | None:
-    for memory, words in _alternatives(limits.memory):
-        changed = dataclasses.replace(limits, memory=memory)
-        try:
-            partition = solve_within(solver, graph, cluster, changed)
-        except PlanError:
-            continue
-        fullest = max(m.total_bytes for m in memory_of(graph, partition, memory))
-        stages = "1 stage" if partition.num_stages == 1 else f"{partition.num_stages} stages"
-        return f"The nearest plan that fits: {words}, {stages}, {human_bytes(fullest)} on the fullest device."
-    if limits.num_stages is not None and limits.num_stages < len(cluster.devices):
-        return _nearest_plan(solver, graph, cluster, dataclasses.replace(limits, num_stages=None))
-    return None
-
-
-def _alternatives(memory: MemoryModel) -> Iterator[tuple[MemoryModel, str]]:
-    """Yield memory models that hold less, with words: other schedules, then halved and again halved micro-batches."""
-    if memory.resident is not None:
-        return  # counted for this number of micro-batches, and for workers that hold several stages
-    thrifty = dataclasses.replace(memory, spec=memory.spec.as_kind("1f1b"), weight_versions=None)
-    # What zb-h1 holds follows from the number of its hops, which may be another here.
-    bases = (thrifty,) if memory.spec.kind == "zb-h1" else (memory, thrifty)
-    for halvings, base in itertools.product(range(memory.microbatch_size.bit_length()), bases):
-        size = memory.microbatch_size >> halvings
-        count = -(-memory.spec.num_microbatches * memory.microbatch_size // size)
-        new = dataclasses.replace(base, microbatch_size=size, spec=base.spec.with_microbatches(count))
-        if new != memory:
-            yield new, f"schedule {new.spec.kind}, {count} micro-batches of {size}"
+        held[stage.devices] = held.get(stage.devices, 0) + need.total_bytes
+    caps = {stage.devices: stage_limit_bytes(cluster, limits, stage) for stage in partition.stages}
+    return all(cap is None or held[devices] <= cap for devices, cap in caps.items())

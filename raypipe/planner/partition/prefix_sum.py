@@ -126,25 +126,23 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
     # of it twice; that the frozen part of it counts once here keeps the sums those of places.
     frozen = int(np.searchsorted(chain.sync_bytes, 0, side="right")) - 1 if chain.sync_bytes[-1] else 0
     twice_ps = chain.time_ps + np.maximum(chain.forward_ps - chain.forward_ps[frozen], 0)
+    time_ps = {}
+    for depth in depths:
+        plain_ps = twice_ps if limits.memory.recomputes(depth) else chain.time_ps
+        time_ps[depth] = plain_ps + _sync_ps(chain, lineup, limits, depth) if limits.sync_s_per_byte else plain_ps
     return _Problem(
         chain,
         lineup,
         limits,
-        {
-            depth: (twice_ps if limits.memory.recomputes(depth) else chain.time_ps)
-            + _sync_ps(chain, lineup, limits, depth)
-            for depth in depths
-        },
+        time_ps,
         {depth: limits.memory.at_depth(parts, depth) for depth in depths},
         {bandwidth: exchange_ps(chain.cut_bytes, bandwidth, limits.codecs) for bandwidth in bandwidths},
         {},
     )
 
 
-def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints | int:
+def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints:
     """Return the all-reduce time of the stage at this depth, as work of its device, in picoseconds by place."""
-    if not limits.sync_s_per_byte:
-        return 0
     speed = lineup.kinds[next(step.kind for step in lineup.steps if lineup.depths[step.after] == depth)].speed
     work: Ints = np.rint(chain.sync_bytes * (limits.sync_ps_per_byte(depth) * speed)).astype(np.int64)
     return work
@@ -200,12 +198,15 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
     """Compute, by (kind, depth), the smallest place at which a stage that ends at each place may begin (``lo``)."""
-    earliest = {}
+    earliest, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
         for depth in depths[kind]:
             time_ps = problem.time_ps[depth]
-            by_time = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
+            # Most depths have the same seconds.
+            if (id(time_ps), speed) not in in_time:
+                in_time[id(time_ps), speed] = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
+            by_time = in_time[id(time_ps), speed]
             earliest[kind, depth] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)

@@ -21,25 +21,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from raypipe.errors import PlanError
 from raypipe.ir.plan import Candidate
 from raypipe.ir.units import human_s
-from raypipe.planner.cost.tolerance import EVEN, as_quick
-from raypipe.planner.partition.antichain import antichain
+from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.search.cut_costs import Shape
-from raypipe.planner.search.predict import seconds_of
-from raypipe.planner.search.problem import Decision, Problem, step_s_of
-from raypipe.planner.search.recompute import is_open, most_recompute, settled
-from raypipe.planner.search.replica_cuts import cut_for, slowest_link, summing_rates_s
+from raypipe.planner.search.problem import Decision
 from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
-from raypipe.planner.search.solvers import WORTH, branches
 
-FEW = 3
-"""Number of quickest shapes for which other execution orders of the model's nodes are tried."""
-WEIGHTS = (1.0, 4.0, 16.0)
-"""Weights, relative to computing, of the seconds in which replicas sum gradients; ``with_branches`` tries each. Weight
-1 is right only if no stage waits for another. The first stage sums its gradients after everything else.
-"""
 FEW_WORKERS = 8
 """Largest number of workers for which every shape is compared."""
 MOST_ROWS = 12
@@ -86,90 +74,6 @@ def _paying(workers: int) -> Iterator[Shape]:
     yield from _all(FEW_WORKERS)
 
 
-def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision, tuple[Candidate, ...]]:
-    """Find the quickest decision among all shapes.
-
-    Args:
-        problem: problem whose request leaves replicas open.
-        single: decisions with one worker per stage, made before; may be empty.
-
-    Returns:
-        (the quickest decision, one of ``single`` if that is as good; the table of compared shapes).
-
-    Raises:
-        PlanError: nothing fits, not even with one worker per stage.
-    """
-    request, num_stages = problem.request, problem.request.requested_stages
-    most = len(problem.profile.graph.cut_positions()) + 1
-    wanted = shapes(len(problem.cluster.devices), most, request.lanes, num_stages)
-    rows = [_row(decisions) for decisions in single]
-    best_s = min(map(step_s_of, single), default=math.inf)
-    searches = [ShapeSearch(each) for each in _with_recompute(problem)]
-    shown = _always_shown(searches[0], wanted)
-    decisions: list[Decision] = []
-    for shape in wanted:
-        if shape not in shown and searches[0].at_least_s(shape) > best_s * (1 + EVEN):
-            continue
-        try:
-            decision = _first(searches, shape, math.inf if shape in shown else best_s * (1 + 2 * EVEN))
-        except ShapeError as refusal:
-            rows.append(Candidate(shape, refused=str(refusal)))
-            continue
-        if decision is not None:
-            decisions.append(decision)
-            best_s = min(best_s, step_s_of(decision))
-    decisions.sort(key=step_s_of)
-    decisions[:FEW] = [with_branches(each) for each in decisions[:FEW]]
-    rows += map(_row, decisions)
-    if not (single or decisions):
-        raise PlanError(_nothing(rows))
-    near = as_quick([*single, *decisions], step_s_of)
-    chosen = min(near, key=lambda each: (sum(each.partition.replicas), max(each.partition.replicas)))
-    table = _table(rows, chosen.partition.replicas)
-    return chosen, table
-
-
-def of_shape(problem: Problem, shape: Shape) -> Decision:
-    """Find the best decision of a given shape.
-
-    Raises:
-        ShapeError: no plan of this shape is possible; the message is a short reason.
-    """
-    decision = _first([ShapeSearch(each) for each in _with_recompute(problem)], shape, math.inf)
-    assert decision is not None, "any step is shorter than forever"
-    return with_branches(decision)
-
-
-def with_branches(decision: Decision) -> Decision:
-    """Cut the graph for the same shape with other execution orders of its nodes; return the fastest decision.
-
-    The antichain method gets the workers of each stage, and their seconds to sum gradients. The part of these that
-    overlaps with other stages' work is unknown before a plan is simulated, so the method runs once for each of WEIGHTS.
-    A graph without branches has one order: the decision is returned unchanged.
-    """
-    request, graph = decision.request, decision.graph
-    if request.split_points or request.partitioner not in ("auto", "antichain") or not branches(graph):
-        return decision
-    stages, rates = decision.partition.stages, []
-    lanes = request.num_lanes(len(stages))
-    for stage in stages:
-        link = slowest_link(decision.cluster, stage.devices, stage.devices)
-        rates_s = summing_rates_s(len(stage.devices), lanes, link, request.sums_factor, shards=request.shards)
-        rates.append(sum(rates_s) / decision.num_microbatches)
-    best = decision
-    for weight in WEIGHTS:
-        limits = dataclasses.replace(decision.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))
-        try:
-            other = cut_for(request, antichain, graph, decision.cluster, limits)
-        except PlanError:  # too many orders, or none that fits
-            return best
-        moved = dataclasses.replace(decision, partition=other)
-        step_s = seconds_of(moved)
-        if step_s < best.prediction.step_s * (1 - WORTH):
-            best = dataclasses.replace(moved, prediction=dataclasses.replace(decision.prediction, step_s=step_s))
-    return best
-
-
 def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
     """Explain the number of workers of each stage, compared with the best plan of another kind of parallelism.
 
@@ -190,7 +94,7 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
     return f"{what}, {how} {other.kind} {shape}; {human_s(step_s)} against {human_s(other.step_s)}"
 
 
-def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
+def always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
     """Pick the shapes to compare in any case: data parallelism on the most workers, and the other of least bound."""
     bounds_s: dict[Shape, float] = {}
     for shape in wanted:
@@ -201,36 +105,14 @@ def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
     return {shape for shape in (largest, min(bounds_s, key=bounds_s.__getitem__, default=None)) if shape is not None}
 
 
-def _with_recompute(problem: Problem) -> list[Problem]:
-    """List the problem with the least recomputation that the request allows; if memory is limited, also the most."""
-    if not is_open(problem.request):
-        return [problem]
-    none = problem.request.recompute
-    least = tuple(bool(at) for at in none) if isinstance(none, tuple) else False
-    return [settled(problem, least), *([settled(problem, most_recompute(problem.request))] if problem.bounded else [])]
-
-
-def _first(searches: Sequence[ShapeSearch], shape: Shape, below_s: float) -> Decision | None:
-    """Return the result of the first search in which the shape is possible; see ``ShapeSearch.best``.
-
-    Raises:
-        ShapeError: the shape is possible in no search; the reason is that of the last one.
-    """
-    for search in searches[:-1]:
-        try:
-            return search.best(shape, below_s)
-        except ShapeError:
-            continue
-    return searches[-1].best(shape, below_s)
-
-
-def _row(decision: Decision) -> Candidate:
+def row_of(decision: Decision) -> Candidate:
+    """Return the row of a decision for the table of shapes."""
     memory = max(stage.memory_bytes for stage in decision.partition.stages)
     step_s, count = decision.prediction.step_s, decision.num_microbatches
     return Candidate(decision.partition.replicas, step_s, memory, count, decision.microbatch_size)
 
 
-def _table(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
+def table_of(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
     """Sort the table and shorten it to MOST_ROWS: possible shapes, quickest first, then impossible ones.
 
     The chosen shape and the best of each kind of parallelism are always kept.
@@ -246,8 +128,3 @@ def _table(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
     order = {id(row): place for place, row in enumerate((*quick, *refused))}
     kept.sort(key=lambda row: order[id(row)])
     return tuple(dataclasses.replace(row, chosen=row.workers == chosen) for row in kept)
-
-
-def _nothing(rows: Sequence[Candidate]) -> str:
-    shown = "; ".join(f"{'-'.join(map(str, row.workers))}: {row.refused}" for row in rows[:3])
-    return f"No plan fits, with replicas of stages or without ({shown}). Use smaller micro-batches or more memory."

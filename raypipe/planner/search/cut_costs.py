@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from raypipe.ir.cluster import Link
 from raypipe.ir.communication import CodecCost
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
 from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
-from raypipe.planner.partition.chain import split_before
+from raypipe.planner.partition.chain import equal_parameters, split_before
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import exposed_s, hides, slowest_link, summing_rates_s
 from raypipe.planner.simulator import Costs
@@ -62,20 +63,18 @@ def cuts_into(graph: ModelGraph, num_stages: int, most: int = MOST_CUTS) -> Ints
     inner = len(columns_of(graph).places) - 2
     if inner < num_stages - 1:
         return None
-    chosen = range(1, inner + 1) if _number(inner, num_stages) <= most else _thinned(graph, num_stages, most)
+    every = math.comb(inner, num_stages - 1) <= most
+    chosen = range(1, inner + 1) if every else _thinned(graph, num_stages, most)
     cuts = [(0, *some, inner + 1) for some in itertools.combinations(chosen, num_stages - 1)]
     return np.array(cuts, dtype=np.int64)
-
-
-def _number(places: int, num_stages: int) -> int:
-    return math.comb(places, num_stages - 1)
 
 
 def _thinned(graph: ModelGraph, num_stages: int, most_cuts: int) -> list[int]:
     columns = columns_of(graph)
     inner = len(columns.places) - 2
-    most = next(count for count in range(inner, 0, -1) if _number(count, num_stages) <= most_cuts)
-    most = max(most, num_stages - 1)
+    most = num_stages - 1
+    while math.comb(most + 1, num_stages - 1) <= most_cuts:
+        most += 1
     grown = np.zeros(inner)
     for column in (columns.busy_s, columns.param_bytes, columns.activation_bytes):
         share = np.append(0.0, np.cumsum(column)) / max(1e-300, float(column.sum()))
@@ -95,7 +94,6 @@ class CutCosts(NamedTuple):
     Arrays have shape (cuts, stages) if no other shape is given.
 
     Attributes:
-        graph: graph whose nodes have the seconds at this size.
         positions: first node of each stage, and the number of nodes; shape (cuts, stages + 1).
         first: lowest stage with trainable parameters, 0 if no stage has any; shape (cuts,).
         forward_s, backward_s: seconds of one micro-batch.
@@ -105,7 +103,6 @@ class CutCosts(NamedTuple):
             (4, cuts, stages).
     """
 
-    graph: ModelGraph
     positions: Ints
     first: Ints
     forward_s: Floats
@@ -127,24 +124,19 @@ class CutCosts(NamedTuple):
         )
 
 
-def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> CutCosts:
+def cut_costs(graph: ModelGraph, seconds: Floats, cuts: Ints, recompute: Sequence[bool] = ()) -> CutCosts:
     """Compute the costs of cuts, on devices of speed 1 and without links.
 
     Args:
+        seconds: seconds of forward, of backward, and of its gradients of parameters, summed over the nodes before each
+            position; shape (3, nodes + 1).
         cuts: result of ``cuts_into``, shape (cuts, stages + 1).
         recompute: by stage, True if it recomputes activations; empty if no stage does.
     """
     columns = columns_of(graph)
     positions = columns.places[cuts]
     stages = cuts.shape[1] - 1
-
-    def by_stage(seconds: list[float]) -> Floats:
-        by_cut: Floats = np.diff(np.append(0.0, np.cumsum(seconds))[positions], axis=1)
-        return by_cut
-
-    forward_s = by_stage([node.forward_s for node in graph.nodes])
-    backward_s = by_stage([node.backward_s for node in graph.nodes])
-    weight_s = by_stage([node.backward_weight_s for node in graph.nodes])
+    forward_s, backward_s, weight_s = np.diff(seconds[:, positions], axis=2)
     held_bytes = np.diff(columns.before[:, positions], axis=2)
     # No stage that trains at all: argmax gives 0, as first_trainable_stage does.
     first = (held_bytes[1] > 0).argmax(axis=1)
@@ -152,11 +144,11 @@ def cut_costs(graph: ModelGraph, cuts: Ints, recompute: Sequence[bool] = ()) -> 
         backward_s = backward_s + np.where(np.array(recompute) & (np.arange(stages) >= first[:, None]), forward_s, 0.0)
     weight_s = np.where(np.arange(stages) > first[:, None], weight_s, backward_s)
     crossing = columns.cut_bytes[cuts[:, 1:-1]]
-    return CutCosts(graph, positions, first, forward_s, backward_s, weight_s, crossing, held_bytes)
+    return CutCosts(positions, first, forward_s, backward_s, weight_s, crossing, held_bytes)
 
 
 def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints, slots: Ints) -> Ints:
-    """Compute the bytes of every stage of all cuts for a synchronous schedule, shape (cuts, stages).
+    """Compute the bytes of every stage of all cuts, shape (cuts, stages).
 
     They equal those of ``memory.stage_memory`` without the workspace and without buffers for summing gradients.
 
@@ -167,6 +159,7 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     """
     params, trainable, buffers, activations = costs.held_bytes
     depths = range(trainable.shape[1], 0, -1)
+    versions = np.array([model.versions(depth) for depth in depths]) - 1
     optimizer = np.ceil(trainable * np.array([model.optimizer(depth) for depth in depths]))
     gradients = np.array([model.gradients(depth) for depth in depths])
     state = np.ceil(trainable * gradients) + optimizer
@@ -174,8 +167,15 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     none = np.zeros((len(params), 1), dtype=np.int64)
     received, sent = np.hstack([none, costs.crossing_bytes]), np.hstack([costs.crossing_bytes, none])
     messages = received * (in_flight + slots) + sent * slots
-    leaves = np.ceil(params * model.leaf_factor).astype(np.int64)
-    total: Ints = params + leaves + state.astype(np.int64) + buffers + model.reserve_bytes
+    leaves = np.ceil((params + versions * trainable) * model.leaf_factor).astype(np.int64)
+    total: Ints = (
+        params
+        + (0 if model.leaf_factor else versions * trainable)
+        + leaves
+        + state.astype(np.int64)
+        + buffers
+        + model.reserve_bytes
+    )
     total += model.microbatch_size * (sets * activations + messages)
     return total
 
@@ -185,7 +185,7 @@ class PlacedCuts:
     """Costs of all cuts into stages on given devices, with one number of micro-batches.
 
     Attributes:
-        groups: devices of each stage, one per replica.
+        groups: devices of each stage, one per replica; stages of one worker have the same.
         number, size: number of micro-batches, and samples in each.
         costs: costs of the cuts, at speed 1 and without links.
         forward_s, backward_s, weight_s: seconds of one micro-batch, by cut and stage, on the slowest worker of a stage.
@@ -193,7 +193,7 @@ class PlacedCuts:
         hops_s: seconds of a message: latency, occupancy forward, then latency, occupancy backward; each by cut and hop.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     number: int
     size: int
     costs: CutCosts
@@ -235,9 +235,10 @@ class PlacedCuts:
         workers = np.array([len(group) for group in self.groups])
         trains = np.arange(len(workers)) >= self.costs.first[:, None]
         forward_s, backward_s = self.forward_s, np.where(trains, self.backward_s, 0.0)
-        if not kind.synchronous:  # the pipeline is not drained after every step
-            of_stages: Floats = (self.number / workers * (forward_s + backward_s)).max(axis=1) * ROUNDING
-            return of_stages
+        if not kind.synchronous or kind.several_stages:  # the pipeline is not drained, or bubbles depend on the rows
+            of_stages = self.number / workers * (forward_s + backward_s)
+            of_workers: Floats = by_worker(self.groups, of_stages).max(axis=1) * ROUNDING
+            return of_workers
         waited_s = np.maximum(0.0, backward_s - self.weight_s) * trains if kind.splits_backward else backward_s
         latency_s, held_s, back_latency_s, back_held_s = self.hops_s
         there_s, back_s = latency_s + held_s, np.where(trains[:, :-1], back_latency_s + back_held_s, 0.0)
@@ -275,20 +276,36 @@ class CutTables:
         self._problem = problem
         self._cuts: dict[tuple[int, int], Ints | None] = {}
         self._costs: dict[tuple[int, int, int], CutCosts] = {}
-        self._graphs: dict[int, ModelGraph] = {}
+        self._seconds: dict[int, Floats] = {}
         self._reduced: dict[tuple[object, ...], Floats] = {}
 
+    def seconds(self, size: int) -> Floats:
+        """Sum seconds at a micro-batch size over the nodes before each position; see ``cut_costs``."""
+        if size not in self._seconds:
+            columns = columns_of(self._problem.profile.graph)
+            of_nodes = np.stack([columns.forward_s, columns.backward_s, columns.weight_s]) * self._problem.factors(size)
+            self._seconds[size] = np.hstack([np.zeros((3, 1)), np.cumsum(of_nodes, axis=1)])
+        return self._seconds[size]
+
     def cuts_into(self, num_stages: int, most: int) -> Ints | None:
-        """List cuts like the function ``cuts_into``; with split points of the request, only the cut at these."""
+        """List cuts like the function ``cuts_into``; only one if the request determines it."""
         if (num_stages, most) not in self._cuts:
-            graph, points = self._problem.profile.graph, self._problem.request.split_points
-            if points:
-                inner = np.searchsorted(columns_of(graph).places, split_before(graph, points).cuts)
-                cuts: Ints | None = np.array([[0, *inner.tolist(), len(columns_of(graph).places) - 1]])
+            graph = self._problem.profile.graph
+            if self._problem.cut_is_given:
+                cuts: Ints | None = self.at_nodes([0, *self.given(num_stages).cuts, len(graph.nodes)])
             else:
                 cuts = cuts_into(graph, num_stages, most)
             self._cuts[num_stages, most] = cuts
         return self._cuts[num_stages, most]
+
+    def given(self, num_stages: int) -> Partition:
+        """Make the cut that the request determines by names of modules, or by parameters."""
+        graph, points = self._problem.profile.graph, self._problem.request.split_points
+        return split_before(graph, points) if points else equal_parameters(graph, num_stages)
+
+    def at_nodes(self, positions: Sequence[int]) -> Ints:
+        """Convert the first node of each stage, and the number of nodes, to a result of ``cuts_into``."""
+        return np.searchsorted(columns_of(self._problem.profile.graph).places, [positions])
 
     def placed(self, groups: Groups, cuts: Ints, count: int, size: int, lanes: int) -> PlacedCuts:
         """Compute the costs of cuts on given devices, with ``count`` micro-batches of ``size`` samples.
@@ -305,11 +322,12 @@ class CutTables:
         for stage, group in enumerate(groups):
             if len(group) > 1:
                 link = slowest_link(cluster, group, group)
-                reduce_s[:, stage] = self._reduce_s(costs, stage, lanes, len(group), speed[stage], link)
-        links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
+                reduce_s[:, stage] = self._reduce_s(costs, size, stage, lanes, len(group), speed[stage], link)
+        links = [Link() if a == b else slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
         bandwidth = np.array([link.bandwidth_bytes_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
         sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
+        sent[:, [a == b for a, b in itertools.pairwise(groups)]] = 0.0
         there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in problem.request.codecs)
         seconds = costs.forward_s / speed, costs.backward_s / speed, costs.weight_s / speed
         return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, (*there_s, *back_s))
@@ -319,17 +337,19 @@ class CutTables:
         known = any(cuts is each for each in self._cuts.values())
         if known and key in self._costs:
             return self._costs[key]
-        if size not in self._graphs:
-            self._graphs[size] = self._problem.at(size, self._problem.profile.graph)
-        costs = cut_costs(self._graphs[size], cuts, self._problem.request.recomputed(cuts.shape[1] - 1))
+        recompute = self._problem.request.recomputed(cuts.shape[1] - 1)
+        costs = cut_costs(self._problem.profile.graph, self.seconds(size), cuts, recompute)
         if known:
             self._costs[key] = costs
         return costs
 
-    def _reduce_s(self, costs: CutCosts, stage: int, lanes: int, replicas: int, speed: float, link: Link) -> Floats:
+    def _reduce_s(
+        self, costs: CutCosts, size: int, stage: int, lanes: int, replicas: int, speed: float, link: Link
+    ) -> Floats:
         """Compute, by cut, the seconds for which a stage's replicas sum gradients after their last backward.
 
         Args:
+            size: samples of a micro-batch.
             lanes: number of partial sums in which the step's gradients are accumulated.
             replicas: number of workers of the stage.
             speed: speed of the slowest of these workers.
@@ -339,14 +359,13 @@ class CutTables:
         if key in self._reduced:
             return self._reduced[key]
         request = self._problem.request
-        graph = costs.graph
         beside_s, behind_s = summing_rates_s(replicas, lanes, link, request.sums_factor, shards=request.shards)
-        sync_bytes = columns_of(graph).before[1].astype(np.float64)
+        sync_bytes = columns_of(self._problem.profile.graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         summed = sync_bytes[ends] - sync_bytes[starts]
         seconds: Floats = (beside_s + behind_s) * summed
         if hides(request.kind):
-            backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
+            backward_s = self.seconds(size)[1] / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)
                 seconds[rows] = exposed_s(beside_s, backward_s, sync_bytes, first, ends[rows].tolist())
@@ -355,6 +374,14 @@ class CutTables:
         if any(costs is known for known in self._costs.values()):
             self._reduced[key] = seconds
         return seconds
+
+
+def by_worker(groups: Groups, values: Floats | Ints) -> NDArray[np.float64]:
+    """Sum values by cut and stage over the stages of each worker, or group of replicas; shape (cuts, workers)."""
+    workers = list(dict.fromkeys(groups))
+    if len(workers) == len(groups):
+        return values.astype(np.float64)
+    return np.stack([values[:, [group == own for group in groups]].sum(axis=1) for own in workers], axis=1)
 
 
 def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) -> tuple[Floats, Floats]:

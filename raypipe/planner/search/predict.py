@@ -18,9 +18,11 @@ from raypipe.ir.communication import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import HopPrediction, Partition, Plan, Prediction, StagePrediction
 from raypipe.ir.schedule import Schedule, groups_in
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.timeline import Timeline
 from raypipe.ir.units import human_s
 from raypipe.planner.cost.columns import columns_of
+from raypipe.planner.cost.microbatch import EPSILON
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of, stage_limit_bytes
 from raypipe.planner.replay import STEADY, equal_messages_s
@@ -238,7 +240,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     plain_s = None
     # On the same workers 1F1B would have fewer and larger stages, so this cut cannot be compared with it.
     if schedule.kind != "1f1b" and num_stages > 1 and not request.kind.several_stages:
-        plain_s = makespan_s(lower(build_schedule(request.as_1f1b(), num_stages, count, first)), costs)
+        plain_s = _step_s(spec_of(request.as_1f1b(), num_stages, count, first), costs)
     prediction = Prediction(
         step_s=step_s,
         bubble_fraction=bubble_fraction,
@@ -259,7 +261,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
         optimum=choice.optimum,
         low=choice.low,
         high=choice.high,
-        epsilon=choice.epsilon,
+        epsilon=EPSILON,
         decided_by=choice.decided_by,
     )
 
@@ -268,10 +270,13 @@ def seconds_of(decision: Decision) -> float:
     """Compute the seconds of one step of a decision, without the rest of the prediction."""
     costs, stages = costs_of(*_stages_and_hops(decision)), decision.partition.num_stages
     first = first_trainable_stage(decision.graph, decision.partition)
-    spec = spec_of(decision.request, stages, decision.num_microbatches, first)
+    return _step_s(spec_of(decision.request, stages, decision.num_microbatches, first), costs)
+
+
+def _step_s(spec: ScheduleSpec, costs: Costs) -> float:
     if spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas:
         return equal_messages_s(spec, costs)
-    return step_of(lower(schedule_of(spec, stages)), costs)[0]
+    return step_of(lower(schedule_of(spec, costs.num_stages)), costs)[0]
 
 
 def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:

@@ -8,11 +8,6 @@ A profile is rescaled to micro-batch sizes other than the one that its nodes wer
 The lines give each node's share of the seconds, the curve gives their sum. One factor for all nodes would not do: a
 layer with many parameters and few activations takes as long for one sample as for eight, a convolution takes an eighth,
 so a cut that is balanced at one size is not balanced at another.
-
-Candidates are compared on a coarse graph of fewer, larger nodes, which is never run:
-
-    node    a b c d e f g h i j        bytes at the cuts  9 2 9 9 2 9 9 2 9
-    group   [a b] [c d e] [f g h] [i j]        groups end at small cuts
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph, Node, merge_nodes
+from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Candidate, Partition, Prediction
 from raypipe.ir.profile import Profile
 from raypipe.planner.cost.columns import columns_of
@@ -34,46 +29,6 @@ from raypipe.planner.cost.microbatch import MicrobatchChoice, StageTime, fit_sta
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.search.request import Request
 from raypipe.planner.search.request_schedule import memory_model
-
-ENOUGH = 400
-"""Most nodes of a coarse graph; with it, one of eight equal stages still has 50 nodes."""
-
-
-def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:
-    """Merge runs of neighbouring nodes until about ``enough`` are left; a smaller graph is returned unchanged.
-
-    Sums of seconds and bytes stay equal, and every cut of the result is a cut of the graph. A group ends at the place
-    with the fewest cut bytes in the second half of its fair share of seconds, parameters and activations.
-    """
-    if len(graph.nodes) <= enough:
-        return graph
-    shares = _shares(graph)
-    groups: list[Node] = []
-    pending: list[Node] = []
-    fill, best = 0.0, -1
-    for node, share in zip(graph.nodes, shares, strict=True):
-        pending.append(node)
-        fill += share
-        if node.cut_bytes is not None and fill * enough >= 0.5:
-            kept = None if best < 0 else pending[best].cut_bytes
-            best = len(pending) - 1 if kept is None or node.cut_bytes <= kept else best
-        if fill * enough >= 1 and best >= 0:
-            groups.append(merge_nodes(pending[: best + 1]))
-            pending = pending[best + 1 :]
-            fill, best = 0.0, -1
-    if pending:
-        groups.append(merge_nodes(pending))
-    return ModelGraph(tuple(groups))
-
-
-def _shares(graph: ModelGraph) -> list[float]:
-    """Compute each node's share of the graph's seconds, parameters or activations, whichever is largest."""
-    columns = columns_of(graph)
-    parts = [column / max(1e-300, float(column.sum())) for column in (columns.busy_s, columns.param_bytes)]
-    kept = columns.activation_bytes / max(1e-300, float(columns.activation_bytes.sum()))
-    largest: list[float] = np.maximum(np.maximum(*parts), kept).tolist()
-    return largest
-
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3
@@ -123,18 +78,24 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
 
     Args:
         total_s: seconds of the whole model at that size, from ``seconds_at``.
-        graph: the profile's graph, or a coarser form of it, whose nodes are all rescaled by one factor.
+        graph: the profile's graph, or another with the same nodes.
     """
     if samples == profile.microbatch_size:
         return graph
-    busy_s = columns_of(graph).busy_s
-    factors = np.ones(len(graph.nodes))
-    other = profile.small
-    if graph is profile.graph and other is not None:
-        factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
-    factors *= total_s / (float((factors * busy_s).sum()) or 1.0)
-    nodes = tuple(slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
+    factors = factors_at(profile, samples, total_s).tolist()
+    nodes = tuple(slower(node, factor) for node, factor in zip(graph.nodes, factors, strict=True))
     return dataclasses.replace(graph, nodes=nodes)
+
+
+def factors_at(profile: Profile, samples: int, total_s: float) -> Floats:
+    """Compute by node the ratio of its seconds for ``samples`` samples to the profiled ones; see ``graph_at``."""
+    busy_s, other = columns_of(profile.graph).busy_s, profile.small
+    if samples == profile.microbatch_size:
+        return np.ones(len(busy_s))
+    factors = np.ones(len(busy_s))
+    if other is not None:
+        factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
+    return factors * (total_s / (float((factors * busy_s).sum()) or 1.0))
 
 
 def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
@@ -186,14 +147,9 @@ class Problem:
     described: bool
 
     @property
-    def searches(self) -> bool:
-        """True if a solver makes the cut, so that comparisons may use a coarser graph."""
-        return not self.request.split_points and self.request.partitioner != "parameters"
-
-    @functools.cached_property
-    def short(self) -> ModelGraph:
-        """Graph on which candidates are compared: coarse if a solver makes the cut."""
-        return coarse(self.profile.graph) if self.searches else self.profile.graph
+    def cut_is_given(self) -> bool:
+        """True if the user's split points or the parameters alone determine the cut."""
+        return bool(self.request.split_points) or self.request.partitioner == "parameters"
 
     @functools.cached_property
     def times(self) -> StageTime | None:
@@ -204,22 +160,34 @@ class Problem:
         """Compute the seconds of one micro-batch of ``samples`` samples through the whole model."""
         return seconds_at(self.profile, self.times, samples)
 
-    def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
-        """Rescale the profile's graph, or a coarser form of it, to micro-batches of ``samples`` samples."""
-        return graph_at(self.profile, samples, self.seconds(samples), graph)
+    def factors(self, samples: int) -> Floats:
+        """Compute by node the ratio of its seconds for ``samples`` samples to the profiled ones."""
+        return factors_at(self.profile, samples, self.seconds(samples))
+
+    def at(self, samples: int) -> ModelGraph:
+        """Return the profile's graph with the seconds of micro-batches of ``samples`` samples; cached."""
+        if samples not in self._graphs:
+            self._graphs[samples] = graph_at(self.profile, samples, self.seconds(samples), self.profile.graph)
+        return self._graphs[samples]
+
+    @functools.cached_property
+    def _graphs(self) -> dict[int, ModelGraph]:
+        return {}
 
     def asking(self, request: Request) -> Problem:
-        """Return this problem with another request, keeping the cached ``short`` and ``times``."""
+        """Return this problem with another request, with the same cached values."""
         other = dataclasses.replace(self, request=request)
-        other.__dict__.update({name: vars(self)[name] for name in ("short", "times") if name in vars(self)})
+        other.__dict__.update(times=self.times, _graphs=self._graphs)
         return other
 
-    @property
-    def unbound(self) -> Problem:
+    @functools.cached_property
+    def unlimited(self) -> Problem:
         """Copy of the problem without memory limits."""
         devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in self.cluster.devices)
         free = self.asking(dataclasses.replace(self.request, memory_limit_bytes=None))
-        return dataclasses.replace(free, cluster=Cluster(devices, self.cluster.links))
+        other = dataclasses.replace(free, cluster=Cluster(devices, self.cluster.links))
+        other.__dict__.update(times=self.times, _graphs=self._graphs)
+        return other
 
     @property
     def bounded(self) -> bool:
@@ -262,7 +230,6 @@ class Decision:
         graph: graph with seconds at the chosen micro-batch size.
         limits: limits of the cut, with the memory model of the schedule.
         choice: how the number of micro-batches was chosen; None if it was given, or follows from a fixed rule.
-        of_all: True if cuts of all nodes were compared by simulation, so that nothing is left to search.
         reasons: (choice, reason) pairs.
         candidates: shapes that were compared; empty if the number of replicas was given.
     """
@@ -277,7 +244,6 @@ class Decision:
     num_microbatches: int
     choice: MicrobatchChoice | None
     prediction: Prediction
-    of_all: bool = False
     reasons: tuple[tuple[str, str], ...] = ()
     candidates: tuple[Candidate, ...] = ()
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, ComputeDevice
 from raypipe.ir.communication import NO_CODEC
 from raypipe.ir.graph import Node
 from raypipe.ir.profile import Profile
 from raypipe.ir.units import human_bytes, human_s
-from raypipe.planner.partition.costs import Limits
-from raypipe.planner.partition.fit import solve_within
 from raypipe.planner.search.predict import source_of
 from raypipe.planner.search.problem import Decision, Problem, times_of
 from raypipe.planner.search.recompute import is_open
-from raypipe.planner.search.request import Request, microbatches
-from raypipe.planner.search.request_schedule import memory_model, weight_reason
-from raypipe.planner.search.solvers import quick_cut
+from raypipe.planner.search.request import Request
+from raypipe.planner.search.request_schedule import weight_reason
 
 WORTH_A_WORD = 1.005
 """Ratio of two predicted step times above which the shorter one is called faster."""
@@ -28,13 +22,19 @@ SHARED = (
 )
 
 
-def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> tuple[tuple[str, str], ...]:
+def reasons_of(
+    problem: Problem, best: Decision, looked_at: Sequence[Decision], bound_s: float
+) -> tuple[tuple[str, str], ...]:
     """List (choice, reason) pairs, such as ("schedule", "1f1b, as set by schedule").
 
     Args:
         looked_at: the compared decisions, one for each number of stages that fits.
+        bound_s: seconds than which no permitted step is shorter.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
+    if bound_s > 0 and best.partition.num_stages > 1:
+        over = best.prediction.step_s / bound_s - 1
+        reasons.append(("optimum", f"the step is within {over:.0%} of the shortest that this request allows"))
     if not problem.described and best.partition.num_stages > 1:
         reasons.append(("machine", SHARED))
     reasons.append(("micro-batches", _microbatches(best)))
@@ -142,57 +142,6 @@ def _schedule(problem: Problem, best: Decision) -> str:
     if not problem.described:
         return "slack 2; stages start one forward more ahead than in 1f1b, so that computing hides what links take"
     return f"slack {settled.slack}; stages start more forwards ahead than in 1f1b, so that computing hides these links"
-
-
-MOST_TIMES = 8
-"""Most times the given devices, or their memory, that ``what_would_fit`` suggests."""
-
-
-def what_would_fit(problem: Problem) -> str:
-    """Describe the number of devices or the memory that would suffice; "" if neither would.
-
-    It is also "" without a memory limit, with given cuts, and with replicas. The plan is assumed to need as little
-    memory as the request allows: 1F1B if the schedule is open, and the smallest micro-batches if their number is open.
-    """
-    request, devices = problem.request, problem.cluster.devices
-    caps = [cap for d in devices if (cap := _least(d.memory_bytes, request.memory_limit_bytes)) is not None]
-    if not problem.searches or not caps or request.replicated:
-        return ""
-    thrifty = dataclasses.replace(request, schedule="1f1b" if request.schedule == "auto" else request.schedule)
-    minibatch, size, count = microbatches(request, len(devices))
-    if request.num_microbatches is None:
-        size = request.smallest_microbatch(minibatch)
-        count = -(-minibatch // size)
-    places = len(problem.profile.graph.cut_positions()) + 1
-    stages = request.num_stages
-
-    def fits(number: int, cap: int) -> bool:
-        like = ComputeDevice("device", 1.0, cap)
-        try:
-            limits = Limits(num_stages=stages, memory=memory_model(thrifty, stages or number, count, size))
-            solve_within(quick_cut(request), problem.short, Cluster((like,) * number), limits)
-        except PlanError:
-            return False
-        return True
-
-    options = []
-    most = min(MOST_TIMES * len(devices), places)
-    if stages is None and (number := next((n for n in range(len(devices) + 1, most + 1) if fits(n, min(caps))), 0)):
-        options.append(f"{number} workers of {human_bytes(min(caps))}")
-    low, high = min(caps), MOST_TIMES * min(caps)
-    if fits(len(devices), high):
-        while high - low > max(1, min(caps) // 100):
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(len(devices), middle) else (middle, high)
-        options.append(f"{len(devices)} workers of {human_bytes(high)}")
-    if not options:
-        return ""
-    text = " or ".join(options)
-    return f"The least that would do with {count} micro-batches of {size} and {thrifty.schedule}: {text}."
-
-
-def _least(*caps: int | None) -> int | None:
-    return min((cap for cap in caps if cap is not None), default=None)
 
 
 LONGEST = 40

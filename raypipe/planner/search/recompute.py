@@ -1,7 +1,7 @@
 """Choice of the stages that recompute activations, if the request leaves it open.
 
-    1. no stage recomputes, if that fits and unlimited memory would not make the step shorter
-    2. else the first k stages do, which hold the most micro-batches; k = 1, 2, ... are compared by step time
+    1. the first k stages do, which hold the most micro-batches; k = 0, 1, 2, ... are compared by step time
+    2. without memory limits, none do
     3. afterwards, recomputation is dropped on each stage that fits without it, the one with the longest forward first
 
 A stage that holds the activations of one micro-batch only, as the last stage of 1F1B, saves nothing by recomputation,
@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from raypipe.errors import PlanError
 from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.partition.fit import fits_within, refilled
+from raypipe.planner.search.cut_costs import Shape
 from raypipe.planner.search.problem import Decision, Problem
 from raypipe.planner.search.request import Request
+from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 
 FEW = 8
 """Largest number of stages for which every k is tried; above it, powers of two."""
@@ -29,38 +30,41 @@ def is_open(request: Request) -> bool:
     return request.recompute is None or (isinstance(request.recompute, tuple) and None in request.recompute)
 
 
-def settled(problem: Problem, recompute: bool | tuple[bool, ...]) -> Problem:
-    """Return the problem with this setting of recomputation, for all stages or by stage."""
-    return problem.asking(dataclasses.replace(problem.request, recompute=recompute))
+Setting = bool | tuple[bool, ...]
+"""Stages that recompute activations: all or none, or one value per stage."""
 
 
-def best_recompute(problem: Problem, num_stages: int | None, decide: Callable[[Problem], Decision]) -> Decision:
-    """Find the quickest decision over all permitted settings of recomputation.
+def best_recompute(
+    problem: Problem, shape: Shape, search_of: Callable[[Setting], ShapeSearch], below_s: float
+) -> Decision | None:
+    """Find the quickest decision of a shape over all permitted settings of recomputation.
 
     Of equally quick decisions, the one with the fewest recomputing stages is returned.
 
     Args:
-        decide: makes the decision of a problem with given recomputation, or raises PlanError.
+        search_of: returns the search with a setting.
+        below_s: seconds that the step has to be below; None is returned if no step is.
 
     Raises:
-        PlanError: nothing fits; the error is that of the setting with the most recomputation.
+        ShapeError: nothing fits; the error is that of the setting with the most recomputation.
     """
     if not is_open(problem.request):
-        return decide(problem)
+        return search_of(problem.request.recomputes).best(shape, below_s)
     best: Decision | None = None
-    refusal: PlanError | None = None
-    for recompute in _recompute_options(problem.request, num_stages):
+    refusal: ShapeError | None = None
+    fits = False
+    for recompute in _recompute_options(problem.request, len(shape)):
         try:
-            decision = decide(settled(problem, recompute))
-        except PlanError as error:
+            found = search_of(recompute).best(shape, below_s)
+        except ShapeError as error:
             refusal = error
         else:
-            if best is None or decision.prediction.step_s * (1 + EVEN) < best.prediction.step_s:
-                best = decision
-            if not problem.bounded or (not _any(recompute) and _is_free(problem, recompute, decision, decide)):
-                break
-    if best is None:
-        assert refusal is not None
+            fits = True
+            if found is not None:
+                best, below_s = found, found.prediction.step_s / (1 + EVEN)
+        if not problem.bounded:
+            break
+    if not fits and refusal is not None:
         raise refusal
     return best
 
@@ -87,11 +91,6 @@ def most_recompute(request: Request) -> bool | tuple[bool, ...]:
     return tuple(at is not False for at in setting) if isinstance(setting, tuple) else setting is not False
 
 
-def _any(recompute: bool | tuple[bool, ...]) -> bool:
-    """Return True if any stage recomputes."""
-    return recompute if isinstance(recompute, bool) else any(recompute)
-
-
 def _with(decision: Decision, recompute: tuple[bool, ...], memory: MemoryModel) -> Decision:
     return dataclasses.replace(
         decision,
@@ -101,25 +100,11 @@ def _with(decision: Decision, recompute: tuple[bool, ...], memory: MemoryModel) 
     )
 
 
-def _recompute_options(request: Request, num_stages: int | None) -> Iterator[bool | tuple[bool, ...]]:
+def _recompute_options(request: Request, num_stages: int) -> Iterator[Setting]:
     """Yield settings, from no open stage recomputing to all of them."""
-    setting = request.recompute
-    if num_stages is None and not isinstance(setting, tuple):  # the solver chooses the number of stages
-        yield from (False, True)
-        return
-    own = setting if isinstance(setting, tuple) else (None,) * (num_stages or 1)
-    count = len(own)
-    firsts = range(count + 1) if count <= FEW else [0, *(1 << i for i in range(count.bit_length() - 1)), count]
+    own = request.recompute if isinstance(request.recompute, tuple) else (None,) * num_stages
+    firsts = list(range(num_stages + 1))
+    if num_stages > FEW:
+        firsts = [0, *(1 << i for i in range(num_stages.bit_length() - 1)), num_stages]
     options = (tuple(s < k if at is None else at for s, at in enumerate(own)) for k in firsts)
     yield from dict.fromkeys(options)
-
-
-def _is_free(
-    problem: Problem, recompute: bool | tuple[bool, ...], decision: Decision, decide: Callable[[Problem], Decision]
-) -> bool:
-    """Return True if ``decide`` finds no shorter step with unlimited memory."""
-    try:
-        unbound = decide(settled(problem.unbound, recompute))
-    except PlanError:
-        return False
-    return decision.prediction.step_s <= unbound.prediction.step_s * (1 + EVEN)

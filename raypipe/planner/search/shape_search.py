@@ -3,12 +3,15 @@
     1. list candidates: orders of unlike devices x cuts x numbers of micro-batches x schedules
     2. compute lower bounds of their steps; drop candidates that do not fit into memory
     3. simulate candidates by increasing bound, until the next bound is no better than the best simulated step
-    4. if cuts were left out, move the boundaries of the best cut while that shortens the step
+    4. if cuts were left out, move the boundaries of the best cuts, or exchange devices, while that shortens the step
 
-A cut divides the model's list of nodes into stages. The candidates depend neither on memory nor on links: more memory
-only adds candidates that fit, and a faster link delays no message, so neither makes the best step longer. All cuts of a
-short graph are listed, and all orders of few devices; see ``exact``. Steps include the seconds in which replicas sum
-gradients. Nodes keep their own order here; ``with_branches`` of compare_shapes.py tries other orders of execution.
+A cut divides the model's list of nodes into stages. All cuts of a short graph are listed, and all orders of few
+devices (``exact``). Then the candidates depend neither on memory nor on links: more memory only adds candidates that
+fit, and a faster link delays no message, so neither makes the best step longer. Otherwise the cuts of a partition
+solver are candidates, for a few numbers of micro-batches, and for few stages also some cuts at small messages.
+
+Steps include the seconds in which replicas sum gradients. Nodes keep their own order here; ``choose.py`` tries other
+orders of execution for the best plan.
 """
 
 from __future__ import annotations
@@ -28,43 +31,48 @@ from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, workspace_bytes
 from raypipe.planner.cost.memory import MemoryModel
-from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
-from raypipe.planner.partition.device_order import MOST_DEVICES, device_orders
+from raypipe.planner.partition.device_order import MOST_DEVICES
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.search.cut_costs import MOST_CUTS, CutTables, Groups, PlacedCuts, Shape, stage_bytes
+from raypipe.planner.search.cut_costs import (
+    MOST_CUTS,
+    ROUNDING,
+    CutTables,
+    Groups,
+    PlacedCuts,
+    Shape,
+    by_worker,
+    stage_bytes,
+)
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
-from raypipe.planner.search.replica_cuts import groups_of
-from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
+from raypipe.planner.search.request import Request, microbatches
 from raypipe.planner.search.request_schedule import memory_model, spec_of
+from raypipe.planner.search.shape_options import MOST_ORDERS, MOST_SPECS, ShapeOptions
+from raypipe.planner.search.solver_cuts import SolverCuts
 from raypipe.planner.simulator import program_makespan_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _Cell = tuple[Groups, Ints, int, int]
 """Arguments of ``_placed``: devices by stage, cuts, number of micro-batches, and samples in each."""
-MOST_ORDERS = 128
-"""Most orders of unlike devices that are compared."""
 MOST_PLACED = 300_000
 """Most combinations of an order, a cut and a number of micro-batches of which all are compared."""
 FEW_PLACED = 50_000
 """Most combinations that are compared if those are not all."""
 LEAST_CUTS = 200
 """Least number of cuts that are compared for each order and number of micro-batches."""
-MOST_EACH = 16
-"""Most micro-batches per worker in the comparison of shapes with replicas."""
-SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Values of a hop's slack (additional micro-batches in flight) that are tried."""
-FEW_HOPS = 2
-"""Most hops between stages for which every combination of SLACKS is tried."""
-MOST_SIMULATED = 4000
-"""Most candidates with enough memory that one comparison of a shape simulates."""
+FEW_STAGES = 8
+"""Most stages for which cuts at small messages are compared besides those of the solver."""
+MOST_WORK = 1_500_000
+"""Most micro-batches of stages that one comparison of a shape simulates, about as many seconds / 1e6."""
+SLOWER, COMPILING = 4, 6
+"""Additional seconds of other simulations than ``equal_messages_s``, and of compiling a schedule, by those of one."""
 NEAR = 1.03
 """Greatest ratio of a step to the best found for which its number of micro-batches is tried with all cuts too. Used if
 all cuts can be listed, but not for all numbers of micro-batches."""
@@ -119,15 +127,34 @@ class ShapeSearch:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self._problem, self._options = problem, ShapeOptions(problem)
         self._tables = CutTables(problem)
         changing = problem.request.changing
+        self._work, self._compiled = MOST_WORK, set[tuple[Request, int]]()
         self._changing = np.append(0, np.cumsum([i in changing for i in range(len(problem.profile.graph.nodes))]))
 
     def at_least_s(self, shape: Shape) -> float:
-        """Compute a lower bound of the step of plans of this shape, in seconds, without listing cuts."""
-        fastest = sorted((device.speed for device in self._problem.cluster.devices), reverse=True)[: sum(shape)]
-        return min(self._problem.seconds(size) * count for count, size in self._sizes(shape)) / math.fsum(fastest)
+        """Compute a lower bound of the step of plans of this shape, in seconds, without listing cuts.
+
+        All work is shared by the fastest devices. Besides, the first micro-batch passes all stages one after the other.
+        """
+        problem, request = self._problem, self._options.request(shape)
+        speeds = sorted((device.speed for device in problem.cluster.devices), reverse=True)[: sum(shape)]
+        trained = np.flatnonzero(columns_of(problem.profile.graph).trainable_bytes)
+        first = int(trained[0]) if len(trained) else 0
+        least_s = math.inf
+        for count, size in self._options.sizes(shape):
+            forward_s, backward_s, weight_s = self._tables.seconds(size)
+            # Backwards of nodes before the first one that trains may run on no stage.
+            last_s, whole_s = backward_s[-1] - backward_s[first], forward_s[-1] + backward_s[-1] - backward_s[first]
+            step_s = count * whole_s / math.fsum(speeds)
+            if request.kind.synchronous and not request.kind.several_stages and max(shape) == 1:
+                if any(each.kind.splits_backward for each in self._options.kinds(shape)):
+                    last_s = backward_s[-1] - backward_s[first] - (weight_s[-1] - weight_s[first])
+                passing_s = forward_s[-1] + max(0.0, last_s)
+                step_s = max(step_s, (count - 1) * passing_s / math.fsum(speeds) + passing_s / speeds[0])
+            least_s = min(least_s, step_s)
+        return least_s * ROUNDING
 
     def bound_s(self, shape: Shape) -> float:
         """Compute a tighter lower bound of the step in seconds: the least over the cuts that ``best`` lists at first.
@@ -139,43 +166,47 @@ class ShapeSearch:
 
     def exact(self, shape: Shape) -> bool:
         """Return True if ``best`` lists all cuts for all orders of ``device_orders``; nodes keep their order."""
-        return max(shape) == 1 and self._number(shape) * len(self._sizes(shape)) <= MOST_PLACED
+        return max(shape) == 1 and self._number(shape) * len(self._options.sizes(shape)) <= MOST_PLACED
 
-    def best(self, shape: Shape, below_s: float = math.inf, start: Decision | None = None) -> Decision | None:
+    def best(self, shape: Shape, below_s: float = math.inf) -> Decision | None:
         """Find the best plan of this shape; None if every step takes ``below_s`` seconds or more.
 
         Of equally quick candidates, those whose number of micro-batches divides the mini-batch are preferred, then the
         one that holds the fewest activations. The decision's prediction has only ``step_s``.
 
-        Args:
-            start: a plan of this shape, whose cut is improved if there are too many cuts to compare all.
-
         Raises:
             ShapeError: no plan of this shape is possible, whatever its step time.
         """
-        exact, whole, found = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1, list[_Found]()
-        if exact or whole or start is None:
-            cells = self._cells(shape, MOST_PLACED if exact else self._few(shape))
-            found = self._compared(cells, below_s)
+        devices = len(self._problem.cluster.devices)
+        if self._options.request(shape).workers_in_all(len(shape)) > devices:
+            raise ShapeError(f"there are {devices} devices")
+        self._work, self._compiled = MOST_WORK, set()
+        exact, whole = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1
+        cells: list[_Cell] = []
+        if not (exact or self._problem.cut_is_given or (max(shape) > 1 and self._short(shape))):
+            solved = SolverCuts(self._problem, self._tables).cuts(shape)
+            sizes = self._options.sizes(shape)
+            cells = [(groups, self._tables.at_nodes(cut), *size) for groups, cut in solved for size in sizes]
+        if exact or whole or not cells:
+            cells += self._cells(shape, MOST_PLACED if exact else self._few(shape))
+        found = self._compared(cells, below_s)
         if not exact:
-            starts = _starts(found) if start is None else [self._as_found(start), *_starts(found)]
-            found += map(self._moved, starts)
+            found += map(self._moved, _starts(found))
             if whole and found:
                 best_s = min(one.step_s for one in found)
                 near = {one.placed.number for one in found if one.step_s <= best_s * NEAR}
-                cells = [cell for cell in self._cells(shape, MOST_PLACED) if cell[2] in near]
-                found += self._compared(cells, best_s)
+                found += self._compared([cell for cell in self._cells(shape, MOST_PLACED) if cell[2] in near], best_s)
         best_s = min((one.step_s for one in found), default=math.inf)
         if best_s >= below_s:
             if not found and (math.isinf(below_s) or not any(self._may_fit(cell).any() for cell in cells)):
                 raise ShapeError(self._unfit(cells[-1]))
             return None
-        minibatch, _, _ = microbatches(self._request(shape), len(shape))
+        minibatch, _, _ = microbatches(self._options.request(shape), len(shape))
         best = min(
             (one for one in found if one.step_s <= best_s * (1 + EVEN)),
             key=lambda one: (minibatch % one.placed.number > 0, one.held, one.step_s),
         )
-        return self._decision(best, exact=exact and len(found) < MOST_SIMULATED)
+        return self._decision(best, exact=exact and self._work > 0)
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
         """Simulate candidates of these cells while their bounds are below ``below_s`` and the best step; list those
@@ -185,10 +216,10 @@ class ShapeSearch:
         first_s = [float(bounds_s.min()) for bounds_s in least_s]
         found: list[_Found] = []
         for at in np.argsort(first_s, kind="stable").tolist():
-            if first_s[at] >= below_s or len(found) >= MOST_SIMULATED:
+            if first_s[at] >= below_s:
                 break
             placed = self._placed(*cells[at]).take(np.flatnonzero(least_s[at] < below_s))
-            more = list(itertools.islice(self._simulated(placed, below_s), MOST_SIMULATED - len(found)))
+            more = list(self._simulated(placed, below_s))
             found += more
             below_s = min([below_s, *(one.step_s for one in more)])
         return found
@@ -203,106 +234,39 @@ class ShapeSearch:
         cuts = self._tables.cuts_into(len(shape), most_cuts)
         if cuts is None:
             raise ShapeError(f"the model cannot be cut into {len(shape)} stages")
-        sizes = [size for size in self._sizes(shape) if size[0] >= max(shape)]
+        sizes = [size for size in self._options.sizes(shape) if size[0] >= max(shape)]
         if not sizes:
             raise ShapeError(f"a step has fewer micro-batches than stage {shape.index(max(shape))} has workers")
-        cells = [(groups, cuts, *size) for size in sizes for groups in self._orders(shape)]
+        cells = [(groups, cuts, *size) for size in sizes for groups in self._options.orders(shape)]
         if not self._whole(self._placed(*cells[0])).any():
             raise ShapeError("a stage with several workers would change buffers in every forward")
         return cells
 
-    def _request(self, shape: Shape) -> Request:
-        request = self._problem.request
-        if max(shape) == 1 and not request.replicated and request.replicas is not None:
-            return request
-        return dataclasses.replace(request, replicas=shape, num_stages=len(shape))
-
-    def _kinds(self, shape: Shape) -> list[Request]:
-        """List one request for each permitted schedule, the one that needs the least memory first."""
-        request = self._request(shape)
-        if request.schedule != "auto":
-            return [request]
-        plain = request.as_1f1b()
-        if len(shape) == 1:
-            return [plain]
-        kinds = [plain, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)]
-        if max(shape) == 1 and self._problem.described:
-            kinds.append(dataclasses.replace(request, schedule="zb-h1", slack=None))
-        return kinds
-
-    def _schedules(self, placed: PlacedCuts) -> Iterator[list[Request]]:
-        """Yield the schedules to try, each as a list with one request per cut.
-
-        On a described cluster with one worker per stage, other values of slack (additional micro-batches in flight on a
-        hop) are included: every combination of SLACKS on few hops, else slack in proportion to the bytes of each hop.
-        """
-        shape = tuple(map(len, placed.groups))
-        kinds = self._kinds(shape)
-        cuts = len(placed.forward_s)
-        yield from ([request] * cuts for request in kinds)
-        if self._problem.request.schedule != "auto" or len(kinds) < 3:
-            return
-        every: list[list[tuple[int, ...]]]
-        hops = len(shape) - 1
-        if hops <= FEW_HOPS:
-            every = [[slack] * cuts for slack in itertools.product(SLACKS, repeat=hops)]
-        else:
-            crossing = placed.costs.crossing_bytes
-            share = crossing / np.maximum(1, crossing.max(axis=1, keepdims=True))
-            by_cut = [(1 + np.ceil((most - 1) * share)).astype(int).tolist() for most in SLACKS[1:]]
-            every = [[tuple(slack) for slack in rows] for rows in by_cut]
-        for slacks in every:
-            if max(slacks[0]) > max(placed.number, AUTO_SLACK):
-                continue
-            for kind in ("slack", "zb-h1"):
-                with_slack = {
-                    slack: dataclasses.replace(
-                        kinds[0], schedule=kind, slack=slack[0] if len(set(slack)) == 1 else slack
-                    )
-                    for slack in set(slacks)
-                }
-                yield [with_slack[slack] for slack in slacks]
-
-    def _orders(self, shape: Shape) -> list[Groups]:
-        """List the devices of each stage, in several orders if each stage has one worker."""
-        if max(shape) > 1:
-            return [tuple(groups_of(shape))]
-        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
-        return [tuple((device,) for device in order) for order in orders]
-
-    def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
-        """List (number of micro-batches, samples in each) to compare for a shape, fewest micro-batches first."""
-        request = self._request(shape)
-        minibatch, size, count = microbatches(request, len(shape))
-        if request.num_microbatches is not None or self._problem.times is None or not request.kind.synchronous:
-            return [(count, size)]
-        sizes = [(n, b) for n, b in all_sizes(minibatch) if request.takes(minibatch, b)]
-        if max(shape) > 1:
-            lanes, most = request.num_lanes(len(shape)), MOST_EACH * sum(shape)
-            sizes = [(n, b) for n, b in sizes if max(shape) <= n <= most and (minibatch % n == 0 or n % lanes == 0)]
-        return sizes or [(count, size)]
-
     def _number(self, shape: Shape) -> int:
         """Count the pairs of a cut and an order of devices; ``MOST_PLACED`` + 1 if not all orders are listed."""
         places = len(columns_of(self._problem.profile.graph).places) - 2
-        cuts = 1 if self._problem.request.split_points else math.comb(places, len(shape) - 1)
-        orders = len(self._orders(shape))
+        cuts = 1 if self._problem.cut_is_given else math.comb(places, len(shape) - 1)
+        orders = len(self._options.orders(shape))
         listed = orders < MOST_ORDERS and len(self._problem.cluster.devices) <= MOST_DEVICES
         return cuts * orders if listed else MOST_PLACED + 1
 
+    def _short(self, shape: Shape) -> bool:
+        """Return True if the cuts that ``_cells`` lists suffice without those of a solver."""
+        return len(shape) <= FEW_STAGES and not self._options.request(shape).kind.several_stages
+
     def _few(self, shape: Shape) -> int:
         """Return the number of cuts to compare if there are too many to compare all."""
-        if max(shape) > 1:
+        if max(shape) > 1 and self._short(shape):
             return MOST_CUTS
-        return max(LEAST_CUTS, FEW_PLACED // (len(self._orders(shape)) * len(self._sizes(shape))))
+        return max(LEAST_CUTS, FEW_PLACED // (len(self._options.orders(shape)) * len(self._options.sizes(shape))))
 
     def _placed(self, groups: Groups, cuts: Ints, count: int, size: int) -> PlacedCuts:
         shape = tuple(map(len, groups))
-        return self._tables.placed(groups, cuts, count, size, self._request(shape).num_lanes(len(shape)))
+        return self._tables.placed(groups, cuts, count, size, self._options.request(shape).num_lanes(len(shape)))
 
     def _least_s(self, placed: PlacedCuts) -> Floats:
         """Compute a lower bound of the step of each cut with any permitted schedule, in seconds."""
-        kinds = [request.kind for request in self._kinds(tuple(map(len, placed.groups)))]
+        kinds = [request.kind for request in self._options.kinds(tuple(map(len, placed.groups)))]
         return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
 
     def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
@@ -314,10 +278,10 @@ class ShapeSearch:
         return kept
 
     def _caps(self, groups: Groups) -> Floats:
-        """Return the memory limit of each stage in bytes, the least of its workers'; infinite without a limit."""
+        """Return the memory limit of each group of workers in bytes; infinite without a limit."""
         devices, limit = self._problem.cluster.devices, self._problem.request.memory_limit_bytes
         of_all = math.inf if limit is None else limit
-        own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in groups]
+        own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in dict.fromkeys(groups)]
         return np.array([min([of_all, *caps]) for caps in own])
 
     def _total_bytes(self, placed: PlacedCuts, request: Request) -> Ints:
@@ -330,15 +294,16 @@ class ShapeSearch:
         placed = self._placed(*cell)
         fitting, caps = self._whole(placed), self._caps(placed.groups)
         if not np.isinf(caps).all():
-            thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
-            fitting = fitting & (self._total_bytes(placed, thriftiest) <= caps).all(axis=1)
+            thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
+            total = by_worker(placed.groups, self._total_bytes(placed, thriftiest))
+            fitting = fitting & (total <= caps).all(axis=1)
         return fitting
 
     def _unfit(self, cell: _Cell) -> str:
         """Describe the stage that lacks most memory, in that cut of a cell which is nearest to fitting."""
         placed = self._placed(*cell)
-        thriftiest = self._kinds(tuple(map(len, placed.groups)))[0]
-        total, caps = self._total_bytes(placed, thriftiest), self._caps(placed.groups)
+        thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
+        total, caps = by_worker(placed.groups, self._total_bytes(placed, thriftiest)), self._caps(placed.groups)
         lacking = total / caps
         cut = int(lacking.max(axis=1).argmin())
         stage = int(lacking[cut].argmax())
@@ -346,23 +311,41 @@ class ShapeSearch:
             return f"stage {stage} would need more than its {human_bytes(caps[stage])} while it runs"
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
-    def _simulated(self, placed: PlacedCuts, best_s: float) -> Iterator[_Found]:
-        """Simulate candidates by increasing bound, up to ``best_s`` or a better step; yield those that fit."""
+    def _simulated(self, placed: PlacedCuts, best_s: float, request: Request | None = None) -> Iterator[_Found]:
+        """Simulate candidates by increasing bound, up to ``best_s`` or a better step; yield those that fit.
+
+        Args:
+            request: the only schedule to try; None tries all.
+        """
         if not len(placed.forward_s):
             return
-        batches = [self._batch(placed, requests) for requests in self._schedules(placed)]
+        kinds = self._options.schedules(placed) if request is None else [[request] * len(placed.forward_s)]
+        batches = [self._batch(placed, requests) for requests in kinds]
         which = np.concatenate([np.full(len(batch.cuts), i) for i, batch in enumerate(batches)])
         within = np.concatenate([np.arange(len(batch.cuts)) for batch in batches])
         bounds_s = np.concatenate([batch.bounds_s for batch in batches])
-        for i in np.argsort(bounds_s, kind="stable").tolist():
-            if bounds_s[i] >= best_s:
+        busy_s = (placed.forward_s + placed.backward_s).max(axis=1)
+        longest_s = np.concatenate([busy_s[batch.cuts] for batch in batches])
+        # Of equal bounds the most even cut is first, for it stays if no other is quicker.
+        for i in np.lexsort((longest_s, np.round(bounds_s / (bounds_s.min(initial=1.0) or 1.0), 9))).tolist():
+            if bounds_s[i] >= best_s or self._work <= 0:
                 return
             batch, at = batches[which[i]], int(within[i])
-            request, cut = batch.requests[at], int(batch.cuts[at])
-            step_s = self._step_s(request, placed, cut)
-            if self._fits(request, placed, cut):
+            one, cut = batch.requests[at], int(batch.cuts[at])
+            self._count(one, placed)
+            step_s = self._step_s(one, placed, cut)
+            if step_s < best_s * (1 + EVEN) and self._fits(one, placed, cut):
                 best_s = min(best_s, step_s)
-                yield _Found(step_s, request, placed, cut, batch.held[at])
+                yield _Found(step_s, one, placed, cut, batch.held[at])
+
+    def _count(self, request: Request, placed: PlacedCuts) -> None:
+        """Count the work of one simulation, and that of compiling its schedule at the first time."""
+        plain = request.kind.synchronous and not request.kind.several_stages and not request.replicated
+        key = request, placed.number
+        self._work -= (
+            placed.number * len(placed.groups) * (1 + SLOWER * (not plain) + COMPILING * (key not in self._compiled))
+        )
+        self._compiled.add(key)
 
     def _batch(self, placed: PlacedCuts, requests: list[Request]) -> _Batch:
         stages = len(placed.groups)
@@ -374,7 +357,7 @@ class ShapeSearch:
         numbers = [np.array([rows[key][part] for key in of_cuts]) for part in range(3)]
         fitting, caps = self._whole(placed), self._caps(placed.groups)
         if not np.isinf(caps).all():
-            total = stage_bytes(placed.costs, next(iter(models.values())), *numbers)
+            total = by_worker(placed.groups, stage_bytes(placed.costs, next(iter(models.values())), *numbers))
             fitting = fitting & (total <= caps).all(axis=1)
         cuts = np.flatnonzero(fitting)
         bounds_s = placed.least_s(requests[0].kind, numbers[0])[cuts]
@@ -384,19 +367,17 @@ class ShapeSearch:
     def _step_s(self, request: Request, placed: PlacedCuts, cut: int) -> float:
         stages, costs = len(placed.groups), placed.of(cut)
         spec = spec_of(request, stages, placed.number, int(placed.costs.first[cut]))
-        if spec.of_kind.synchronous and not spec.replicas:
+        if spec.of_kind.synchronous and not spec.replicas and not spec.of_kind.several_stages:
             return equal_messages_s(spec, costs)
-        if spec.of_kind.synchronous:
-            return program_makespan_s(_program(spec, stages), costs)
-        fewer, more = (program_makespan_s(_program(spec, stages, repeats), costs) for repeats in STEADY)
-        return (more - fewer) / (STEADY[1] - STEADY[0])
+        first, *more = (program_makespan_s(program, costs) for program in _programs(spec, stages))
+        return (more[0] - first) / (STEADY[1] - STEADY[0]) if more else first
 
     def _fits(self, request: Request, placed: PlacedCuts, cut: int) -> bool:
         """Return True if a candidate fits, with the workspace and summing buffers that ``_batch`` does not count."""
-        caps, graph = self._caps(placed.groups), placed.costs.graph
+        caps, graph = self._caps(placed.groups), self._problem.profile.graph
         if np.isinf(caps).all():
             return True
-        if request.replicated or not request.kind.synchronous:
+        if request.replicated or request.kind.several_stages:
             plan = self._decision(_Found(0.0, request, placed, cut, 0.0))
             return fits_within(plan.partition, plan.graph, plan.cluster, plan.limits, plan.limits.memory)
         if not columns_of(graph).workspace.shape[1]:
@@ -408,34 +389,54 @@ class ShapeSearch:
             for nbytes, (start, stop), cap in zip(total, itertools.pairwise(places), caps.tolist(), strict=True)
         )
 
-    def _as_found(self, decision: Decision) -> _Found:
-        """Convert a decision of another search to a candidate."""
-        partition, graph = decision.partition, self._problem.profile.graph
-        groups = tuple(stage.devices for stage in partition.stages)
-        positions = [*(stage.start for stage in partition.stages), len(graph.nodes)]
-        cuts = np.searchsorted(columns_of(graph).places, [positions])
-        placed = self._placed(groups, cuts, decision.num_microbatches, decision.microbatch_size)
-        return _Found(self._step_s(decision.request, placed, 0), decision.request, placed, 0, math.inf)
-
     def _moved(self, best: _Found) -> _Found:
-        """Improve the cut of a candidate by moving one boundary after the other, while that shortens the step."""
-        if len(best.placed.groups) == 1 or self._problem.request.split_points:
+        """Improve a candidate by moving one boundary after the other, or exchanging devices, to shorten its step."""
+        stages = len(best.placed.groups)
+        if stages == 1 or self._problem.cut_is_given or stages * best.placed.number > MOST_SPECS:
             return best
         places = columns_of(self._problem.profile.graph).places
         for _ in range(MOST_ROUNDS):
             here = np.searchsorted(places, best.placed.costs.positions[best.cut]).tolist()
             near = np.array(list(_neighbours(here)), dtype=np.int64).reshape(-1, len(here))
-            placed = self._placed(best.placed.groups, near, best.placed.number, best.placed.size)
-            placed = placed.take(np.flatnonzero(self._least_s(placed) < best.step_s))
-            better = min(self._simulated(placed, best.step_s), key=lambda one: one.step_s, default=best)
-            if better.step_s >= best.step_s:
+            better = self._better(best, best.placed.groups, near)
+            if better is best:
+                others = (
+                    self._better(best, groups, np.array([here])) for groups in self._exchanged(best.placed.groups)
+                )
+                better = next((other for other in others if other is not best), best)
+            if better is best:
                 return best
             best = better
         return best
 
+    def _better(self, best: _Found, groups: Groups, cuts: Ints) -> _Found:
+        """Return the best of these cuts on these devices if its step is shorter, else ``best``."""
+        placed = self._placed(groups, cuts, best.placed.number, best.placed.size)
+        placed = placed.take(np.flatnonzero(self._least_s(placed) < best.step_s))
+        more = self._simulated(placed, best.step_s, None if self._short((1,) * len(groups)) else best.request)
+        better = min(more, key=lambda one: one.step_s, default=best)
+        return better if better.step_s < best.step_s else best
+
+    def _exchanged(self, groups: Groups) -> Iterator[Groups]:
+        """Yield the devices of each stage with two unlike ones exchanged, or one replaced by an unused one."""
+        devices = self._problem.cluster.devices
+        if max(map(len, groups)) > 1 or len(set(groups)) < len(groups) or len(groups) > FEW_STAGES:
+            return
+        for i, (one,) in enumerate(groups):
+            for other in range(len(devices)):
+                at = groups.index((other,)) if (other,) in groups else None
+                alike = dataclasses.replace(devices[one], name="") == dataclasses.replace(devices[other], name="")
+                if alike or (at is not None and at < i):
+                    continue
+                new = list(groups)
+                new[i] = (other,)
+                if at is not None:
+                    new[at] = (one,)
+                yield tuple(new)
+
     def _decision(self, best: _Found, *, exact: bool = False) -> Decision:
         request, placed, cluster = best.request, best.placed, self._problem.cluster
-        stages, graph = len(placed.groups), placed.costs.graph
+        stages, graph = len(placed.groups), self._problem.at(placed.size)
         limits = limits_of(request, stages, stages, placed.number, placed.size)
         busy_s, pieces = columns_of(graph).busy_s, []
         places = placed.costs.positions[best.cut].tolist()
@@ -446,6 +447,8 @@ class ShapeSearch:
             pieces.append(Piece(range(start, stop), group, seconds, crossing))
         how = f"comparing {'all ' * exact}cuts by simulation"
         partition = make_answer(graph, cluster, limits, pieces, max(piece.period_s for piece in pieces), how)
+        if self._problem.cut_is_given:
+            partition = dataclasses.replace(partition, reason=self._tables.given(stages).reason)
         minibatch, _, _ = microbatches(request, stages)
         return Decision(
             request=request,
@@ -458,7 +461,6 @@ class ShapeSearch:
             num_microbatches=placed.number,
             choice=None,
             prediction=dataclasses.replace(NOTHING, step_s=best.step_s),
-            of_all=max(map(len, placed.groups)) == 1,
         )
 
 
@@ -477,8 +479,11 @@ def _held(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[i
 
 
 @functools.lru_cache(maxsize=64)
-def _program(spec: ScheduleSpec, num_stages: int, repeats: int = 1) -> Program:
-    return build(lower(schedule_of(spec, num_stages)), repeats)
+def _programs(spec: ScheduleSpec, num_stages: int) -> tuple[Program, ...]:
+    """Build the programs of one step; of two numbers of steps if steps overlap."""
+    lowered = lower(schedule_of(spec, num_stages))
+    overlaps = lowered.prologue or lowered.wiring.norm_per_stage
+    return tuple(build(lowered, repeats) for repeats in (STEADY if overlaps else (1,)))
 
 
 def _neighbours(cut: Sequence[int]) -> Iterator[list[int]]:

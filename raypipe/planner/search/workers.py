@@ -16,7 +16,6 @@ With R replicas of every stage, P counts groups of R workers, so that R P worker
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
@@ -113,20 +112,6 @@ def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tupl
         return (f"{text}; a larger minibatch_size can be cut into more.",)
     allowed = ", where the loss allows several" * one  # the loss is checked later
     return (f"{text}; num_microbatches={more} would leave {then:.0%}{allowed}.",)
-
-
-def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | None:
-    """Return a function N -> step time of N micro-batches, in units of a worker's time for one micro-batch.
-
-    Stages are assumed to be equal, and messages to take no time. None means N + S - 1, for S stages.
-    """
-    workers = request.workers(num_stages)
-    each = num_stages / workers
-    if request.schedule == "interleaved":  # as in ir.plan.smallest_bubble
-        return lambda n: max(n + (workers - 1) / each, (n + num_stages - 1) / each)
-    if request.schedule == "zb-v":  # of six slots each, see schedule.zero_bubble
-        return lambda n: max(6 * n + workers - 1, 3 * n + 4 * workers - 2) / 6
-    return None
 
 
 def _shares_out(request: Request, stages: int, workers: int) -> bool:

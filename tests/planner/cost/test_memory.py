@@ -246,19 +246,10 @@ def test_groups_need_what_their_nodes_do(rows, samples, data):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_plan_that_does_not_fit_names_the_nearest_one_that_does(solver) -> None:
+def test_a_plan_that_does_not_fit_names_the_nearest_cut(solver) -> None:
     graph = chain_of([4, 4, 4, 4], params=10, kept=100)
     memory = MemoryModel(ScheduleSpec("gpipe", num_microbatches=8), microbatch_size=4)
     with pytest.raises(PlanError) as caught:
         fitting_partition(solver, graph, Cluster.uniform(2, memory_bytes=1000), Limits(memory=memory))
     text = str(caught.value)
     assert "In the nearest one, stage 0 needs 6.3 KiB at 0F7, and device0 offers 1000 B" in text
-    assert "The nearest plan that fits: schedule 1f1b, 16 micro-batches of 2, " in text
-
-
-def test_nothing_fits_says_so_and_promises_nothing() -> None:
-    graph = chain_of([4, 4], params=10_000, kept=100)
-    with pytest.raises(PlanError) as caught:
-        fitting_partition(prefix_sum, graph, Cluster.uniform(2, memory_bytes=1000), Limits())
-    assert "nearest plan that fits" not in str(caught.value)
-    assert "stage 0 needs 39.2 KiB at 0F0" in str(caught.value)

@@ -14,7 +14,6 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan, smallest_bubble
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.cost.microbatch import Pipe, choose_microbatches, fit_stage_time
 from raypipe.planner.partition.chunks import in_chunks, stages_by_worker
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of
@@ -22,11 +21,10 @@ from raypipe.planner.partition.prefix_sum import prefix_sum
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.search import Request, decide, make_partition, make_plan, plan_of, timeline_of
-from raypipe.planner.search.workers import rounds_of, settled_workers
-from raypipe.planner.simulator import Costs, makespan_s, simulate
+from raypipe.planner.search.workers import settled_workers
+from raypipe.planner.simulator import Costs, simulate
 from tests.planner.partition_cases import TICK, chain_of, graphs, node
 from tests.planner.search.test_choose import MIB, REQUEST, chain, rented
-from tests.planner.specs import spec_for
 from tests.planner.test_row_memory import CHUNKED
 
 V = (0, 1, 1, 0)
@@ -121,7 +119,7 @@ def test_the_table_names_worker_stages_and_their_sum() -> None:
     assert memory.startswith(f"memory: worker 0 is fullest with at most {max(bytes_by_worker(plan)) / MIB:.1f} MiB: ")
     assert "stage 0 " in memory
     assert "stage 2 " in memory
-    assert "worker 0 (stages 0 and 2) computes longest" in str(plan)
+    assert "worker 1 (stages 1 and 3) computes longest" in str(plan)
 
 
 def test_a_plan_without_a_profile_shows_its_workers_too() -> None:
@@ -173,16 +171,6 @@ def test_a_cluster_of_more_devices_is_used_from_its_beginning() -> None:
     assert [s.devices[0] for s in plan.prediction.stages] == ["gpu0", "gpu1", "gpu2"] * 2
     nodes = [stage.stop - stage.start for stage in plan.partition.stages]
     assert nodes[2] > nodes[0], "a faster device gets more"
-
-
-# Micro-batches.
-
-
-def test_only_rounds_ask_for_a_multiple_of_the_workers() -> None:
-    time = fit_stage_time({1: 2e-3, 2: 3e-3, 4: 5e-3})
-    found = choose_microbatches(time, 64, Pipe(6, chunks=2, in_rounds=False))
-    assert not any(point.refused for point in found.curve)
-    assert choose_microbatches(time, 64, Pipe(6, chunks=2)).num_microbatches % 3 == 0
 
 
 # Memory.
@@ -267,17 +255,3 @@ def test_what_crosses_between_stages_of_one_worker_costs_nothing() -> None:
     there_and_back, in_turns = (in_chunks(prefix_sum, homes)(graph, cluster, limits) for homes in (V, (0, 1, 0, 1)))
     assert there_and_back.bottleneck_s == pytest.approx(4 * TICK)
     assert in_turns.bottleneck_s == pytest.approx(2 * 1000.0)
-
-
-@pytest.mark.parametrize("kind", ["interleaved", "zb-v"])
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_rounds_are_those_of_the_rows(kind, workers):
-    """Of equal stages on free links; both parts of a backward as long as a forward."""
-    request = Request(2 * workers, workers, (), None, None, num_samples=1000, schedule=kind)
-    rounds = rounds_of(request, 2 * workers)
-    costs = Costs.uniform(2 * workers, 1.0, 2.0)
-    for count in (1, 2, 3, 4, workers, 2 * workers, 8 * workers):
-        if kind == "interleaved" and count > workers and count % workers:
-            continue  # rounds of unequal size take a little longer
-        made = lower(schedule_of(spec_for(kind, 2 * workers, count, chunks=2), 2 * workers))
-        assert makespan_s(made, costs) == pytest.approx(6.0 * rounds(count))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
+from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.partition.answer import cut_at
+from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.search import Decision, Request, decide, plan_of, profile_table, timeline_of
-from raypipe.planner.search.problem import coarse
-from raypipe.planner.search.sizes import memory_test
+from raypipe.planner.search.refusal import least_bytes
 from tests.planner.partition_cases import chain_of, clusters, graphs
 from tests.planner.specs import spec_for
 
@@ -162,7 +166,7 @@ def test_auto_takes_another_order_only_where_that_is_faster() -> None:
     assert found["auto"].bottleneck_s == min(p.bottleneck_s for p in found.values())
     plain = decide(dataclasses.replace(REQUEST, num_stages=3), chain(12)).partition
     assert plain.order == ()
-    assert plain.reason.endswith("found by prefix_sum")
+    assert plain.reason.endswith("found by comparing all cuts by simulation")
 
 
 def test_memory_decides_the_micro_batches_and_says_so() -> None:
@@ -251,42 +255,38 @@ def test_nothing_too_small_is_left_of_an_epoch(schedule: str, replicas: int | tu
 
 
 @settings(max_examples=60, deadline=None)
-@given(graphs(chain=True), st.integers(1, 5))
-def test_a_coarse_graph_keeps_sums_and_cuts_only_where_the_graph_can_be_cut(graph: ModelGraph, enough: int) -> None:
-    short = coarse(graph, enough)
-    for field in ("busy_s", "param_bytes", "activation_bytes", "buffer_bytes", "frozen_bytes"):
-        assert sum(getattr(n, field) for n in short.nodes) == pytest.approx(sum(getattr(n, field) for n in graph.nodes))
-    ends = [node.name.split("...")[-1] for node in short.nodes]
-    by_name = {node.name: node for node in graph.nodes}
-    assert [node.cut_bytes for node in short.nodes] == [by_name[name].cut_bytes for name in ends]
+@given(
+    graphs(), st.sampled_from(["gpipe", "1f1b", "slack", "kfkb"]), st.integers(1, 3), st.integers(1, 6), st.booleans()
+)
+def test_the_least_bytes_are_those_of_the_fullest_stage_of_the_best_cut(
+    graph: ModelGraph, schedule: str, size: int, count: int, recompute: bool
+) -> None:
+    places = graph.cut_positions()
+    most = min(3, len(places) + 1)
+    model = MemoryModel(spec_for(schedule, 3, count, group_size=2, slack=2), size, recompute=recompute)
+    for stages, found in enumerate(least_bytes(graph, model, most), 1):
+        cluster, limits = Cluster.uniform(stages), Limits(num_stages=stages, memory=model)
+        cuts = itertools.combinations(places, stages - 1)
+        partitions = [cut_at(graph, cluster, limits, [0, *cut, len(graph.nodes)], "test") for cut in cuts]
+        assert found == min(max(m.total_bytes for m in memory_of(graph, each, model)) for each in partitions)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 24), st.sampled_from(["gpipe", "1f1b", "slack", "kfkb"]), st.integers(1, 4))
-def test_what_fits_is_answered_as_if_each_were_asked(room: int, minibatch: int, schedule: str, depth: int) -> None:
-    from raypipe.planner.cost.memory import MemoryModel
-    from raypipe.planner.partition.costs import Limits
-
-    def limits_of(count: int, samples: int) -> Limits:
-        return Limits(memory=MemoryModel(spec_for(schedule, 4, count, group_size=2, slack=2), microbatch_size=samples))
-
-    def cut(limits: Limits) -> None:
-        model = limits.memory
-        need = model.microbatch_size * (model.in_flight(depth) + model.message_slots)
-        if need > room:
-            raise PlanError("over")
-
-    def holds(count: int, samples: int) -> bool:
-        try:
-            cut(limits_of(count, samples))
-        except PlanError:
-            return False
-        return True
-
-    fits = memory_test(cut, limits_of, depth, minibatch)
-    for samples in range(1, minibatch + 1):
-        count = -(-minibatch // samples)
-        assert fits(count, samples) == holds(count, samples)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_refusal_names_the_least_memory_with_which_a_plan_is_found(seed: int) -> None:
+    drawn = random.Random(seed)
+    nodes = [
+        op(i, params=drawn.randrange(1, 9) * MIB, kept=drawn.randrange(1, 9) << 18, output=drawn.randrange(1, 9) << 17)
+        for i in range(7)
+    ]
+    graph = ModelGraph(tuple(nodes))
+    profile = Profile(graph, 4, tuple((b, graph.busy_s * (b + 2) / 6) for b in (1, 2, 4, 8)))
+    request = dataclasses.replace(REQUEST, minibatch_size=8, recompute=drawn.choice([False, None]))
+    with pytest.raises(PlanError) as caught:
+        decide(request, profile, rented(3, memory=20 * MIB))
+    named = float(re.search(r"3 workers of ([\d.]+) MiB", str(caught.value))[1])
+    assert decide(request, profile, rented(3, memory=int((named + 0.06) * MIB)))
+    with pytest.raises(PlanError):
+        decide(request, profile, rented(3, memory=int((named - 0.06) * MIB)))
 
 
 def test_a_profile_reads_back_and_as_a_table() -> None:

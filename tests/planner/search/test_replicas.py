@@ -211,7 +211,7 @@ def test_every_replica_has_something_to_do() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_workers_that_hold_several_stages_have_replicas_of_all_of_them(schedule: str) -> None:
     """As many pipelines side by side: each takes as long as alone with its share of the micro-batches."""
-    asked = dataclasses.replace(FIXED, num_stages=4, schedule=schedule, replicas=2)
+    asked = dataclasses.replace(FIXED, num_stages=4, schedule=schedule, replicas=2, partitioner="parameters")
     alone = dataclasses.replace(asked, replicas=1, num_microbatches=6, minibatch_size=24)
     both, one = (decide(each, chain(8)) for each in (asked, alone))
     homes = ((0, 1), (2, 3), (0, 1), (2, 3)) if schedule == "interleaved" else ((0, 1), (2, 3), (2, 3), (0, 1))

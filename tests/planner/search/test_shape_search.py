@@ -99,7 +99,7 @@ def test_no_plan_on_three_unlike_devices_is_quicker(seed: int) -> None:
     problem = Problem(REQUEST, profile, Cluster((ComputeDevice(),)), described=True)
     quickest_s = math.inf
     for count, stages in itertools.product((1, 2, 4, 8, 16), (1, 2, 3)):
-        nodes, size = problem.at(16 // count, profile.graph).nodes, 16 // count
+        nodes, size = problem.at(16 // count).nodes, 16 // count
         slacks = itertools.product((1, 2, 3, 4), repeat=stages - 1)
         specs = [ScheduleSpec("1f1b", count)]
         specs += [ScheduleSpec(kind, count, slack=r) for r in slacks for kind in ("slack", "zb-h1") if stages > 1]

@@ -67,7 +67,7 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
         for cell in search._cells(shape, MOST_CUTS):
             placed = search._placed(*cell)
             for cut, bound_s in enumerate(placed.least_s(request.kind)):
-                assert bound_s <= search._step_s(search._request(shape), placed, cut)
+                assert bound_s <= search._step_s(search._options.request(shape), placed, cut)
         found = search.best(shape)
         assert found is not None
         assert found.prediction.step_s == pytest.approx(seconds_of(found)), "what is compared is what is predicted"

@@ -1,0 +1,115 @@
+"""Settings that are compared for one shape: schedules, slack, orders of devices, and numbers of micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from raypipe.planner.cost.microbatch import all_sizes
+from raypipe.planner.partition.device_order import device_orders
+from raypipe.planner.search.cut_costs import Groups, PlacedCuts, Shape
+from raypipe.planner.search.problem import Problem
+from raypipe.planner.search.replica_cuts import homes_of
+from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
+
+MOST_ORDERS = 128
+"""Most orders of unlike devices that are compared."""
+MOST_EACH = 16
+"""Most micro-batches per worker in the comparison of shapes with replicas."""
+SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Values of a hop's slack (additional micro-batches in flight) that are tried."""
+FEW_HOPS = 2
+"""Most hops between stages for which every combination of SLACKS is tried."""
+MOST_SPECS = 3000
+"""Most micro-batches of stages in a step for which SLACKS are tried; compiling a schedule takes longer than a step."""
+
+
+class ShapeOptions:
+    """Settings that a request leaves open, by shape.
+
+    Args:
+        problem: problem whose request leaves no recomputation open; a shape with replicas overrides its replicas.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def request(self, shape: Shape) -> Request:
+        request = self._problem.request
+        if request.replicas is not None:
+            return request
+        return dataclasses.replace(request, replicas=1 if max(shape) == 1 else shape, num_stages=len(shape))
+
+    def kinds(self, shape: Shape) -> list[Request]:
+        """List one request for each permitted schedule, the one that needs the least memory first."""
+        request = self.request(shape)
+        if request.schedule != "auto":
+            return [request]
+        plain = request.as_1f1b()
+        if len(shape) == 1:
+            return [plain]
+        problem, slack = self._problem, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
+        # Links are unknown without a described cluster: then slack hides them if memory allows it.
+        kinds = [plain, slack] if problem.bounded or problem.described or max(shape) > 1 else [slack]
+        if problem.described and (max(shape) == 1 or problem.cut_is_given):
+            kinds.append(dataclasses.replace(request, schedule="zb-h1", slack=None))
+        return kinds
+
+    def schedules(self, placed: PlacedCuts) -> Iterator[list[Request]]:
+        """Yield the schedules to try, each as a list with one request per cut.
+
+        On a described cluster with one worker per stage, other values of slack (additional micro-batches in flight on a
+        hop) are included: every combination of SLACKS on few hops, else slack in proportion to the bytes of each hop,
+        or few values for all hops if a step has many micro-batches.
+        """
+        shape = tuple(map(len, placed.groups))
+        kinds = self.kinds(shape)
+        cuts = len(placed.forward_s)
+        yield from ([request] * cuts for request in kinds)
+        if self._problem.request.schedule != "auto" or len(kinds) < 3:
+            return
+        every: list[list[tuple[int, ...]]]
+        hops = len(shape) - 1
+        if hops <= FEW_HOPS:
+            every = [[slack] * cuts for slack in itertools.product(SLACKS, repeat=hops)]
+        elif placed.number * len(shape) > MOST_SPECS:
+            every = [[(slack,) * hops] * cuts for slack in SLACKS[1:3]]
+        else:
+            crossing = placed.costs.crossing_bytes
+            share = crossing / np.maximum(1, crossing.max(axis=1, keepdims=True))
+            by_cut = [(1 + np.ceil((most - 1) * share)).astype(int).tolist() for most in SLACKS[1:]]
+            every = [[tuple(slack) for slack in rows] for rows in by_cut]
+        for slacks in every:
+            if max(slacks[0]) > max(placed.number, AUTO_SLACK):
+                continue
+            for kind in ("slack", "zb-h1"):
+                with_slack = {
+                    slack: dataclasses.replace(
+                        kinds[0], schedule=kind, slack=slack[0] if len(set(slack)) == 1 else slack
+                    )
+                    for slack in set(slacks)
+                }
+                yield [with_slack[slack] for slack in slacks]
+
+    def orders(self, shape: Shape) -> list[Groups]:
+        """List the devices of each stage, in several orders if each stage has one worker and the cut is open."""
+        request = self.request(shape)
+        if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
+            return [tuple(homes_of(request, len(shape)))]
+        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
+        return [tuple((device,) for device in order) for order in orders]
+
+    def sizes(self, shape: Shape) -> list[tuple[int, int]]:
+        """List (number of micro-batches, samples in each) to compare for a shape, fewest micro-batches first."""
+        request = self.request(shape)
+        minibatch, size, count = microbatches(request, len(shape))
+        if request.num_microbatches is not None or self._problem.times is None or not request.kind.synchronous:
+            return [(count, size)]
+        sizes = [(n, b) for n, b in all_sizes(minibatch) if request.takes(minibatch, b)]
+        if max(shape) > 1:
+            lanes, most = request.num_lanes(len(shape)), MOST_EACH * sum(shape)
+            sizes = [(n, b) for n, b in sizes if max(shape) <= n <= most and (minibatch % n == 0 or n % lanes == 0)]
+        return sizes or [(count, size)]
