@@ -4,8 +4,9 @@
     loop: next order        <-- Control.settings <-- setting       |
     loop: events, metrics   <-- take_news <------------------------+
 
-The loop never waits for the thread: the pipeline continues unchanged until the thread has decided. A new setting
-replaces the sequence of each worker's actions and the codecs; processes, links and weights stay.
+The loop waits for the thread after the first step only (``Control.open``): later the pipeline continues unchanged until
+the thread has decided. A new setting replaces the sequence of each worker's actions and the codecs; processes, links
+and weights stay.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from raypipe.planner.replay import routes_of
 from raypipe.run.reporting import Reporter
 
 END_TIMEOUT_S = 1.0
+OPENING_TIMEOUT_S = 0.5
+"""Most seconds that a run waits after its first step for the controller's first decision."""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
@@ -73,6 +76,7 @@ class ControllerThread:
         setting: settings of the next order.
         state: state of the controller as JSON, for a later submission; updated when the setting changes, and in
             ``close``.
+        opened: event that is set once the first step has been handled, or the thread has ended.
     """
 
     def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
@@ -86,6 +90,7 @@ class ControllerThread:
                     machine = Controller.from_json(setup, state)
                 except PlanError as error:
                     self._news.put(str(error))
+        self.opened = threading.Event()
         self._machine = machine
         self.state = machine.to_json()
         self.setting = self._setting_of(machine.wanted)
@@ -123,11 +128,14 @@ class ControllerThread:
                         self.setting = self._setting_of(decision.choice)
                         self.state = self._machine.to_json()
                     self._news.put(decision)
+                self.opened.set()
                 if time.monotonic() - self._estimated_s >= ESTIMATES_EVERY_S:
                     self._news.put(self._machine.estimates())
                     self._estimated_s = time.monotonic()
         except Exception as error:  # noqa: BLE001  (reported; the run continues unchanged)
             self._news.put(f"The controller failed and turns nothing any more: {error!r}")
+        finally:
+            self.opened.set()
 
     def _setting_of(self, choice: Choice) -> ActiveSettings:
         setup = self._setup
@@ -150,12 +158,27 @@ class Control:
     def __init__(self, make: Callable[[ControllerConfig, str], ControllerThread], reporter: Reporter) -> None:
         self._make, self._reporter = make, reporter
         self._config: ControllerConfig | None = None
+        self._opens = False
         self._thread: ControllerThread | None = None
 
     @property
     def runs(self) -> bool:
         """True if a controller runs, so that stages must measure their steps."""
         return self._thread is not None
+
+    @property
+    def opens(self) -> bool:
+        """True before the first step of a new controller, which knows nothing of the links.
+
+        That step should run alone: the next orders can then be issued with the settings that ``open`` waits for.
+        """
+        return self._opens
+
+    def open(self) -> None:
+        """Wait for the decision after the first step, OPENING_TIMEOUT_S seconds at most, and publish it."""
+        if self._thread is not None and not self._opens:  # else that step was halted before it began
+            self._thread.opened.wait(OPENING_TIMEOUT_S)
+            self._publish(self._thread)
 
     @property
     def settings(self) -> ActiveSettings:
@@ -167,6 +190,7 @@ class Control:
         self._config, place = config, self._reporter.folder.place
         if config is not None:
             known = resumed and place.exists(STATE_FILE)
+            self._opens = not known
             self._thread = self._make(config, place.read_bytes(STATE_FILE).decode(errors="replace") if known else "")
 
     def end(self) -> None:
@@ -175,7 +199,7 @@ class Control:
             self._thread.close()
             self._publish(self._thread)
             self._save(self._thread)
-            self._thread = None
+            self._thread, self._opens = None, False
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport], setting: ActiveSettings, *, counts: bool) -> None:
         """Pass a completed step to the controller, and publish what it has decided since the last step.
@@ -186,6 +210,7 @@ class Control:
             setting: settings with which the step ran.
             counts: False if the step's duration is not representative, for example because a checkpoint was saved.
         """
+        self._opens = False
         if self._thread is not None:
             self._thread.on_step(step_done(seconds, setting, of_step, counts=counts))
             self._publish(self._thread)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from raypipe import __version__
 from raypipe.callbacks.base import RunEnd
@@ -288,6 +289,11 @@ class _Loop:
     def _train(self) -> None:
         """Train up to the end of the run, or until a stop, a change of the stages or an evaluation is due."""
         orders = self._ordering.orders(self._progress.at, empty=self._progress.empty)
+        if self._control.opens:
+            # Alone: later steps would be ordered before the controller has seen a message.
+            self._follow(self._fleet.run(islice(orders, 1), self._plan.rows), may_hand_over=True)
+            self._control.open()
+            self._progress.end_s = None  # the next step did not begin when this one ended
         self._follow(self._fleet.run(orders, self._plan.rows), may_hand_over=True)
         self._drain()
 

@@ -244,8 +244,9 @@ class LinkEstimator:
             return DriftState.STEADY
         ratios = [ratio for ratio in map(_ratio, step) if ratio is not None]
         if any(abs(a - b) > CODEC_CHANGED * b for a, b in zip(ratios, self._ratios, strict=False)):
-            # Another codec is in use: seconds of its messages cannot be compared with earlier ones.
+            # Another codec is in use: seconds of its messages cannot be compared or mixed with earlier ones.
             self._drift = replace(self._drift, mean_s=None, odd_s=None)
+            self._window.clear()
         self._ratios = ratios
         self._drift, news = self._drift.after(sum(_middle_s(costs_s) for costs_s in fit.costs_s if costs_s))
         if self._outliers and news is DriftState.STEADY:

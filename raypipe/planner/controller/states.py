@@ -20,7 +20,9 @@
     Quiet --time--> Measure       the quiet time is over, or the current choice no longer fits into memory
     Confirm --SWITCH--> Measure   the current choice needs too much memory: a switch without a trial
 
-From Measure such a switch leads back to Measure. If step numbers go back, as after a rollback to a checkpoint, any
+From Measure such a switch leads back to Measure. So does the first switch of a run, without codecs, if either half of
+the messages of its first step shows the gain: those steps are no measure for a trial, and the next step is searched
+again. If step numbers go back, as after a rollback to a checkpoint, any
 state is followed by Measure.
 
 ``state_to_dict`` and ``state_from_dict`` keep the state for a restarted driver.
@@ -33,12 +35,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from raypipe.planner.controller.events import Choice
+from raypipe.planner.controller.events import Choice, StepDone
 from raypipe.planner.controller.measured import UncompressedTimes
 from raypipe.planner.controller.memory_budget import MemoryBudget, PeakMemory
 
 FEWEST = 4
 """Fewest steps after a switch before it is judged."""
+RECENT = 8
+"""Most steps before a switch that the steps after it are compared with."""
 MOST = 16
 """Steps after a switch from which on it is judged even if noise is large."""
 
@@ -73,6 +77,24 @@ class Comparison:
         if self.began is None:
             return replace(self, began=step)
         return replace(self, after_s=(*self.after_s, seconds)) if counts else self
+
+    def with_earlier(self, done: StepDone, since: int) -> Comparison:
+        """Add a step that ran with the earlier choice after the switch was requested.
+
+        Args:
+            since: step of the last change of the links; earlier steps are dropped if it is this one.
+        """
+        if done.choice != self.before or not done.counts:
+            return self
+        before_s = () if since == done.step else self.before_s
+        return replace(self, before_s=(*before_s, done.seconds)[-RECENT:])
+
+    @property
+    def same_messages(self) -> bool:
+        """True if messages have the same bytes on the wire before and after the switch."""
+        before, after = self.before, self.after
+        codecs = (before.forward_codecs, before.backward_codecs) == (after.forward_codecs, after.backward_codecs)
+        return codecs and before.num_microbatches == after.num_microbatches
 
     @property
     def achieved_gain(self) -> float:
@@ -140,6 +162,7 @@ class Known:
         search_at: step of the next search, unless a change of links or stages causes an earlier one.
         news_searches: steps within the last retune interval after which such a change caused a search.
         failed: number of switches undone since the last one that paid.
+        searched_s: seconds of a step at the last search; 0 before it.
     """
 
     wanted: Choice
@@ -151,15 +174,26 @@ class Known:
     search_at: int = 0
     news_searches: tuple[int, ...] = ()
     failed: int = 0
+    searched_s: float = 0.0
 
     @property
     def recent_s(self) -> tuple[float, ...]:
         """Seconds of the recent steps."""
         return tuple(seconds for _, seconds in self.recent)
 
+    @property
+    def opens(self) -> bool:
+        """True before the first search since the run began or rolled back to a checkpoint."""
+        return self.searched_s == 0
+
+    def slowed(self, share: float) -> bool:
+        """Return True if the last two steps took longer than those of the last search, by more than ``share``."""
+        last_s = self.recent_s[-2:]
+        return len(last_s) == 2 and self.searched_s > 0 and min(last_s) > self.searched_s * (1 + share)
+
     def rewound(self) -> Known:
         """Return the knowledge that is still valid after a rollback to an earlier step."""
-        return replace(self, uncompressed=UncompressedTimes(), recent=(), steps=0, news_searches=())
+        return replace(self, uncompressed=UncompressedTimes(), recent=(), steps=0, news_searches=(), searched_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +240,7 @@ State = Measure | Confirm | Trial | Quiet
 
 
 _STATES = {kind.__name__: kind for kind in (Measure, Confirm, Trial, Quiet)}
-_NUMBERS = ("step", "steps", "search_at", "failed")
+_NUMBERS = ("step", "steps", "search_at", "failed", "searched_s")
 
 
 def state_to_dict(state: State) -> dict[str, Any]:

@@ -172,12 +172,14 @@ def run_controlled(
 ) -> tuple[list[float], list[Choice], list[ControllerDecision]]:
     """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
 
+    The first step runs alone, so that what is asked for after it takes effect at once.
+
     Args:
         through_json: the controller is saved and loaded between any two steps.
         uncounted: steps whose seconds may not be compared, because of a checkpoint, say.
     """
     controller = Controller(setup)
-    queue = [setup.choice] * (lag + 1)
+    queue = [setup.choice]
     seconds, choices, decisions = [], [], []
     for step in range(steps):
         choice = queue.pop(0)
@@ -185,7 +187,7 @@ def run_controlled(
         seconds.append(done.seconds)
         choices.append(choice)
         decisions.extend(controller.handle(done))
-        queue.append(controller.wanted)
+        queue = [*queue, controller.wanted] if step else [controller.wanted] * (lag + 1)
         if through_json:
             controller = Controller.from_json(setup, controller.to_json())
     return seconds, choices, decisions
