@@ -5,7 +5,7 @@
                  links, stages
 
 Controller holds the measurements and the state, the only values that persist between steps. Equal events give equal
-decisions, even if both went through JSON in between.
+decisions. A restarted driver begins with the choice and the memory that were saved, and measures anew.
 
 ``after`` has no clock, randomness or I/O. A step passes through its parts in their order. Each may change the state and
 add decisions:
@@ -51,7 +51,7 @@ from raypipe.planner.controller.states import (
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.replay import routes_of
 
-FORMAT = 3
+FORMAT = 4
 """Version of the saved state's format."""
 
 
@@ -89,9 +89,8 @@ class Controller:
         return decisions
 
     def to_json(self) -> str:
-        """Serialize state and measurements, for a restarted driver."""
-        parts = {"observer": self._observer.to_dict(), "state": state_to_dict(self._state)}
-        return json.dumps({"format": FORMAT, "setup": self.setup.identity, **parts})
+        """Serialize what a restarted driver needs."""
+        return json.dumps({"format": FORMAT, "setup": self.setup.identity, "state": state_to_dict(self._state)})
 
     @classmethod
     def from_json(cls, setup: ControllerConfig, text: str) -> Controller:
@@ -108,7 +107,6 @@ class Controller:
             if saved["setup"] != setup.identity:
                 raise ValueError("it was written by a run with other stages, limits or settings")
             controller = cls(setup)
-            controller._observer.load(saved["observer"])
             controller._state = state_from_dict(saved["state"], setup.budgets)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(

@@ -121,18 +121,6 @@ class Comparison:
             return None
         return margin >= 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "links_s", "after_s", "began")}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **rest}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Comparison:
-        """Read what ``to_dict`` wrote."""
-        ends = {name: Choice.from_dict(values[name]) for name in ("before", "after")}
-        seconds = {name: tuple(values[name]) for name in ("before_s", "links_s", "after_s")}
-        return cls(**{**values, **ends, **seconds})
-
 
 def typical_s(seconds: Sequence[float]) -> float:
     """Compute the median, which a single slow step does not move."""
@@ -239,29 +227,19 @@ class Quiet:
 State = Measure | Confirm | Trial | Quiet
 
 
-_STATES = {kind.__name__: kind for kind in (Measure, Confirm, Trial, Quiet)}
-_NUMBERS = ("step", "steps", "search_at", "failed", "searched_s")
-
-
 def state_to_dict(state: State) -> dict[str, Any]:
-    """Convert a state to JSON values."""
+    """Convert to JSON values what a later driver can use: its first step measures links and stages anew.
+
+    A switch on trial is left out: that driver begins with the choice before it.
+    """
     known = state.known
-    values: dict[str, Any] = {
-        "state": type(state).__name__,
-        "wanted": known.wanted.to_dict(),
+    return {
+        "wanted": (state.comparison.before if isinstance(state, Trial) else known.wanted).to_dict(),
         "extra_bytes": [budget.extra_bytes for budget in known.memory.budgets],
         "fullest_bytes": known.memory.fullest_bytes,
         "uncompressed": [known.uncompressed.seconds, known.uncompressed.num_microbatches, known.uncompressed.until],
-        "recent": known.recent,
-        "news_searches": known.news_searches,
-        **{name: getattr(known, name) for name in _NUMBERS},
+        "failed": known.failed,
     }
-    match state:
-        case Trial(_, comparison):
-            values["comparison"] = comparison.to_dict()
-        case Quiet(_, since, until, links_s, drifted):
-            values |= {"since": since, "until": until, "links_s": links_s, "drifted": drifted}
-    return values
 
 
 def state_from_dict(values: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -> State:
@@ -274,17 +252,11 @@ def state_from_dict(values: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -
         KeyError, TypeError, ValueError: ``values`` is not such a state.
     """
     seconds, count, until = values["uncompressed"]
-    known = Known(
-        Choice.from_dict(values["wanted"]),
-        PeakMemory(budgets, tuple(values["fullest_bytes"])).with_extra(values["extra_bytes"]),
-        UncompressedTimes(tuple(seconds), count, until),
-        tuple((step, step_s) for step, step_s in values["recent"]),
-        news_searches=tuple(values["news_searches"]),
-        **{name: values[name] for name in _NUMBERS},
+    return Measure(
+        Known(
+            Choice.from_dict(values["wanted"]),
+            PeakMemory(budgets, tuple(values["fullest_bytes"])).with_extra(values["extra_bytes"]),
+            UncompressedTimes(tuple(seconds), count, until),
+            failed=int(values["failed"]),
+        )
     )
-    kind = _STATES[values["state"]]
-    if kind is Trial:
-        return Trial(known, Comparison.from_dict(values["comparison"]))
-    if kind is Quiet:
-        return Quiet(known, values["since"], values["until"], tuple(values["links_s"]), values["drifted"])
-    return Confirm(known) if kind is Confirm else Measure(known)

@@ -167,7 +167,6 @@ def run_controlled(
     setup: ControllerConfig,
     steps: int,
     lag: int = 1,
-    through_json: bool = False,
     uncounted: Collection[int] = (),
 ) -> tuple[list[float], list[Choice], list[ControllerDecision]]:
     """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
@@ -175,7 +174,6 @@ def run_controlled(
     The first step runs alone, so that what is asked for after it takes effect at once.
 
     Args:
-        through_json: the controller is saved and loaded between any two steps.
         uncounted: steps whose seconds may not be compared, because of a checkpoint, say.
     """
     controller = Controller(setup)
@@ -188,8 +186,6 @@ def run_controlled(
         choices.append(choice)
         decisions.extend(controller.handle(done))
         queue = [*queue, controller.wanted] if step else [controller.wanted] * (lag + 1)
-        if through_json:
-            controller = Controller.from_json(setup, controller.to_json())
     return seconds, choices, decisions
 
 
