@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -230,7 +231,7 @@ def locked_out(changes: Collection[int], lag: int = LAG) -> dict[int, int]:
     controller, queue, answers = Controller(config), [choice], dict[int, int]()
     for step in range(max(changes) + 1):
         if step in changes:
-            answers[step] = _answer(Controller.from_json(config, controller.to_json()), list(queue), paying, step)
+            answers[step] = _answer(deepcopy(controller), list(queue), paying, step)
         controller.handle(vain.step(step, queue.pop(0)))
         queue = [*queue, controller.wanted] if step else [controller.wanted] * (lag + 1)
     return answers
