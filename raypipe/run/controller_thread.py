@@ -24,7 +24,7 @@ from raypipe.ir.communication import LinkEstimate, LinkSample, StageSample
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.controller import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
+from raypipe.planner.controller import Choice, Controller, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.planner.repartition import Offer
 from raypipe.planner.replay import routes_of
 from raypipe.run.plans.replanning import Replanning
@@ -37,6 +37,8 @@ OPENING_TIMEOUT_S = 0.5
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
+SAVED = (Verdict.SWITCH, Verdict.PAID, Verdict.OPEN, Verdict.UNDO)
+"""Decisions after which the state is saved: a switch counts for a restarted driver once its trial has ended."""
 
 
 class ActiveSettings(NamedTuple):
@@ -80,8 +82,8 @@ class ControllerThread:
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission; updated when the setting changes, and in
-            ``close``.
+        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED, and
+            in ``close``.
         opened: event that is set once the first step has been handled.
     """
 
@@ -145,6 +147,7 @@ class ControllerThread:
             for decision in self._machine.handle(event):
                 if decision.choice is not None:
                     self.setting = self._setting_of(decision.choice)
+                if decision.verdict in SAVED:
                     self.state = self._machine.to_json()
                 self._news.put(decision)
             self.opened.set()
@@ -269,7 +272,7 @@ class Control:
         self._publish(self._thread)
 
     def _publish(self, thread: ControllerThread) -> None:
-        """Publish new decisions and estimates. Changed settings are saved at once, because the driver may die."""
+        """Publish new decisions and estimates. A new state is saved at once, because the driver may die."""
         reporter, changed = self._reporter, False
         for news in thread.take_news():
             if isinstance(news, str):
@@ -281,7 +284,7 @@ class Control:
                 reporter.log(news.verdict, news.reason, step=news.step, **{**news.numbers, **names})
                 reporter.watcher.decided(news)
                 reporter.callbacks.event(news.verdict, news.reason, {**news.numbers, "step": news.step})
-                changed = changed or news.choice is not None
+                changed = changed or news.verdict in SAVED
             else:
                 reporter.watcher.estimated(news)
         if changed:
