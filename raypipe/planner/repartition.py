@@ -2,11 +2,11 @@
 
     every step --> Replanner.on_step: have stage times settled, and workers' speeds changed since the last partition?
                        | yes
-                   RepartitionQuery --answer--> cut_again, pays? --yes--> Offer --> (the run moves) --> Replanner.taken
+                   RepartitionQuery --answer--> cut_anew, pays? --yes--> Offer --> (the run moves) --> Replanner.taken
 
     present plan, seconds of each stage at normal speed --calibrated--> profile in which they take these seconds
     that profile, present plan, seconds of each stage now --speeds_of--> speed of each worker
-    that profile, speeds                                --cut_again---> another cut, and what its steps gain
+    that profile, speeds                                --cut_anew----> another cut, and what its steps gain
 
 When stage times settle for the first time, the profile is scaled to them (``calibrated``). So a worker that was slow
 from the beginning looks like a worker with slow layers. Afterwards a slower stage is attributed to its worker: its
@@ -26,10 +26,10 @@ caches, so that one failure may not be enough; the next one sets a lower limit.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
-from raypipe.planner.controller.change_detection import SteadyStageTimes
+from raypipe.planner.controller.change_detection import StageEstimator
 from raypipe.planner.elastic import Gain, pays, rest_steps
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fitting_partition, memory_of
@@ -51,21 +51,6 @@ from raypipe.planner.search.problem import Decision, graph_at, limits_of, second
 from raypipe.planner.search.recompute import is_open
 from raypipe.planner.search.request import Request
 from raypipe.planner.search.solvers import placed
-
-
-class CutAgain(NamedTuple):
-    """New cut for workers of changed speeds.
-
-    Attributes:
-        decision: decision with the new cut.
-        speeds: speeds of the workers that it was made for.
-        before_s, after_s: seconds of one step at these speeds, with the present cut and with the new one.
-    """
-
-    decision: Decision
-    speeds: tuple[float, ...]
-    before_s: float
-    after_s: float
 
 
 def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Sequence[float]) -> Profile:
@@ -81,9 +66,9 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
     for stage, planned_s, measured_s, speed in took:
         for at in plan.partition.nodes_of(stage):
             nodes[at] = slower(nodes[at], measured_s * speed / planned_s if planned_s > 0 else 1.0)
-    scaled = dataclasses.replace(graph, nodes=tuple(nodes))
+    scaled = replace(graph, nodes=tuple(nodes))
     total_s = math.fsum(node.busy_s for node in nodes)
-    return dataclasses.replace(
+    return replace(
         profile,
         graph=scaled,
         microbatch_size=plan.microbatch_size,
@@ -139,7 +124,7 @@ def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
         request: request with a chosen schedule, for the plan's stages and micro-batches.
         line: a device for each stage, in their order.
     """
-    request = dataclasses.replace(request, recompute=plan.recompute or False)
+    request = replace(request, recompute=plan.recompute or False)
     graph, limits = _graph_and_limits(request, profile, plan)
     return _decision(request, graph, limits, plan, line, placed(plan.partition, graph, line, limits))
 
@@ -153,34 +138,16 @@ def cut_anew(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
         PlanError: no cut keeps the memory limits.
     """
     if is_open(request):
-        request = dataclasses.replace(request, recompute=plan.recompute or False)
+        request = replace(request, recompute=plan.recompute or False)
     graph, limits = _graph_and_limits(request, profile, plan)
     decision = _decision(request, graph, limits, plan, line, fitting_partition(prefix_sum, graph, line, limits))
-    return dataclasses.replace(decision, prediction=predicted(decision, "as in the plan before"))
-
-
-def cut_again(
-    request: Request, profile: Profile, plan: Plan, spec: ScheduleSpec, line: Cluster, speeds: Sequence[float]
-) -> CutAgain:
-    """Find the best cut for workers of these speeds, and compare its step with that of the present cut.
-
-    Args:
-        spec: present schedule of the run, which the new cut keeps.
-
-    Raises:
-        PlanError: no cut keeps the memory limits.
-    """
-    devices = (dataclasses.replace(d, speed=s) for d, s in zip(line.devices, speeds, strict=True))
-    line = Cluster(tuple(devices), line.links)
-    request = request.with_schedule(spec)
-    now, again = (make(request, profile, plan, line) for make in (in_force, cut_anew))
-    return CutAgain(again, tuple(speeds), seconds_of(now), seconds_of(again))
+    return replace(decision, prediction=predicted(decision, "as in the plan before"))
 
 
 def _graph_and_limits(request: Request, profile: Profile, plan: Plan) -> tuple[ModelGraph, Limits]:
     stages, count, size = plan.partition.num_stages, plan.num_microbatches, plan.microbatch_size
     limits = limits_of(request, stages, stages, count, size)
-    return _at(profile, size), dataclasses.replace(limits, in_order=True)
+    return _at(profile, size), replace(limits, in_order=True)
 
 
 def _decision(
@@ -219,7 +186,7 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
     need = memory_of(now.graph, now.partition, now.limits.memory)[worker].total_bytes
     limit = max(1, int(LESS * min(need, held_bytes or need)))
     devices = list(line.devices)
-    devices[worker] = dataclasses.replace(devices[worker], memory_bytes=limit)
+    devices[worker] = replace(devices[worker], memory_bytes=limit)
     line, why = Cluster(tuple(devices), line.links), ""
     for settled in [*_thriftiest_first(request, plan), *_again(request, plan, worker)]:
         try:
@@ -228,7 +195,7 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
             why = str(error)
         else:
             reason = f"made again, as worker {worker} ran out of memory: it holds {human_bytes(limit)} at most now"
-            return dataclasses.replace(decision, reasons=(("memory", reason),))
+            return replace(decision, reasons=(("memory", reason),))
     raise PlanError(
         f"Worker {worker} was planned to hold {human_bytes(need)}, and no other cut or schedule that may be taken lets "
         f"it hold {human_bytes(limit)} at most. {why}"
@@ -254,7 +221,7 @@ def _again(request: Request, plan: Plan, worker: int) -> list[Request]:
     if now[worker] or requested[worker] is not None:
         return []
     more = (*now[:worker], True, *now[worker + 1 :])
-    return [dataclasses.replace(settled, recompute=more) for settled in _thriftiest_first(request, plan)]
+    return [replace(settled, recompute=more) for settled in _thriftiest_first(request, plan)]
 
 
 FIRST_PAUSE_S = 1.0
@@ -294,13 +261,15 @@ class Offer(NamedTuple):
     """Partition that is worth a move.
 
     Attributes:
-        cut: the new cut.
+        decision: decision with the new cut.
+        speeds: speeds of the workers that it was made for.
         generation: number of the plan that it was made for.
         gain: expected gain of the move.
         why: reason for messages.
     """
 
-    cut: CutAgain
+    decision: Decision
+    speeds: tuple[float, ...]
     generation: int
     gain: Gain
     why: str
@@ -310,8 +279,8 @@ class Offer(NamedTuple):
         """Numbers for the event of the run."""
         return {
             "predicted_gain": round(self.gain.share, 4),
-            "speeds": [round(speed, 3) for speed in self.cut.speeds],
-            "cuts": list(self.cut.decision.partition.cuts),
+            "speeds": [round(speed, 3) for speed in self.speeds],
+            "cuts": list(self.decision.partition.cuts),
         }
 
 
@@ -328,16 +297,20 @@ def answer(request: Request, query: RepartitionQuery, min_gain: float) -> Offer 
         request: request for the same stages and micro-batches.
         min_gain: least relative gain in step time that is worth a move.
     """
+    plan, request = query.plan, request.with_schedule(query.spec)
+    devices = (replace(device, speed=speed) for device, speed in zip(query.line.devices, query.speeds, strict=True))
+    line = Cluster(tuple(devices), query.line.links)
     try:
-        again = cut_again(request, query.profile, query.plan, query.spec, query.line, query.speeds)
+        now, again = (make(request, query.profile, plan, line) for make in (in_force, cut_anew))
     except RaypipeError:  # no other partition keeps the memory limits
         return None
-    rest_s = max(0.0, query.step_s - again.before_s)  # not simulated, and equal for any partition
-    gain = Gain(again.before_s + rest_s, again.after_s + rest_s, query.steps_left, query.pause_s)
-    if again.decision.partition.cuts == query.plan.partition.cuts or not pays(gain, min_gain):
+    before_s = seconds_of(now)
+    rest_s = max(0.0, query.step_s - before_s)  # not simulated, and equal for any partition
+    gain = Gain(before_s + rest_s, seconds_of(again) + rest_s, query.steps_left, query.pause_s)
+    if again.partition.cuts == plan.partition.cuts or not pays(gain, min_gain):
         return None
-    decision = dataclasses.replace(again.decision, reasons=(("cut", f"made again, for {query.why}"),))
-    return Offer(again._replace(decision=decision), query.plan.generation, gain, query.why)
+    decision = replace(again, reasons=(("cut", f"made again, for {query.why}"),))
+    return Offer(decision, query.speeds, plan.generation, gain, query.why)
 
 
 class Replanner:
@@ -366,7 +339,7 @@ class Replanner:
         self._plan, self._line = plan, line
         self._made_for = self._looked = tuple(device.speed for device in line.devices)
         self._planned_s = planned_seconds(self._profile, plan)
-        self._pace = SteadyStageTimes(plan.partition.num_stages, self._drift_threshold)
+        self._pace = StageEstimator(plan.partition.num_stages, self._drift_threshold)
         self._recent_s.clear()
 
     def taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
@@ -377,7 +350,7 @@ class Replanner:
             step: step after which the move was made.
         """
         self._pause_s, self._rest_until = pause_s, step + rest_steps(pause_s, offer.gain.after_s)
-        self.begin(plan, offer.cut.decision.cluster)
+        self.begin(plan, offer.decision.cluster)
 
     def on_step(
         self, step: int, seconds: float, samples: Sequence[StageSample], spec: ScheduleSpec | None = None
@@ -393,7 +366,8 @@ class Replanner:
         """
         assert self._plan is not None, "begin() comes first"
         self._recent_s.append(seconds)
-        busy_s = self._pace.add(samples)
+        self._pace.add(samples)
+        busy_s = self._pace.settled_s
         if busy_s is None:
             return None
         if not self._calibrated:

@@ -1,11 +1,13 @@
-"""Controller of a run's schedule: a thread that processes the reports of every step and sets how later orders run.
+"""Controller of a run: a thread that processes the reports of every step, and sets how later orders run.
 
     loop: reports of a step --> Control.on_step --> [queue] --> thread: Controller.handle, maybe for seconds
-    loop: next order        <-- Control.settings <-- setting       |
-    loop: events, metrics   <-- take_news <------------------------+
+    loop: next order        <-- Control.settings <-- setting       |    Replanning.search, maybe for seconds
+    loop: events, metrics   <-- take_news <------------------------+             |
+    loop: between two steps <-- Requests.take_offer <-- offer of another cut ----+
 
-The loop never waits for the thread: the pipeline continues unchanged until the thread has decided. A new setting
-replaces the sequence of each worker's actions and the codecs; processes, links and weights stay.
+The loop waits for the thread after the first step only (``Control.open``): later the pipeline continues unchanged until
+the thread has decided. A new setting replaces the sequence of each worker's actions and the codecs; processes, links
+and weights stay. Another cut moves layers, and is offered to the loop.
 """
 
 from __future__ import annotations
@@ -13,21 +15,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from raypipe.errors import PlanError
 from raypipe.ir.communication import LinkEstimate, LinkSample, StageSample
-from raypipe.ir.report import StepReport
+from raypipe.ir.plan import Plan
+from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.controller import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
+from raypipe.planner.controller import Choice, Controller, ControllerConfig, ControllerDecision, StepDone, Verdict
+from raypipe.planner.repartition import Offer
 from raypipe.planner.replay import routes_of
+from raypipe.run.plans.replanning import Replanning
 from raypipe.run.reporting import Reporter
+from raypipe.run.spec import PlanInForce
 
 END_TIMEOUT_S = 1.0
+OPENING_TIMEOUT_S = 0.5
+"""Most seconds that a run waits after its first step for the controller's first decision."""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
+SAVED = (Verdict.SWITCH, Verdict.PAID, Verdict.OPEN, Verdict.UNDO)
+"""Decisions after which the state is saved: a switch counts for a restarted driver once its trial has ended."""
 
 
 class ActiveSettings(NamedTuple):
@@ -62,40 +73,47 @@ class _Machine(Protocol):
 
 
 class ControllerThread:
-    """Thread that runs the controller.
+    """Thread that runs the controller of schedules and codecs, and searches for other cuts.
 
     Args:
-        setup: configuration of the controller.
+        setup: configuration of the controller; None if no schedule or codec may change.
         state: attribute ``state`` of an earlier submission of this run; "" for a new run.
         machine: controller to run; None for a new one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission; updated when the setting changes, and in
-            ``close``.
+        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED, and
+            in ``close``.
+        opened: event that is set once the first step has been handled.
     """
 
-    def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
+    def __init__(self, setup: ControllerConfig | None, state: str = "", machine: _Machine | None = None) -> None:
         self._setup = setup
         self._news: SimpleQueue[ControllerDecision | tuple[LinkEstimate, ...] | str] = SimpleQueue()
         self._estimated_s = time.monotonic()
-        if machine is None:
+        if machine is None and setup is not None:
             machine = Controller(setup)
             if state:
                 try:
                     machine = Controller.from_json(setup, state)
                 except PlanError as error:
                     self._news.put(str(error))
+        self.opened = threading.Event()
         self._machine = machine
-        self.state = machine.to_json()
-        self.setting = self._setting_of(machine.wanted)
-        self._events: SimpleQueue[StepDone | None] = SimpleQueue()
+        self.state, self.setting = "", ActiveSettings()
+        if machine is not None:
+            self.state, self.setting = machine.to_json(), self._setting_of(machine.wanted)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="raypipe controller", daemon=True)
         self._thread.start()
 
     def on_step(self, event: StepDone) -> None:
         """Queue a completed step."""
-        self._events.put(event)
+        self.do(partial(self._handle, event))
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Queue a task, such as a search for another cut."""
+        self._tasks.put(task)
 
     def take_news(self) -> list[ControllerDecision | tuple[LinkEstimate, ...] | str]:
         """Return what the thread has produced since the last call, in order.
@@ -110,27 +128,40 @@ class ControllerThread:
 
     def close(self) -> None:
         """End the thread, and wait END_TIMEOUT_S seconds at most for a search that it runs."""
-        self._events.put(None)
+        self._tasks.put(None)
         self._thread.join(END_TIMEOUT_S)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() and self._machine is not None:
             self.state = self._machine.to_json()
 
     def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001  (reported; the run continues unchanged)
+                self._news.put(f"The search for another cut failed: {error!r}")
+
+    def _handle(self, event: StepDone) -> None:
+        if self._machine is None:  # it has failed
+            return
         try:
-            while (event := self._events.get()) is not None:
-                for decision in self._machine.handle(event):
-                    if decision.choice is not None:
-                        self.setting = self._setting_of(decision.choice)
-                        self.state = self._machine.to_json()
-                    self._news.put(decision)
-                if time.monotonic() - self._estimated_s >= ESTIMATES_EVERY_S:
-                    self._news.put(self._machine.estimates())
-                    self._estimated_s = time.monotonic()
-        except Exception as error:  # noqa: BLE001  (reported; the run continues unchanged)
+            for decision in self._machine.handle(event):
+                if decision.choice is not None:
+                    self.setting = self._setting_of(decision.choice)
+                if decision.verdict in SAVED:
+                    self.state = self._machine.to_json()
+                self._news.put(decision)
+            self.opened.set()
+            if time.monotonic() - self._estimated_s >= ESTIMATES_EVERY_S:
+                self._news.put(self._machine.estimates())
+                self._estimated_s = time.monotonic()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._machine = None
             self._news.put(f"The controller failed and turns nothing any more: {error!r}")
+            self.opened.set()
 
     def _setting_of(self, choice: Choice) -> ActiveSettings:
         setup = self._setup
+        assert setup is not None, "only a controller chooses"
         # A direction that the controller may not change keeps its configured codec.
         forward = choice.forward_codecs if setup.forward_codecs else ()
         backward = choice.backward_codecs if setup.backward_codecs else ()
@@ -145,11 +176,18 @@ class Control:
     Args:
         make: (configuration, state that an earlier submission saved, or "") -> started controller thread.
         reporter: publishes decisions and estimates; the controller's state is saved in its folder.
+        replanning: detector of stages that need another cut; None if the cut is fixed.
     """
 
-    def __init__(self, make: Callable[[ControllerConfig, str], ControllerThread], reporter: Reporter) -> None:
-        self._make, self._reporter = make, reporter
+    def __init__(
+        self,
+        make: Callable[[ControllerConfig, str], ControllerThread],
+        reporter: Reporter,
+        replanning: Replanning | None = None,
+    ) -> None:
+        self._make, self._reporter, self._replanning = make, reporter, replanning
         self._config: ControllerConfig | None = None
+        self._opens = False
         self._thread: ControllerThread | None = None
 
     @property
@@ -158,16 +196,50 @@ class Control:
         return self._thread is not None
 
     @property
+    def opens(self) -> bool:
+        """True before the first step of a controller, which knows nothing of the links.
+
+        That step should run alone: the next orders can then be issued with the settings that ``open`` waits for.
+        """
+        return self._opens
+
+    def open(self) -> None:
+        """Wait for the decision after the first step, OPENING_TIMEOUT_S seconds at most, and publish it."""
+        if self._thread is not None and not self._opens:  # else that step was halted before it began
+            self._thread.opened.wait(OPENING_TIMEOUT_S)
+            self._publish(self._thread)
+
+    @property
     def settings(self) -> ActiveSettings:
         """Settings of the next order."""
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
-    def begin(self, config: ControllerConfig | None, *, resumed: bool) -> None:
-        """Start the controller unless ``config`` is None; ``resumed`` continues from its state in the run's folder."""
-        self._config, place = config, self._reporter.folder.place
+    def begin(self, made: PlanInForce, *, resumed: bool) -> None:
+        """Start the controller for a plan, if it may change anything.
+
+        Args:
+            resumed: True to continue from the state in the run's folder.
+        """
+        config, place = made.retune, self._reporter.folder.place
+        self._config = config
+        if self._replanning is not None:
+            self._replanning.begin(made.plan)
         if config is not None:
             known = resumed and place.exists(STATE_FILE)
+            self._opens = True
             self._thread = self._make(config, place.read_bytes(STATE_FILE).decode(errors="replace") if known else "")
+        elif self._replanning is not None and self._replanning.measures:
+            self._thread = ControllerThread(None)
+
+    def workers_replaced(self, plan: Plan) -> None:
+        """Measure the stages anew, because other workers run them under the same plan."""
+        if self._replanning is not None:
+            self._replanning.begin(plan)
+
+    def cut_taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
+        """Record that the stages run the offered cut since ``step``, after ``pause_s`` seconds without training."""
+        assert self._replanning is not None, "it made the offer"
+        self._replanning.taken(offer, plan, pause_s, step)
 
     def end(self) -> None:
         """Stop the controller, publish its last decisions, save its state in the run's folder. Safe to call twice."""
@@ -175,23 +247,32 @@ class Control:
             self._thread.close()
             self._publish(self._thread)
             self._save(self._thread)
-            self._thread = None
+            self._thread, self._opens = None, False
 
-    def on_step(self, seconds: float, of_step: Sequence[StepReport], setting: ActiveSettings, *, counts: bool) -> None:
+    def on_step(
+        self, record: StepRecord, of_step: Sequence[StepReport], setting: ActiveSettings, *, counts: bool
+    ) -> None:
         """Pass a completed step to the controller, and publish what it has decided since the last step.
 
         Args:
-            seconds: duration of the step.
+            record: record of the step.
             of_step: reports of all workers on the step.
             setting: settings with which the step ran.
             counts: False if the step's duration is not representative, for example because a checkpoint was saved.
         """
-        if self._thread is not None:
-            self._thread.on_step(step_done(seconds, setting, of_step, counts=counts))
-            self._publish(self._thread)
+        self._opens = False
+        if self._thread is None:
+            return
+        if setting.choice is not None:
+            self._thread.on_step(step_done(record.seconds, setting, of_step, counts=counts))
+        if self._replanning is not None:
+            query = self._replanning.on_step(record.step, record.seconds, of_step, setting.spec)
+            if query is not None:
+                self._thread.do(partial(self._replanning.search, query))
+        self._publish(self._thread)
 
     def _publish(self, thread: ControllerThread) -> None:
-        """Publish new decisions and estimates. Changed settings are saved at once, because the driver may die."""
+        """Publish new decisions and estimates. A new state is saved at once, because the driver may die."""
         reporter, changed = self._reporter, False
         for news in thread.take_news():
             if isinstance(news, str):
@@ -203,7 +284,7 @@ class Control:
                 reporter.log(news.verdict, news.reason, step=news.step, **{**news.numbers, **names})
                 reporter.watcher.decided(news)
                 reporter.callbacks.event(news.verdict, news.reason, {**news.numbers, "step": news.step})
-                changed = changed or news.choice is not None
+                changed = changed or news.verdict in SAVED
             else:
                 reporter.watcher.estimated(news)
         if changed:
@@ -211,7 +292,8 @@ class Control:
 
     def _save(self, thread: ControllerThread) -> None:
         place = self._reporter.folder.place
-        self._reporter.try_to(lambda: place.write_bytes(STATE_FILE, thread.state.encode()))
+        if self._config is not None:
+            self._reporter.try_to(lambda: place.write_bytes(STATE_FILE, thread.state.encode()))
 
 
 def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:

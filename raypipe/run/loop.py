@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from raypipe import __version__
 from raypipe.callbacks.base import RunEnd
@@ -101,7 +102,10 @@ class _Loop:
         self._fleet, self._watcher, self._requests = setup.fleet, setup.watcher, setup.requests
         self._lease, self._lost = setup.lease, setup.lost
         self._reporter = Reporter(spec, setup.watcher)
-        self._control = Control(setup.make_controller, self._reporter)
+        replanning = None if setup.recovery is None else setup.recovery.replanning
+        if replanning is not None:
+            replanning.serve(setup.requests.offer)
+        self._control = Control(setup.make_controller, self._reporter, replanning)
         self.metrics = MetricsWriter(
             spec.place, evaluations=spec.evaluations.names if "eval" in spec.num_samples else ()
         )
@@ -145,7 +149,7 @@ class _Loop:
         """Start the controller and the callbacks, write the files of this submission, and accept requests."""
         spec, lease, folder = self._spec, self._lease, self._reporter.folder
         self._progress.goodput.begin(began_at)
-        self._control.begin(self._plan.retune, resumed=began_at > 0)
+        self._control.begin(self._plan, resumed=began_at > 0)
         self._ordering.trace(began_at)
         folder.write_plan(self._plan.plan.to_json())
         folder.write_config(spec.config_yaml)
@@ -288,6 +292,11 @@ class _Loop:
     def _train(self) -> None:
         """Train up to the end of the run, or until a stop, a change of the stages or an evaluation is due."""
         orders = self._ordering.orders(self._progress.at, empty=self._progress.empty)
+        if self._control.opens:
+            # Alone: later steps would be ordered before the controller has seen a message.
+            self._follow(self._fleet.run(islice(orders, 1), self._plan.rows), may_hand_over=True)
+            self._control.open()
+            self._progress.end_s = None  # the next step did not begin when this one ended
         self._follow(self._fleet.run(orders, self._plan.rows), may_hand_over=True)
         self._drain()
 
@@ -339,8 +348,8 @@ class _Loop:
             progress.skipped += 1
             reason = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
             self._reporter.event("skip", reason, step=record.step, skipped=progress.skipped)
-        self._control.on_step(record.seconds, of_step, setting, counts=ordered.counts)
-        self._changing.on_step(record, of_step, setting)
+        self._control.on_step(record, of_step, setting, counts=ordered.counts)
+        self._changing.on_step(record, of_step)
         self._ordering.copy_times.on_step(record.seconds, of_step)
 
     def _write_metrics(self) -> None:

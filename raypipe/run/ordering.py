@@ -139,7 +139,6 @@ class Ordering:
         plan: plan in force.
         traced_step: step in which every worker records the start and end of its actions.
         traced: True if the current workers have completed this step.
-        measures: True if stages must report their durations even without a controller.
         copy_times: schedule of in-memory copies.
     """
 
@@ -159,7 +158,7 @@ class Ordering:
         self._save_requested = False  # a checkpoint was requested and has not been ordered
         self._save_when_empty = False  # one was requested for when the pipeline drains for a copy
         self._steady = False  # the last order had neither a checkpoint nor a trace
-        self.traced_step, self.traced, self.measures = 0, False, False
+        self.traced_step, self.traced = 0, False
         self.copy_times = CopyTimes(spec.copy_interval_steps)
 
     @property
@@ -255,7 +254,7 @@ class Ordering:
             segment,
             keep_spans=ordered.traced,
             save_to=self._checkpoints.begin(after.step) if ordered.saves else "",
-            measure=self._control.runs or self.measures,
+            measure=self._control.runs,
             codecs=setting.codecs,
             keep_copy=ordered.copies,
         )

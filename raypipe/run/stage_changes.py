@@ -20,7 +20,7 @@ from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.errors import LinkError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.run.checkpoints import Checkpoints
-from raypipe.run.controller_thread import ActiveSettings, Control
+from raypipe.run.controller_thread import Control
 from raypipe.run.lease import Lease
 from raypipe.run.ordering import Ordering
 from raypipe.run.position import Progress
@@ -119,12 +119,8 @@ class Changing:
     def __post_init__(self) -> None:
         self._watcher = self.reporter.watcher
         self._failures = Failures(self.spec.max_failures, 0 if self.recovery is None else self.recovery.failures)
-        self._replanning = None if self.recovery is None else self.recovery.replanning
         self._step_s = 0.0  # duration of the last measured step
         self._torn = False  # True while stages may be inconsistent with progress: a transition failed half-way
-        if self._replanning is not None:
-            self._replanning.serve(self.requests.offer)
-            self.ordering.measures = self._replanning.measures
 
     def recover(self, error: RaypipeError, follow: Follow, *, adopted: bool = False) -> None:
         """Recover from a failure: bring all stages to the state of the same step, and resume from it.
@@ -212,8 +208,8 @@ class Changing:
         if (offer := requests.take_offer()) is not None:
             self._watcher.alert("cutting again", f"cutting the stages again: {offer.why}")
             took_s = self._make("replan", offer.why, offer, **offer.numbers)
-            if took_s is not None and self._replanning is not None:
-                self._replanning.taken(offer, self.ordering.plan.plan, took_s, self.progress.at.step)
+            if took_s is not None:
+                self.control.cut_taken(offer, self.ordering.plan.plan, took_s, self.progress.at.step)
                 less = f"steps should take {offer.gain.share:.0%} less"
                 self._watcher.alert("cut again", f"the stages were cut again within {took_s:.1f} s: {less}")
 
@@ -261,12 +257,10 @@ class Changing:
         answer(None)
         return took_s
 
-    def on_step(self, record: StepRecord, of_step: Sequence[StepReport], setting: ActiveSettings) -> None:
-        """Process a step's duration; the replanner may then offer another partition."""
+    def on_step(self, record: StepRecord, of_step: Sequence[StepReport]) -> None:
+        """Note a step's duration."""
         if not any(report.copying for report in of_step):
             self._step_s = record.seconds
-        if self._replanning is not None:
-            self._replanning.on_step(record.step, record.seconds, of_step, setting.spec)
 
     def keep_copy(self) -> None:
         """Have all stages copy their state to memory, if the pipeline is empty and they have not copied it yet."""
@@ -356,23 +350,19 @@ class Changing:
             self.ordering.save_soon()
 
     def _take_plan_of(self, back: Recovered) -> None:
-        """Adopt the new plan of a transition, if it has one, and restart the controller and the replanner.
+        """Adopt the new plan of a transition, if it has one, and restart the controller.
 
-        If workers were replaced under the same plan, only the replanner restarts, because it has measured the lost
-        workers.
+        If workers were replaced under the same plan, only stages are measured anew: links and schedule are the same.
         """
-        plan, replanning = back.plan, self._replanning
+        plan = back.plan
         if plan is None:
-            if back.replaced and replanning is not None:  # measurements of the replaced worker do not apply
+            if back.replaced:  # measurements of the replaced worker do not apply
                 self.requests.take_offer()
-                replanning.begin(self.ordering.plan.plan)
+                self.control.workers_replaced(self.ordering.plan.plan)
             return
         self.ordering.plan = plan
-        if replanning is not None:
-            replanning.begin(plan.plan)
-            self.ordering.measures = replanning.measures
         self.control.end()
-        self.control.begin(plan.retune, resumed=False)
+        self.control.begin(plan, resumed=False)
         self.reporter.try_to(lambda: self.reporter.folder.write_plan(plan.plan.to_json()))
         self._watcher.planned(plan)
 

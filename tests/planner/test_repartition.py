@@ -82,7 +82,7 @@ class Run:
             offer = answer(self.request, asked, 0.03)
             if offer is not None:
                 found.append(offer)
-                self.plan = replace(plan_of(offer.cut.decision), generation=self.plan.generation + 1)
+                self.plan = replace(plan_of(offer.decision), generation=self.plan.generation + 1)
                 self.replanner.taken(offer, self.plan, 1e-6, self.step)
         return found
 
@@ -143,9 +143,9 @@ def test_a_new_cut_is_quicker_and_is_found_once(ticks: list[int], stages: int, s
     found = run.offers(slowness[:stages], 20)
     assert len(found) <= 1
     for offer in found:
-        assert offer.cut.after_s < offer.cut.before_s
+        assert offer.gain.after_s < offer.gain.before_s
         assert max(run.busy_s(slowness[:stages])) <= before_s
-        assert offer.cut.speeds == pytest.approx([1 / slow for slow in slowness[:stages]])
+        assert offer.speeds == pytest.approx([1 / slow for slow in slowness[:stages]])
     assert run.offers(slowness[:stages], 40) == []  # as planned: nothing is left to gain
 
 
@@ -155,7 +155,7 @@ def test_a_worker_that_becomes_slower_bit_by_bit_gives_layers_away_once_that_pay
     assert list(run.asked([1.0] * 4, 20)) == []
     assert run.offers([1.0, 1.0, 1.35, 1.0], 20) == []
     (offer,) = run.offers([1.0, 1.0, 1.68, 1.0], 20)
-    assert offer.cut.speeds == pytest.approx([1, 1, 1 / 1.68, 1])
+    assert offer.speeds == pytest.approx([1, 1, 1 / 1.68, 1])
     assert offer.why == "stage 2 takes 1.68 times as long as before, the stages' median 1.00 times"
     assert [s.stop - s.start for s in run.plan.partition.stages][2] == 1
 
@@ -188,7 +188,7 @@ def test_pauses_between_moves_grow_with_what_a_move_takes() -> None:
     asked = next(run.asked([1.0, 1.0, 1.5, 1.0], 20))
     offer = answer(run.request, asked, 0.03)
     assert offer is not None
-    plan = plan_of(offer.cut.decision)
+    plan = plan_of(offer.decision)
     step_s = offer.gain.after_s
     run.plan, pause_s = plan, 3 * step_s
     run.replanner.taken(offer, plan, pause_s, run.step)

@@ -352,6 +352,20 @@ def test_what_is_decided_last_is_told_too(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "late" / "controller.json").read_text()) == {"steps": 1}
 
 
+def test_the_second_step_has_what_is_decided_after_the_first(tmp_path: Path) -> None:
+    """The loop waits for it, and only once; later steps go on while the controller thinks."""
+
+    class Slow(Script):
+        def handle(self, event: StepDone) -> list[ControllerDecision]:
+            time.sleep(0.1)
+            return super().handle(event) if event.step == 0 else []
+
+    rows = train(
+        trainer(tmp_path, "slow", "mlp"), lambda setup, state: ControllerThread(setup, state, Slow(setup, KINDS))
+    )
+    assert [row["schedule"] for row in rows[1:]] == [str(KINDS[0])] * (STEPS - 1)
+
+
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_step_beside_a_copy_is_no_measurement(copying: bool) -> None:
     """Also of the stage that copied nothing: its messages share the way of the other one's copy."""

@@ -33,7 +33,7 @@ def test_nodes_that_go_are_told_once_and_halt_the_stages() -> None:
 
 
 def test_another_cut_waits_until_what_is_ordered_is_done() -> None:
-    requests, fleet, offer = Requests(), Halts(), Offer(*[None] * 4)  # type: ignore[arg-type]
+    requests, fleet, offer = Requests(), Halts(), Offer(*[None] * 5)  # type: ignore[arg-type]
     requests.serve(fleet)
     requests.offer(offer)
     assert fleet.count == 0

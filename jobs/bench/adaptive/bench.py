@@ -4,6 +4,8 @@
         flow, free; 40 steps each
     b   four stages that sleep 10 and 20 ms, M = 16, at most 6 micro-batches on a stage: a link that is taken for 25 ms
         by every message, hop 0, then 1, then 2, then none; 40 steps each
+    t   simulated traces of links (traces.py), from calm to moving ones, of 200 steps each, without Ray or a network;
+        ``t_lock_out_steps`` are the most in which a change is answered after switches that did not pay
 
 A fixed plan runs fewer steps of each phase, and their mean counts for the whole phase. The adaptive run counts every
 step, also those before the controller reacts. All take turns in every round, in one order and then in the reverse. The
@@ -28,6 +30,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from jobs.bench.adaptive.sleeping import Ran, run_sleeping
+from jobs.bench.adaptive.traces import TRACES, locked_out, run_trace
 from jobs.lib.common import Bench, BenchRun, machine_line
 from jobs.lib.emulated import moving
 from jobs.lib.shaped import Rig, rig
@@ -74,7 +77,7 @@ class Settings:
     phase_steps: int = PHASE_STEPS
     fixed_steps: int = 10
     settling: int = 3
-    scenario: str = "ab"
+    scenario: str = "abt"
     fixed: int = 100
     turns: int = 12
     turn_steps: int = 8
@@ -87,14 +90,21 @@ BENCH = Bench(
     quick=Settings(1, 6, 4, 2, "b", 2),
     layout={
         "against 1F1B": r"(a|b)_vs_static_1f1b",
-        "against the best fixed plan": r"(a|b)_vs_best_static",
+        "against the best fixed plan": r"(a|b|t_\w+)_vs_best_static",
         "over the oracle": r"(a|b)_vs_oracle",
         "over the oracle of means": r"(a|b)_vs_oracle_of_means",
         "the oracle against 1F1B": r"(a|b)_oracle_vs_static_1f1b",
     },
-    targets={r"b_vs_static_1f1b": ">= 1.25", r"free_link_penalty": "<= 1.01", r"frozen_fails": ">= 1"},
+    targets={
+        r"b_vs_static_1f1b": ">= 1.25",
+        r"free_link_penalty": "<= 1.01",
+        r"frozen_fails": ">= 1",
+        r"t_at_least_0_99": ">= 12",
+        r"t_least_where_links_change_for_good": ">= 1",
+        r"t_lock_out_steps": "<= 5",
+    },
     options={
-        "--scenario": {"choices": ("a", "b"), "help": "only this one"},
+        "--scenario": {"choices": ("a", "b", "t"), "help": "only this one"},
         "--rounds": {"type": int, "default": Settings.rounds, "help": "how often all plans take turns"},
     },
 )
@@ -219,6 +229,24 @@ def scenario_b(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
     return figures, raw, _rows("b", [ran.seconds for ran in adaptive], fixed, settings)
 
 
+def scenario_t() -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
+    """Run the simulated traces; return figures, raw numbers and rows."""
+    found = {name: run_trace(trace) for name, trace in TRACES.items()}
+    for name, one in found.items():
+        print(f"t {name}: {one.ratio:.4f} of {one.best}; switches {one.switches}, undone {one.undone}", flush=True)
+    ratios = {name: one.ratio for name, one in found.items()}
+    figures = {f"t_{name.replace(',', '').replace(' ', '_')}_vs_best_static": ratio for name, ratio in ratios.items()}
+    figures["t_at_least_0_99"] = float(sum(ratio >= 0.99 for ratio in ratios.values()))
+    figures["t_least_where_links_change_for_good"] = min(ratios[name] for name in TRACES if TRACES[name].lasting)
+    figures["t_lock_out_steps"] = float(max(locked_out(range(100, 171)).values()))
+    rows = [
+        [kind, name, fmean(seconds) * 1e3]
+        for name, one in found.items()
+        for kind, seconds in (("t adaptive", one.own_s), (f"t best fixed: {one.best}", one.fixed_s))
+    ]
+    return figures, {name: one._asdict() for name, one in found.items()}, rows
+
+
 def _in_ms(phase_s: list[float]) -> str:
     return f"{' '.join(f'{s * 1e3:.0f}' for s in phase_s)} ms"
 
@@ -265,7 +293,7 @@ def _rows(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Sett
 
 
 def main() -> int:
-    """Measure both scenarios."""
+    """Measure all scenarios."""
     run = BENCH.begin()
     settings = run.settings
     rows: list[list[Any]] = []
@@ -273,6 +301,10 @@ def main() -> int:
         if name not in settings.scenario:
             continue
         figures, run.raw[name], more = scenario(settings)
+        run.figures |= figures
+        rows += more
+    if "t" in settings.scenario:
+        figures, run.raw["t"], more = scenario_t()
         run.figures |= figures
         rows += more
     run.table("milliseconds per step", ("plan", "phase", "mean ms"), rows)

@@ -11,11 +11,10 @@ steady ---- differs ----> suspect ---- differs again ----> changed: the new mean
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
-from typing import Any
 
 from raypipe.ir.communication import StageSample
 
@@ -61,9 +60,6 @@ class Drift:
             return replace(self, mean_s=(self.odd_s + seconds) / 2, odd_s=None), DriftState.CHANGED
         return replace(self, odd_s=seconds), DriftState.SUSPECT
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 WINDOW_STEPS = 8
 """Newest steps of which medians are taken."""
@@ -71,6 +67,10 @@ SPLIT_TIMINGS = 5
 """Newest timings of split backwards that are kept, as fractions of a whole backward."""
 FLOOR_S = 1e-3
 """Least mean that changes of a stage's seconds are relative to."""
+SETTLED_STEPS = 6
+"""Steps without a change after which stage times count as settled."""
+MEASURED_STEPS = 4
+"""Fewest measured steps among SETTLED_STEPS; medians include the two steps that showed the change."""
 
 
 class StageEstimator:
@@ -85,6 +85,9 @@ class StageEstimator:
         self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
         # I and W as fractions of a whole backward, which do not depend on how slow the machine is.
         self._split_shares: list[deque[tuple[float, float]]] = [deque(maxlen=SPLIT_TIMINGS) for _ in range(num_stages)]
+        self._step = -1  # the newest
+        self._since: int | None = None  # the step of the last change, or the one before the first
+        self._measured = 0  # steps since then
 
     def add(self, samples: Iterable[StageSample]) -> DriftState:
         """Add one step; return CHANGED if a stage has become faster or slower for good, else STEADY.
@@ -94,6 +97,7 @@ class StageEstimator:
         """
         news = DriftState.STEADY
         for sample in samples:
+            self._begin_step(sample.step)
             window = self._window[sample.stage]
             busy_s = sample.forward_s + self._whole_s(sample)
             self._drift[sample.stage], stage_news = self._drift[sample.stage].after(busy_s)
@@ -108,12 +112,30 @@ class StageEstimator:
                 keep = list(window)[-2:]
                 window.clear()
                 window.extend(keep)
+            self._since, self._measured = self._step, 0
         return news
+
+    def _begin_step(self, step: int) -> None:
+        """Count a step when its first sample comes."""
+        if self._since is None or step < self._step:  # the first step, or the first after a rollback
+            self._since, self._measured = step - 1, 0
+        if step != self._step:
+            self._step, self._measured = step, self._measured + 1
 
     @property
     def complete(self) -> bool:
         """True if every stage has reported a step."""
         return all(self._window)
+
+    @property
+    def settled_s(self) -> tuple[float, ...] | None:
+        """Seconds of forward plus backward of one micro-batch, by stage; None while they have not settled."""
+        if self._since is None or not self.complete:
+            return None
+        if self._step - self._since < SETTLED_STEPS or self._measured < MEASURED_STEPS:
+            return None
+        forward_s, backward_s, _ = self.seconds()
+        return tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
 
     def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """Compute medians by stage: forward, whole backward, optimizer step."""
@@ -157,61 +179,3 @@ class StageEstimator:
         """Return I and W as fractions of a whole backward; None before both were timed."""
         timed = self._split_shares[stage]
         return (median(i for i, _ in timed), median(w for _, w in timed)) if timed else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the state to JSON values."""
-        return {
-            "window": [[list(sample) for sample in window] for window in self._window],
-            "drift": [asdict(one) for one in self._drift],
-            "split_shares": [[list(pair) for pair in timed] for timed in self._split_shares],
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load what ``to_dict`` wrote."""
-        for window, rows in zip(self._window, state["window"], strict=True):
-            window.clear()
-            window.extend(StageSample(*row) for row in rows)
-        self._drift = [Drift(**one) for one in state["drift"]]
-        for timed, pairs in zip(self._split_shares, state["split_shares"], strict=True):
-            timed.clear()
-            timed.extend((float(i), float(w)) for i, w in pairs)
-
-
-SETTLED_STEPS = 6
-"""Steps without a change after which stage times count as settled."""
-MEASURED_STEPS = 4
-"""Fewest measured steps among SETTLED_STEPS; medians include the two steps that showed the change."""
-
-
-class SteadyStageTimes:
-    """Detector of stage times that have settled: no change for SETTLED_STEPS steps.
-
-    Args:
-        drift_threshold: relative change of a stage's seconds that counts as a change.
-    """
-
-    def __init__(self, num_stages: int, drift_threshold: float) -> None:
-        self._stages = StageEstimator(num_stages, drift_threshold)
-        self._since: int | None = None  # the step of the last change, or the one before the first
-        self._measured = 0  # steps since then
-
-    def add(self, samples: Sequence[StageSample]) -> tuple[float, ...] | None:
-        """Add one measured step.
-
-        Args:
-            samples: samples of this step, one per stage.
-
-        Returns:
-            seconds of forward plus backward of one micro-batch, by stage; None while they have not settled.
-        """
-        step = samples[0].step
-        if self._since is None or self._since >= step:  # the first step, or the first after a rollback
-            self._since, self._measured = step - 1, 0
-        if self._stages.add(samples) is DriftState.CHANGED:
-            self._since, self._measured = step, 0
-        else:
-            self._measured += 1
-        if step - self._since < SETTLED_STEPS or self._measured < MEASURED_STEPS or not self._stages.complete:
-            return None
-        forward_s, backward_s, _ = self._stages.seconds()
-        return tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from raypipe.errors import PlanError
 from raypipe.ir.communication import CodecCost
@@ -55,6 +55,12 @@ class ControllerConfig:
             )
         # The memory of these schedules is not modelled, so no budget could be enforced.
         self.choice.memory_model()
+
+    @property
+    def lossless(self) -> ControllerConfig:
+        """Permissions for a switch that cannot be judged: whole backwards, no codecs, and the same micro-batches."""
+        mode = "slack" if self.mode == "auto" else self.mode
+        return replace(self, mode=mode, forward_codecs=(), backward_codecs=(), microbatch_seconds=())
 
     @property
     def identity(self) -> str:

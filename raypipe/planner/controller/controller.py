@@ -5,7 +5,7 @@
                  links, stages
 
 Controller holds the measurements and the state, the only values that persist between steps. Equal events give equal
-decisions, even if both went through JSON in between.
+decisions. A restarted driver begins with the choice and the memory that were saved, and measures anew.
 
 ``after`` has no clock, randomness or I/O. A step passes through its parts in their order. Each may change the state and
 add decisions:
@@ -21,7 +21,7 @@ add decisions:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,8 +34,9 @@ from raypipe.planner.controller.events import Choice, ControllerDecision, StepDo
 from raypipe.planner.controller.measured import Measured
 from raypipe.planner.controller.memory_budget import PeakMemory, fits
 from raypipe.planner.controller.observer import Observed, Observer
-from raypipe.planner.controller.search import SearchResult, search
+from raypipe.planner.controller.search import SearchResult, agrees, search
 from raypipe.planner.controller.states import (
+    RECENT,
     Comparison,
     Confirm,
     Known,
@@ -50,7 +51,7 @@ from raypipe.planner.controller.states import (
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.replay import routes_of
 
-FORMAT = 3
+FORMAT = 4
 """Version of the saved state's format."""
 
 
@@ -88,9 +89,8 @@ class Controller:
         return decisions
 
     def to_json(self) -> str:
-        """Serialize state and measurements, for a restarted driver."""
-        parts = {"observer": self._observer.to_dict(), "state": state_to_dict(self._state)}
-        return json.dumps({"format": FORMAT, "setup": self.setup.identity, **parts})
+        """Serialize what a restarted driver needs."""
+        return json.dumps({"format": FORMAT, "setup": self.setup.identity, "state": state_to_dict(self._state)})
 
     @classmethod
     def from_json(cls, setup: ControllerConfig, text: str) -> Controller:
@@ -107,7 +107,6 @@ class Controller:
             if saved["setup"] != setup.identity:
                 raise ValueError("it was written by a run with other stages, limits or settings")
             controller = cls(setup)
-            controller._observer.load(saved["observer"])
             controller._state = state_from_dict(saved["state"], setup.budgets)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
@@ -194,10 +193,8 @@ def gains(trial: Comparison, name: Name) -> dict[str, Any]:
     }
 
 
-RECENT = 8
-"""Most steps before a switch that the steps after it are compared with."""
 SETTLE = 1
-"""Steps after the first step of a run before the first search."""
+"""Steps at the beginning of a run in which a change of links or stages causes no search of its own."""
 REMEMBER_INTERVALS = 8
 """Retune intervals for which the controller keeps the seconds of messages before they were compressed. They are
 discarded at once if compressed messages show a change of the link. Compressed messages may hide a change, because small
@@ -207,8 +204,11 @@ MOST_DOUBLINGS = 4
 OWN_CHANGE = 6
 """Steps after an undone switch within which a change of links is attributed to the switch itself: the driver is up to
 three steps ahead with its orders, and a change is detected after two."""
-SEEN = 5
+SEEN = 2
 """Steps with another choice after which it must have shown up in the estimates of links."""
+SLOWER = 2.0
+"""Steps that are slower than at the last search by this multiple of ``min_gain`` cause another one: links that become
+slower little by little never seem to change."""
 LEAST_SHARE = 0.1
 """Least seconds of a message that changes are relative to, over those of a micro-batch on the slowest stage."""
 MOST_NEWS_SEARCHES = 3
@@ -249,14 +249,13 @@ def _note(state: State, event: StepInput, config: ControllerConfig) -> Answer:
         state = Measure(known)
     memory = known.memory.after(done.choice, done.stages)
     tight = memory.budgets != known.memory.budgets and not fits(done.choice, memory.budgets)
-    first = done.step + SETTLE if known.steps == 0 else known.search_at
     since = done.step - config.retune_interval_steps
     known = replace(
         known,
         memory=memory,
         step=done.step,
         steps=known.steps + 1,
-        search_at=done.step if tight else first,
+        search_at=done.step if tight or known.steps == 0 else known.search_at,
         news_searches=tuple(step for step in known.news_searches if step > since),
     )
     if tight and isinstance(state, Quiet):
@@ -301,33 +300,39 @@ def _end_quiet(state: State, event: StepInput, config: ControllerConfig) -> Answ
     step = event.done.step
     # The switch back shows up as a change, until which estimates are those of the trial; at most SEEN steps after it.
     seen = len(state.known.recent) == SEEN if state.drifted is None else step > state.drifted
-    if step >= state.until or (seen and _differ(state, event, config)):
+    if step >= state.until or (seen and _differ(state.links_s, event, config)):
         return Measure(replace(state.known, search_at=step)), []
     return state, []
 
 
-def _differ(state: Quiet, event: StepInput, config: ControllerConfig) -> bool:
-    """Return True if the links differ from those before the switch: a change that the switch back did not cause."""
+def _differ(links_s: Sequence[float], event: StepInput, config: ControllerConfig) -> bool:
+    """Return True if the links differ from ``links_s``, what ``Comparison.links_s`` was before a switch."""
     measured = event.measure()
-    if measured is None or not state.links_s:
+    if measured is None or not links_s:
         return False
     now_s = measured.slowest_s(lambda link: link.transfer_s)
     floor_s = LEAST_SHARE * max(measured.busy_s)
-    pairs = zip(state.links_s, now_s, strict=True)
+    pairs = zip(links_s, now_s, strict=True)
     return any(abs(now - then) > config.link_drift_threshold * max(then, floor_s) for then, now in pairs)
 
 
 def _judge(state: State, event: StepInput, config: ControllerConfig) -> Answer:
     """Decide PAID, UNDO or OPEN for the switch on trial, as soon as it can be judged."""
     done, known = event.done, state.known
-    if not isinstance(state, Trial) or _in_flight(state, event):
+    if not isinstance(state, Trial):
         return state, []
-    if event.seen.news is DriftState.CHANGED and state.comparison.began is not None:
-        name, numbers = config.name(state.comparison.after), gains(state.comparison, config.name)
-        reason = f"The links changed while {name} was on trial: it cannot be judged."
-        return Measure(known), [ControllerDecision(done.step, Verdict.OPEN, reason, numbers)]
+    if _in_flight(state, event):
+        changed = event.seen.news is DriftState.CHANGED
+        comparison = state.comparison.with_earlier(done, since=done.step if changed else 0)
+        return Trial(known, comparison), []
     comparison = state.comparison.with_step(done.step, done.seconds, done.counts)
     paid = comparison.paid(config.min_gain)
+    moved = event.seen.news is DriftState.CHANGED and state.comparison.began is not None
+    # With other codecs or micro-batches messages have other bytes, and links may seem changed though they are not.
+    if moved or (paid is False and comparison.same_messages and _differ(comparison.links_s, event, config)):
+        name, numbers = config.name(comparison.after), gains(state.comparison, config.name)
+        reason = f"The links changed while {name} was on trial: it cannot be judged."
+        return Measure(known), [ControllerDecision(done.step, Verdict.OPEN, reason, numbers)]
     if paid is None:
         return Trial(known, comparison), []
     if not paid:
@@ -351,16 +356,20 @@ def _taken_back(known: Known, comparison: Comparison, event: StepInput, config: 
 def _search_again(state: State, event: StepInput, config: ControllerConfig) -> Answer:
     """Score all candidates if a search is due, and decide KEEP, WAIT or SWITCH."""
     done = event.done
-    if not _due(state, event) or (measured := event.measure()) is None:
+    if not _due(state, event, config) or (measured := event.measure()) is None:
         return state, []
     known = _searched(state, event, config)
     measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, measured))
-    result = search(replace(config, budgets=known.memory.budgets), measured, done.choice)
+    config = replace(config, budgets=known.memory.budgets)
+    opening = known.opens and done.choice == config.choice
+    result = search(config.lossless if opening else config, measured, done.choice)
     look = _judged_search(result, known, event, config)
+    known = replace(known, searched_s=typical_s(look.recent_s))
     best = result.best.choice
     if look.verdict is Verdict.KEEP:
         state = Measure(known)
-    elif look.too_large:
+    elif look.too_large or (opening and agrees(config, measured, result)):
+        # Before a first switch there is only the run's start, which is no measure for a trial.
         state = Measure(_requested(known, best, event, config))
     elif isinstance(state, Confirm):
         links_s = tuple(measured.slowest_s(lambda link: link.transfer_s))
@@ -368,7 +377,8 @@ def _search_again(state: State, event: StepInput, config: ControllerConfig) -> A
         state = Trial(_requested(known, best, event, config), comparison)
     else:
         look = look._replace(verdict=Verdict.WAIT, text=f"{look.text} It is used if the next step agrees.")
-        state = Confirm(known)
+        steady = event.seen.news is DriftState.STEADY
+        state = Confirm(known if steady else replace(known, recent=known.recent[-1:]))  # as in _searched
     numbers = numbers_of(result, measured, look.gain, typical_s(look.recent_s), config.name)
     return state, [
         ControllerDecision(
@@ -401,8 +411,8 @@ def _judged_search(result: SearchResult, known: Known, event: StepInput, config:
     recent_s = known.recent_s
     if event.seen.news is DriftState.SUSPECT or not recent_s:
         recent_s = (done.seconds,)
-    # Time that the model does not explain is added to every candidate.
-    rest_s = max(0.0, typical_s(recent_s) - result.current.seconds)
+    # Time that the model does not explain is added to every candidate, except the start of a run.
+    rest_s = max(0.0, typical_s(recent_s) - result.current.seconds) if done.counts or not known.opens else 0.0
     gain = (result.current.seconds + rest_s) / (best.seconds + rest_s) - 1.0
     text = why(result, gain, event.seen.who, config.name)
     differs = best.choice != done.choice
@@ -422,19 +432,23 @@ def _judged_search(result: SearchResult, known: Known, event: StepInput, config:
     return _Look(Verdict.SWITCH if wanted and not config.frozen else Verdict.KEEP, gain, recent_s, too_large, text)
 
 
-def _due(state: State, event: StepInput) -> bool:
+def _due(state: State, event: StepInput, config: ControllerConfig) -> bool:
     """Return True if a search is due after this step."""
     if isinstance(state, Trial | Quiet) or _in_flight(state, event):
         return False
-    if _due_anyway(state, event):
+    if _due_anyway(state, event, config):
         return True
     known = state.known
-    for_news = event.seen.news is not DriftState.STEADY and known.steps > SETTLE
-    return for_news and len(known.news_searches) < MOST_NEWS_SEARCHES
+    return (
+        event.seen.news is not DriftState.STEADY
+        and known.steps > SETTLE
+        and len(known.news_searches) < MOST_NEWS_SEARCHES
+    )
 
 
-def _due_anyway(state: State, event: StepInput) -> bool:
-    return isinstance(state, Confirm) or event.done.step >= state.known.search_at
+def _due_anyway(state: State, event: StepInput, config: ControllerConfig) -> bool:
+    slowed = state.known.slowed(SLOWER * config.min_gain)
+    return slowed or isinstance(state, Confirm) or event.done.step >= state.known.search_at
 
 
 def _in_flight(state: State, event: StepInput) -> bool:
@@ -445,8 +459,10 @@ def _in_flight(state: State, event: StepInput) -> bool:
 def _searched(state: State, event: StepInput, config: ControllerConfig) -> Known:
     """Record a search, and schedule the next one; sooner at the beginning of a run, when steps are unusually slow."""
     known, step, interval = state.known, event.done.step, config.retune_interval_steps
-    for_news = known.news_searches if _due_anyway(state, event) else (*known.news_searches, step)
-    return replace(known, news_searches=for_news, search_at=step + min(interval, known.steps))
+    for_news = known.news_searches if _due_anyway(state, event, config) else (*known.news_searches, step)
+    # Earlier steps ran on other links, and a trial must not be compared with them.
+    recent = known.recent[-2:] if known.slowed(SLOWER * config.min_gain) else known.recent
+    return replace(known, recent=recent, news_searches=for_news, search_at=step + min(interval, known.steps))
 
 
 def _requested(known: Known, choice: Choice, event: StepInput, config: ControllerConfig) -> Known:
@@ -455,7 +471,7 @@ def _requested(known: Known, choice: Choice, event: StepInput, config: Controlle
     if (measured := event.measure()) is not None:
         until = step + REMEMBER_INTERVALS * config.retune_interval_steps
         uncompressed = uncompressed.at(step).after_switch(event.done.choice, choice, measured, until)
-    return replace(known, wanted=choice, recent=(), uncompressed=uncompressed)
+    return replace(known, wanted=choice, recent=(), news_searches=(), uncompressed=uncompressed)
 
 
 def _ratios(config: ControllerConfig, choice: Choice, measured: Measured) -> list[float]:

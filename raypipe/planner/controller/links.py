@@ -29,11 +29,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 from operator import is_
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raypipe.ir.communication import LinkEstimate, LinkSample
 from raypipe.planner.controller.change_detection import Drift, DriftState
@@ -244,8 +244,9 @@ class LinkEstimator:
             return DriftState.STEADY
         ratios = [ratio for ratio in map(_ratio, step) if ratio is not None]
         if any(abs(a - b) > CODEC_CHANGED * b for a, b in zip(ratios, self._ratios, strict=False)):
-            # Another codec is in use: seconds of its messages cannot be compared with earlier ones.
+            # Another codec is in use: seconds of its messages cannot be compared or mixed with earlier ones.
             self._drift = replace(self._drift, mean_s=None, odd_s=None)
+            self._window.clear()
         self._ratios = ratios
         self._drift, news = self._drift.after(sum(_middle_s(costs_s) for costs_s in fit.costs_s if costs_s))
         if self._outliers and news is DriftState.STEADY:
@@ -284,24 +285,6 @@ class LinkEstimator:
             split=fit.ways[way].split,
             reason=fit.ways[way].reason,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the state to JSON values."""
-        return {
-            "hop": self.hop,
-            "window": [[list(m) for way in step for m in way] for step in self._window],
-            "drift": asdict(self._drift),
-            "odd": self._outliers,
-            "ratios": self._ratios,
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load what ``to_dict`` wrote."""
-        self._window.clear()
-        self._window.extend(_by_way(LinkSample(*m) for m in step) for step in state["window"])
-        self._drift = Drift(**state["drift"])
-        self._outliers = state["odd"]
-        self._ratios = state["ratios"]
 
 
 class _Fit(NamedTuple):

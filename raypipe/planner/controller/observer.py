@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raypipe.ir.communication import LinkEstimate, LinkSample
 from raypipe.planner.controller.change_detection import DriftState, StageEstimator
@@ -106,21 +106,6 @@ class Observer:
                 if estimate is not None and (known is None or known.transfer_s < estimate.transfer_s):
                     slowest[link.hop, forward] = estimate
         return tuple(slowest.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the state to JSON values."""
-        return {
-            "num_microbatches": self._num_microbatches,
-            "links": [link.to_dict() for link in self._links],
-            "stages": self._workers.to_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load what ``to_dict`` wrote."""
-        self._num_microbatches = int(state["num_microbatches"])
-        for link, row in zip(self._links, state["links"], strict=True):
-            link.load(row)
-        self._workers.load(state["stages"])
 
 
 def _spread_s(link: LinkEstimate) -> float:

@@ -92,6 +92,23 @@ def search(config: ControllerConfig, measured: Measured, current: Choice) -> Sea
     return SearchResult(best, lossless, now, len(scores), _limit(config, best.choice))
 
 
+def agrees(config: ControllerConfig, measured: Measured, result: SearchResult) -> bool:
+    """Return True if the best choice, without codecs, gains ``min_gain`` on either half of the messages.
+
+    Then no few of them decide.
+
+    Args:
+        measured: measurements from which ``result`` was made.
+    """
+    for half in (slice(None, None, 2), slice(1, None, 2)):
+        links = [link and replace(link, draws_s=link.draws_s[half] or link.draws_s) for link in measured.links]
+        part = replace(measured, links=tuple(links))
+        best_s, current_s = (predicted_s(part, one.choice, {}) for one in (result.best, result.current))
+        if best_s * (1 + config.min_gain) > current_s:
+            return False
+    return True
+
+
 def _orders(
     config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
 ) -> Iterator[Choice]:

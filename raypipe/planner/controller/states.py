@@ -20,7 +20,9 @@
     Quiet --time--> Measure       the quiet time is over, or the current choice no longer fits into memory
     Confirm --SWITCH--> Measure   the current choice needs too much memory: a switch without a trial
 
-From Measure such a switch leads back to Measure. If step numbers go back, as after a rollback to a checkpoint, any
+From Measure such a switch leads back to Measure. So does the first switch of a run, without codecs, if either half of
+the messages of its first step shows the gain: those steps are no measure for a trial, and the next step is searched
+again. If step numbers go back, as after a rollback to a checkpoint, any
 state is followed by Measure.
 
 ``state_to_dict`` and ``state_from_dict`` keep the state for a restarted driver.
@@ -33,12 +35,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from raypipe.planner.controller.events import Choice
+from raypipe.planner.controller.events import Choice, StepDone
 from raypipe.planner.controller.measured import UncompressedTimes
 from raypipe.planner.controller.memory_budget import MemoryBudget, PeakMemory
 
 FEWEST = 4
 """Fewest steps after a switch before it is judged."""
+RECENT = 8
+"""Most steps before a switch that the steps after it are compared with."""
 MOST = 16
 """Steps after a switch from which on it is judged even if noise is large."""
 
@@ -74,6 +78,24 @@ class Comparison:
             return replace(self, began=step)
         return replace(self, after_s=(*self.after_s, seconds)) if counts else self
 
+    def with_earlier(self, done: StepDone, since: int) -> Comparison:
+        """Add a step that ran with the earlier choice after the switch was requested.
+
+        Args:
+            since: step of the last change of the links; earlier steps are dropped if it is this one.
+        """
+        if done.choice != self.before or not done.counts:
+            return self
+        before_s = () if since == done.step else self.before_s
+        return replace(self, before_s=(*before_s, done.seconds)[-RECENT:])
+
+    @property
+    def same_messages(self) -> bool:
+        """True if messages have the same bytes on the wire before and after the switch."""
+        before, after = self.before, self.after
+        codecs = (before.forward_codecs, before.backward_codecs) == (after.forward_codecs, after.backward_codecs)
+        return codecs and before.num_microbatches == after.num_microbatches
+
     @property
     def achieved_gain(self) -> float:
         """Relative gain by the medians of both sides; 0 if one side has no steps."""
@@ -98,18 +120,6 @@ class Comparison:
         if abs(margin) < doubt and len(self.after_s) < MOST:
             return None
         return margin >= 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "links_s", "after_s", "began")}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **rest}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Comparison:
-        """Read what ``to_dict`` wrote."""
-        ends = {name: Choice.from_dict(values[name]) for name in ("before", "after")}
-        seconds = {name: tuple(values[name]) for name in ("before_s", "links_s", "after_s")}
-        return cls(**{**values, **ends, **seconds})
 
 
 def typical_s(seconds: Sequence[float]) -> float:
@@ -140,6 +150,7 @@ class Known:
         search_at: step of the next search, unless a change of links or stages causes an earlier one.
         news_searches: steps within the last retune interval after which such a change caused a search.
         failed: number of switches undone since the last one that paid.
+        searched_s: seconds of a step at the last search; 0 before it.
     """
 
     wanted: Choice
@@ -151,15 +162,26 @@ class Known:
     search_at: int = 0
     news_searches: tuple[int, ...] = ()
     failed: int = 0
+    searched_s: float = 0.0
 
     @property
     def recent_s(self) -> tuple[float, ...]:
         """Seconds of the recent steps."""
         return tuple(seconds for _, seconds in self.recent)
 
+    @property
+    def opens(self) -> bool:
+        """True before the first search since the run began or rolled back to a checkpoint."""
+        return self.searched_s == 0
+
+    def slowed(self, share: float) -> bool:
+        """Return True if the last two steps took longer than those of the last search, by more than ``share``."""
+        last_s = self.recent_s[-2:]
+        return len(last_s) == 2 and self.searched_s > 0 and min(last_s) > self.searched_s * (1 + share)
+
     def rewound(self) -> Known:
         """Return the knowledge that is still valid after a rollback to an earlier step."""
-        return replace(self, uncompressed=UncompressedTimes(), recent=(), steps=0, news_searches=())
+        return replace(self, uncompressed=UncompressedTimes(), recent=(), steps=0, news_searches=(), searched_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,29 +227,19 @@ class Quiet:
 State = Measure | Confirm | Trial | Quiet
 
 
-_STATES = {kind.__name__: kind for kind in (Measure, Confirm, Trial, Quiet)}
-_NUMBERS = ("step", "steps", "search_at", "failed")
-
-
 def state_to_dict(state: State) -> dict[str, Any]:
-    """Convert a state to JSON values."""
+    """Convert to JSON values what a later driver can use: its first step measures links and stages anew.
+
+    A switch on trial is left out: that driver begins with the choice before it.
+    """
     known = state.known
-    values: dict[str, Any] = {
-        "state": type(state).__name__,
-        "wanted": known.wanted.to_dict(),
+    return {
+        "wanted": (state.comparison.before if isinstance(state, Trial) else known.wanted).to_dict(),
         "extra_bytes": [budget.extra_bytes for budget in known.memory.budgets],
         "fullest_bytes": known.memory.fullest_bytes,
         "uncompressed": [known.uncompressed.seconds, known.uncompressed.num_microbatches, known.uncompressed.until],
-        "recent": known.recent,
-        "news_searches": known.news_searches,
-        **{name: getattr(known, name) for name in _NUMBERS},
+        "failed": known.failed,
     }
-    match state:
-        case Trial(_, comparison):
-            values["comparison"] = comparison.to_dict()
-        case Quiet(_, since, until, links_s, drifted):
-            values |= {"since": since, "until": until, "links_s": links_s, "drifted": drifted}
-    return values
 
 
 def state_from_dict(values: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -> State:
@@ -240,17 +252,11 @@ def state_from_dict(values: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -
         KeyError, TypeError, ValueError: ``values`` is not such a state.
     """
     seconds, count, until = values["uncompressed"]
-    known = Known(
-        Choice.from_dict(values["wanted"]),
-        PeakMemory(budgets, tuple(values["fullest_bytes"])).with_extra(values["extra_bytes"]),
-        UncompressedTimes(tuple(seconds), count, until),
-        tuple((step, step_s) for step, step_s in values["recent"]),
-        news_searches=tuple(values["news_searches"]),
-        **{name: values[name] for name in _NUMBERS},
+    return Measure(
+        Known(
+            Choice.from_dict(values["wanted"]),
+            PeakMemory(budgets, tuple(values["fullest_bytes"])).with_extra(values["extra_bytes"]),
+            UncompressedTimes(tuple(seconds), count, until),
+            failed=int(values["failed"]),
+        )
     )
-    kind = _STATES[values["state"]]
-    if kind is Trial:
-        return Trial(known, Comparison.from_dict(values["comparison"]))
-    if kind is Quiet:
-        return Quiet(known, values["since"], values["until"], tuple(values["links_s"]), values["drifted"])
-    return Confirm(known) if kind is Confirm else Measure(known)

@@ -1,15 +1,14 @@
-"""Replanner of a run: measures every step, searches for a better partition in a thread, and offers it if it pays.
+"""Other cuts of a running job: measures every step, and offers another partition if the time saved exceeds the pause.
 
-    loop: reports of a step --> on_step --> RepartitionQuery --> thread: answer, which may take seconds
-    loop: between two steps <-- Requests.take_offer <-- offer --+
+    loop: reports of a step --> on_step --> RepartitionQuery, queued for the controller's thread
+    controller's thread: search, which may take seconds --> Offer, which the loop takes between two steps
 
-The loop never waits for the search. Only runs that survive failures have a replanner, for two reasons: an optional
-change must not end a run, and layers are moved by means of the in-memory copies that only such runs keep.
+Only runs that survive failures change their cut, for two reasons: an optional change must not end a run, and layers are
+moved by means of the in-memory copies that only such runs keep.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from raypipe.ir.cluster import Cluster
@@ -73,22 +72,26 @@ class Replanning:
         """Record that the stages run the offered plan since ``step``, after ``pause_s`` seconds without training."""
         self._replanner.taken(offer, plan, pause_s, step)
 
-    def on_step(self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None) -> None:
-        """Process the reports of a step; a search starts in a thread if needed. Steps that send copies are ignored."""
+    def on_step(
+        self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None
+    ) -> RepartitionQuery | None:
+        """Process the reports of a step, and return the query of a search if one is due.
+
+        Steps that send copies are ignored.
+        """
         samples = [report.sample for report in reports if report.sample is not None]
         if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):
-            return
-        question = self._replanner.on_step(step, seconds, samples, spec)
-        if question is not None:
-            threading.Thread(target=self._search, args=(question,), name="raypipe replanning", daemon=True).start()
+            return None
+        return self._replanner.on_step(step, seconds, samples, spec)
+
+    def search(self, query: RepartitionQuery) -> None:
+        """Search for the partition of a query, and offer it if a move to it pays; callable from any thread."""
+        stages = query.plan.partition.num_stages
+        basis = another(self._basis, self._first, num_stages=stages, num_workers=stages)
+        offer = answer(basis.request, query, self._min_gain)
+        if offer is not None:
+            self._offer(offer)
 
     def _line(self, plan: Plan) -> Cluster:
         """Return a plan's workers, with their memory limits, as a cluster; later plans have equal workers."""
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
-
-    def _search(self, question: RepartitionQuery) -> None:
-        stages = question.plan.partition.num_stages
-        basis = another(self._basis, self._first, num_stages=stages, num_workers=stages)
-        offer = answer(basis.request, question, self._min_gain)
-        if offer is not None:
-            self._offer(offer)

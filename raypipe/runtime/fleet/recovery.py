@@ -290,7 +290,7 @@ class Recovery:
         clock, fleet, setup = Laps(), self._fleet, self._plans.made.setup
         if offer.generation != setup.generation:
             raise PlanError("The run has another plan than the one that was to be changed.")
-        made = self._plans.of_stages(len(setup.programs), setup.num_workers, offer.cut.decision)
+        made = self._plans.of_stages(len(setup.programs), setup.num_workers, offer.decision)
         clock.lap("plan")
         fleet.keep_copy(step, send=False)
         self._hand_over(made, step)

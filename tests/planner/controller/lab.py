@@ -167,17 +167,17 @@ def run_controlled(
     setup: ControllerConfig,
     steps: int,
     lag: int = 1,
-    through_json: bool = False,
     uncounted: Collection[int] = (),
 ) -> tuple[list[float], list[Choice], list[ControllerDecision]]:
     """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
 
+    The first step runs alone, so that what is asked for after it takes effect at once.
+
     Args:
-        through_json: the controller is saved and loaded between any two steps.
         uncounted: steps whose seconds may not be compared, because of a checkpoint, say.
     """
     controller = Controller(setup)
-    queue = [setup.choice] * (lag + 1)
+    queue = [setup.choice]
     seconds, choices, decisions = [], [], []
     for step in range(steps):
         choice = queue.pop(0)
@@ -185,9 +185,7 @@ def run_controlled(
         seconds.append(done.seconds)
         choices.append(choice)
         decisions.extend(controller.handle(done))
-        queue.append(controller.wanted)
-        if through_json:
-            controller = Controller.from_json(setup, controller.to_json())
+        queue = [*queue, controller.wanted] if step else [controller.wanted] * (lag + 1)
     return seconds, choices, decisions
 
 

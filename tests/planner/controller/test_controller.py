@@ -160,20 +160,30 @@ def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
 @given(
     seed=st.integers(0, 10_000),
     changes=st.dictionaries(st.integers(2, 25), st.tuples(st.integers(0, 2), st.floats(0.0, 0.05)), max_size=3),
-    saved_after=st.sets(st.integers(0, 29)),
     ratio=st.sampled_from([1.0, 2.0]),
 )
-def test_same_events_give_same_decisions_wherever_the_state_went_through_json(seed, changes, saved_after, ratio):
-    """With links that change, codecs that save time or do not, and noise; saved after any of the steps."""
+def test_a_restarted_driver_begins_with_the_choice_that_has_proved_itself_and_the_measured_memory(seed, changes, ratio):
+    """With links that change, codecs that save time or do not, and noise; saved after every step."""
     setup = setup_of(**BF16)
     pipeline = pipeline_of(changes, noise=0.03, seed=seed, codecs={"bf16": ratio})
-    plain, saved = Controller(setup), Controller(setup)
+    controller = Controller(setup)
     for step in range(30):
-        done = pipeline.step(step, plain.wanted)
-        assert saved.handle(done) == plain.handle(done)
-        if step in saved_after:
-            saved = Controller.from_json(setup, saved.to_json())
-            assert saved.state == plain.state
+        controller.handle(pipeline.step(step, controller.wanted))
+        saved, state = Controller.from_json(setup, controller.to_json()), controller.state
+        trial = isinstance(state, states.Trial)
+        assert saved.wanted == (state.comparison.before if trial else controller.wanted)
+        assert saved.state.known.memory == state.known.memory
+        assert saved.state.known.uncompressed == state.known.uncompressed
+        assert saved.state.known.failed == state.known.failed
+        assert Controller.from_json(setup, saved.to_json()).state == saved.state
+
+
+@pytest.mark.slow
+def test_a_restarted_driver_answers_a_slow_link_after_its_first_step() -> None:
+    pipeline = pipeline_of({0: (0, 0.025)})
+    controller = Controller.from_json(setup_of(), Controller(setup_of()).to_json())
+    (decision,) = controller.handle(pipeline.step(50, ONE))
+    assert (decision.verdict, decision.choice) == (Verdict.SWITCH, SLACK)
 
 
 def edges_of(done: Iterable[StepDone], setup: ControllerConfig) -> set[tuple[str, str, str]]:

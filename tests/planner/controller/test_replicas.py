@@ -98,10 +98,3 @@ def test_memory_is_what_the_rows_hold(replicas, kind, slack):
     assert fits(choice, enough)
     less = (MemoryBudget(most_in_flight=held[0] - 1), enough[1])
     assert why_not(choice, less) == (f"stage 0 would hold {held[0]} micro-batches, at most {held[0] - 1} are allowed")
-
-
-@pytest.mark.slow
-def test_a_saved_controller_goes_on_where_it_stood():
-    link = slow_from(CHANGE, (1,), 0.03)
-    runs = [run_controlled(Pipeline(STAGES, link), setup(), 50, through_json=through) for through in (False, True)]
-    assert runs[0] == runs[1]
