@@ -144,7 +144,7 @@ class StageWork:
         evaluates = placement.leads and self.last and "eval" in run.sources
         self._metrics = EvalMetrics(run.metrics) if evaluates and run.metrics else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
-        self._whole = MinibatchOutputs.of(run.settings.loss_reduction) if self.last else None
+        self._whole = MinibatchOutputs(run.settings.loss_reduction if self.last else None)
         self._losses: list[tuple[int, int, torch.Tensor, float]] = []  # micro-batch, part, value, share
         self._output_grad_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
@@ -177,8 +177,7 @@ class StageWork:
     def drop(self) -> None:
         """Drop all micro-batches in flight with their activations, after the step was aborted."""
         self._stash.drop()
-        if self._whole is not None:
-            self._whole.clear()
+        self._whole.clear()
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
@@ -199,8 +198,7 @@ class StageWork:
         self.counters = StepCounters.of(self.stage, len(self._stash), measure=measure)
         self._losses.clear()
         self._output_grad_tensors.clear()
-        if self._whole is not None:
-            self._whole.clear()
+        self._whole.clear()
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for a message to the counters."""
@@ -299,12 +297,12 @@ class StageWork:
         if self._training or not self.last:
             self._stash.hold(microbatch, inputs, outputs, recompute)
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
-        if self._whole is not None:
+        if self._whole.used:
             self._whole.add(outputs, {name: columns[name] for name in self.program.targets})
             if recompute is not None:
                 self._stash.outputs(microbatch, keep=True)  # freed with the loss
             if len(self._whole) == len(self._segment.microbatch_samples):
-                self._compute_whole_loss(self._whole, microbatch)
+                self._compute_whole_loss(microbatch)
         elif self.last:
             self._note_loss(outputs, data, microbatch)
 
@@ -340,7 +338,7 @@ class StageWork:
     ) -> Tensors:
         """Run the last stage; return the parts of its loss, or with ``_whole`` its outputs; add them to the metrics."""
         outputs = parts = compute(arguments)
-        if self._whole is None:
+        if not self._whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)
             loss, targets = self._loss[self._mode], self.program.targets
             parts = loss_parts(loss, targets, losses, arguments.columns, data.weights, microbatch)
@@ -362,7 +360,7 @@ class StageWork:
 
         def run(rows: ForwardInputs) -> None:
             outputs = compute(rows._replace(buffers={name: x.clone() for name, x in arguments.buffers.items()}))
-            if (loss := self._loss[self._mode]) is not None and self._whole is None:
+            if (loss := self._loss[self._mode]) is not None and not self._whole.used:
                 losses = outputs if self._training else self.program.loss_outputs(outputs)
                 loss(losses, [rows.columns[name] for name in self.program.targets])
 
@@ -400,16 +398,15 @@ class StageWork:
             output_grads = tuple(self._output_grad(data.weights[at], part.dtype) for at, part in counted)
             self._stash.set_output_grads(microbatch, output_grads)
 
-    def _compute_whole_loss(self, whole: MinibatchOutputs, microbatch: int) -> None:
+    def _compute_whole_loss(self, microbatch: int) -> None:
         """Compute the loss of the mini-batch; in training, store its gradients by the outputs for the backwards."""
-        outputs, targets = whole.joined(self._mode)
-        (loss,) = loss_parts(self._loss[self._mode], self.program.targets, outputs, targets, (1.0,), microbatch)
+        loss_fn, joined = self._loss[self._mode], self._whole.joined(self._mode)
+        (loss,) = loss_parts(loss_fn, self.program.targets, *joined, (1.0,), microbatch)
         self._losses.append((microbatch, 0, loss.detach(), 1.0))
         if self._training:
-            grads = whole.gradients(loss, self._output_grad(1.0, loss.dtype))
-            for number, output_grads in enumerate(grads, microbatch + 1 - len(grads)):
-                self._stash.set_output_grads(number, output_grads)
-        whole.clear()
+            for number, grads in self._whole.gradients(loss, self._output_grad(1.0, loss.dtype), microbatch):
+                self._stash.set_output_grads(number, grads)
+        self._whole.clear()
 
     def _output_grad(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)

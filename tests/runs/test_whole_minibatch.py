@@ -34,6 +34,10 @@ def towers() -> nn.Module:
     return Towers()
 
 
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
 def trainer(
     folder: Path, name: str = "run", recorder: Any = None, loss_fn: Any = clip, **config: Any
 ) -> PipelineTrainer:
@@ -41,7 +45,7 @@ def trainer(
     return PipelineTrainer(
         towers(),
         loss_fn=loss_fn,
-        optimizer=recorder or Recorder(torch.optim.AdamW, lr=1e-2),
+        optimizer=recorder or adamw,
         train_data=described(SAMPLES),
         eval_data=described(SAMPLES),
         pipeline=PipelineConfig(minibatch_size=MINIBATCH, eval_interval_steps=2, **given),

@@ -47,17 +47,21 @@ class WholeMinibatch:
 
 
 class MinibatchOutputs:
-    """Outputs and targets of the micro-batches of one mini-batch, kept by the last stage until the loss is computed."""
+    """Outputs and targets of the micro-batches of one mini-batch, kept by the last stage until the loss is computed.
 
-    def __init__(self, rule: WholeMinibatch) -> None:
-        self._rule = rule
+    Args:
+        reduction: ``WholeMinibatch``; nothing is kept for any other reduction.
+    """
+
+    def __init__(self, reduction: Any) -> None:
+        self._rule = reduction if isinstance(reduction, WholeMinibatch) else None
         self._outputs: list[Tensors] = []
         self._targets: list[Mapping[Any, torch.Tensor]] = []
 
-    @classmethod
-    def of(cls, reduction: Any) -> MinibatchOutputs | None:
-        """Create an empty object for a loss over the whole mini-batch; None for any other reduction."""
-        return cls(reduction) if isinstance(reduction, WholeMinibatch) else None
+    @property
+    def used(self) -> bool:
+        """True if the loss is computed over the whole mini-batch."""
+        return self._rule is not None
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -74,14 +78,23 @@ class MinibatchOutputs:
 
     def joined(self, mode: str) -> tuple[Tensors, dict[Any, torch.Tensor]]:
         """Return outputs and targets of the whole mini-batch."""
+        assert self._rule is not None
         targets = {name: torch.cat([some[name] for some in self._targets]) for name in self._targets[0]}
         return self._rule.join(mode, self._outputs), targets
 
-    def gradients(self, loss: torch.Tensor, scale: torch.Tensor) -> list[tuple[torch.Tensor | None, ...]]:
+    def gradients(
+        self, loss: torch.Tensor, scale: torch.Tensor, last: int
+    ) -> list[tuple[int, tuple[torch.Tensor | None, ...]]]:
         """Compute the gradient of ``scale * loss`` by the outputs of each micro-batch.
 
-        None for an output that has no gradient or that the loss does not read.
+        Args:
+            last: number of the last micro-batch.
+
+        Returns:
+            (number of the micro-batch, gradients) in their order; None for an output that has no gradient or that the
+            loss does not read.
         """
         leaves = [x for outputs in self._outputs for x in outputs if x.requires_grad]
         found = iter(torch.autograd.grad(loss, leaves, scale, allow_unused=True))
-        return [tuple(next(found) if x.requires_grad else None for x in outputs) for outputs in self._outputs]
+        grads = [tuple(next(found) if x.requires_grad else None for x in outputs) for outputs in self._outputs]
+        return list(enumerate(grads, last + 1 - len(grads)))
