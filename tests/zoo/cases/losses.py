@@ -45,6 +45,18 @@ class Judging(Tagger):
         return self.kind(self, super().forward(input_ids), labels)
 
 
+class Returning(Judging):
+    """Returns its loss as people do: ``pack`` makes the output from logits and loss."""
+
+    def __init__(self, pack: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__(weighed)
+        self.pack = pack
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = Tagger.forward(self, input_ids)
+        return self.pack(logits, self.kind(self, logits, labels))
+
+
 def weighed(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=model.class_weights)
 
@@ -111,6 +123,12 @@ def shares(count: int) -> TensorDataset:
     return TensorDataset(inputs, targets.softmax(-1))
 
 
+TWO_SCALARS = Refused(
+    "Returning returns 2 scalars, output['ce'] and output['z'], of which each may be the loss. Let it return that "
+    "one, or their sum, as output['loss'] or as the first item of a tuple; or pass loss_fn=..., which computes the "
+    "loss from the output and a target.",
+    "each of two scalars may be the loss",
+)
 row = partial(Row, "losses")
 _TAGS = "tokens, {} where nothing counts"
 REFUSED = (
@@ -134,6 +152,11 @@ def vectored(words: str, loss_fn: Loss, data: Any = numbers, *verdict: Any, name
     return row(name, perceptron, data, loss_fn, words, "vectors", *verdict, **more)
 
 
+def returning(words: str, pack: Callable[[torch.Tensor, torch.Tensor], Any], *verdict: Any, **more: Any) -> Row:
+    return row("tagger", lambda: Returning(pack), few_labels, None, f"its own, in {words}",
+               "sentences, labels padded by -100", *verdict, twin=lambda: Judging(weighed), **more)  # fmt: skip
+
+
 ROWS = (
     tags("cross_entropy", flat(functional.cross_entropy), -100),
     tags("CrossEntropyLoss(ignore_index=-1)", flat(nn.CrossEntropyLoss(ignore_index=-1)), -1),
@@ -148,6 +171,11 @@ ROWS = (
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
         "sentences, labels padded by -100", PENALISED),
+    returning("(logits, loss)", lambda logits, loss: (logits, loss)),
+    returning("(logits, {loss, a part of it})", lambda logits, loss: (logits, {"loss": loss, "ce": loss.detach()})),
+    returning("a dict without the word", lambda logits, loss: {"logits": logits, "nll": loss}),
+    returning("a dict of two scalars", lambda logits, loss: {"ce": loss, "z": logits.logsumexp(-1).mean()},
+              TWO_SCALARS, microbatches=(4,)),
     vectored("mse_loss", functional.mse_loss),
     vectored("MSELoss(reduction='sum')", nn.MSELoss(reduction="sum")),
     vectored("KLDivLoss(reduction='batchmean')",
