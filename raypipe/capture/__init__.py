@@ -6,8 +6,8 @@
 The model itself is only read. One capture covers training and evaluation. Training is cut at positions in the order of
 operations. Evaluation is divided so that each parameter is read in a stage that holds it in training.
 
-Not supported in a traced forward: data-dependent control flow other than torch.cond (the error quotes the line), state
-that forward keeps between calls outside of buffers, and regions that switch autocast on.
+Not supported in a traced forward: data-dependent control flow other than torch.cond and checks that only raise (the
+error quotes the line), state that forward keeps between calls outside of buffers, and regions that switch autocast on.
 """
 
 from __future__ import annotations
@@ -149,6 +149,11 @@ class Capture:
     def forgotten(self) -> tuple[str, ...]:
         """Names of the buffers that training changes but no checkpoint holds, because they are not persistent."""
         return tuple(sorted(_changed_by(self.model) - self.persistent))
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """FILE:LINE of every check in a training forward that its stages leave out, see branches.py."""
+        return self.model.train.traced.checks if isinstance(self.model, TracedModel) else ()
 
     @property
     def loss_fn(self) -> LossFn | None:

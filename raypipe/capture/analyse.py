@@ -40,6 +40,7 @@ class Traced:
         out_spec: pytree spec of the model's output.
         pinned: (node that allocates it, last node that uses it) for each memory, except buffers, that operations change
             in place. All nodes that use this memory must share a stage.
+        checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
     """
 
     graph: fx.Graph
@@ -51,6 +52,7 @@ class Traced:
     num_draws: int
     out_spec: pytree.TreeSpec
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    checks: tuple[str, ...] = ()
 
     @property
     def one_length(self) -> bool:

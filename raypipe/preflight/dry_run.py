@@ -213,6 +213,21 @@ def rehearse(
             refuse_changed_by_backward(*held)
 
 
+def refuse_failed_checks(
+    model: torch.nn.Module, captured: Capture, batches: Iterable[Mapping[Any, torch.Tensor]]
+) -> None:
+    """Make the checks in forward that stages leave out, in plain PyTorch, on micro-batches by column.
+
+    Raises:
+        CaptureError, DataError: forward fails on a micro-batch; contains its error.
+    """
+    for rows in batches:
+        with model_in(model, captured.recipe.precision):
+            _, misfit = misfit_of_model(model, _inputs(captured, rows))
+        if misfit is not None:
+            raise misfit
+
+
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch."""
     changed = next((name for name, buffer in before.items() if not same_bits(buffer, after[name])), None)

@@ -108,6 +108,7 @@ def _notes(job: Job, counted: str) -> list[str]:
     opened = job.opened
     return [
         note_on_modes(turned_on(opened.model)),
+        _on_checks(opened.captured.checks),
         _on_forgotten(opened.captured.forgotten),
         _on_extra_state(opened.model),
         _ON_DRAWS if job.settings.optimizer_draws else "",
@@ -124,6 +125,17 @@ def _try_metrics(metrics: Mapping[str, Any], opened: Opened, plan: Plan) -> None
     columns = tuple(opened.example)
     rows_of = lambda size: by_name(columns, source.read(0, 0, size, columns))  # noqa: E731
     try_on_smallest(metrics, opened.captured, rows_of, count, sizes)
+
+
+def _on_checks(lines: Sequence[str]) -> str:
+    """Return a note on checks in forward that stages leave out; "" without such checks."""
+    if not lines:
+        return ""
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return (
+        f"forward checks values at {lines[0]}{more} and raises if they are wrong: the first mini-batch is checked, in "
+        "plain PyTorch, and stages leave the check out."
+    )
 
 
 def _on_forgotten(buffers: Sequence[str]) -> str:

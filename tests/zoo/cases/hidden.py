@@ -63,6 +63,19 @@ def mapped(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: row * row.norm())(x)
 
 
+def checking(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Whatever the data are, only one way of each branch can go on."""
+    if x.isnan().any() or x.abs().max().item() > 1e6:
+        raise ValueError(f"activations of {x.shape} are too large")
+    assert torch.isfinite(x).all()
+    torch._assert((x.amax(0) >= x.amin(0)).all(), "no order")
+    return x * 0.5
+
+
+def validated(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(x, torch.nn.functional.softplus(x)).log_prob(2 * x)
+
+
 def branching(net: Net, x: torch.Tensor) -> torch.Tensor:
     if x.mean() > 0:
         x = 2 * x
@@ -192,6 +205,8 @@ ROWS = (
     flow("rows picked by a mask", indexed),
     flow("nonzero", nonzero),
     flow("vmap", mapped),
+    flow("checks that only raise", checking),
+    flow("torch.distributions with validate_args", validated),
     flow("if on the data", branching, BRANCHES),
     state("running average in a buffer", buffered),
     state("counter with a branch", counting, remembers("Net.forward changes model.count")),
