@@ -63,6 +63,16 @@ def mapped(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: row * row.norm())(x)
 
 
+def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """By operations whose twins have other names, other types, or no derivative."""
+    x = torch.sigmoid(x) * 1.0
+    x += torch.ones(8, dtype=torch.float64)
+    y = x.pow_(-0.5) * 1.0
+    y **= 2
+    z = torch.empty_like(y).copy_(y)
+    return z * y.clone().gt_(0.4).sub_(0.5)
+
+
 def checking(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Whatever the data are, only one way of each branch can go on."""
     if x.isnan().any() or x.abs().max().item() > 1e6:
@@ -205,6 +215,7 @@ ROWS = (
     flow("rows picked by a mask", indexed),
     flow("nonzero", nonzero),
     flow("vmap", mapped),
+    flow("activations changed in place", in_place),
     flow("checks that only raise", checking),
     flow("torch.distributions with validate_args", validated),
     flow("if on the data", branching, BRANCHES),
