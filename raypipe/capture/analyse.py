@@ -41,6 +41,7 @@ class Traced:
         pinned: (node that allocates it, last node that uses it) for each memory, except buffers, that operations change
             in place. All nodes that use this memory must share a stage.
         checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
+        one_size: True if the graph takes the number of samples of the example only.
     """
 
     graph: fx.Graph
@@ -53,6 +54,7 @@ class Traced:
     out_spec: pytree.TreeSpec
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     checks: tuple[str, ...] = ()
+    one_size: bool = False
 
     @property
     def one_length(self) -> bool:

@@ -104,9 +104,11 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     hidden = [kind for node in others if isinstance(kind := _kind(node, reach), _Count)]
     kinds = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
     counts = [kind for kind in kinds if isinstance(kind, _Count)]
-    if not counts:
+    apart = traced.one_size
+    # Numbers of labels add up over micro-batches; of other divisors that is not known.
+    if not counts or (apart and any(count.ignore_index is None for count in counts)):
         return LossTerms(None, set(kinds) == {_ADDED_UP}, bent=bent)
-    several = len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
+    several = not apart and len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
     parts = tuple(_parts(loss[0], counts, reach)) if several else ()
     samples_too = _SAMPLES in kinds or any(count == len(counts) for _, count in parts)
     words = " and ".join(dict.fromkeys((*map(_words, counts), *(["samples"] if samples_too else []))))
@@ -114,11 +116,11 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     order = {node: at for at, node in enumerate(traced.graph.nodes)}
     main = min(counts, key=lambda count: (count.ignore_index is None, order[count.node]))
     return LossTerms(
-        LossCounts(program, samples_too, words, tuple(count for _, count in parts)),
+        LossCounts(program, samples_too, words, tuple(count for _, count in parts), apart),
         sums=False,
         parts=parts,
         bent=bent,
-        main=LossCounts(_program(traced, [main], tensors), False, _words(main)),
+        main=LossCounts(_program(traced, [main], tensors), False, _words(main), apart=apart),
     )
 
 

@@ -33,6 +33,11 @@ from raypipe.engine.stage.generated_source import cumulative_norms
 from raypipe.engine.stage.randomness import key_conds
 from raypipe.errors import CaptureError
 
+
+class OneSizeError(CaptureError):
+    """The model takes one number of samples only."""
+
+
 _UNLIMITED = 1 << 40
 """Length that no data has; a smaller upper bound of a dynamic length comes from the model's code."""
 
@@ -44,6 +49,7 @@ def trace(
     returns_loss: bool,
     training: bool,
     one_length: bool = False,
+    one_size: bool = False,
     kept: Sequence[Any] = (),
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
@@ -53,9 +59,11 @@ def trace(
         returns_loss: True if the model computes its own loss; of its outputs, the loss and ``kept`` stay.
         training: True for training mode, False for evaluation mode.
         one_length: True to trace for the example's length, without trying a dynamic one.
+        one_size: True to trace for the example's number of samples only.
         kept: keys of outputs that a model with its own loss returns after the loss.
 
     Raises:
+        OneSizeError: the model takes the example's number of samples only, and ``one_size`` is False.
         CaptureError: torch.export cannot trace the model; quotes the line of the user's code.
     """
     # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
@@ -65,17 +73,17 @@ def trace(
         mode, named = in_mode(model, training=training), _columns_named(model, inputs.kwargs)
         with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
             with watched_forward(model) as changed:
-                exported = _with_free_length(model, inputs) if tokens and not one_length else None
+                exported = _with_free_length(model, inputs, one_size) if tokens and not one_length else None
                 if exported is None:
-                    exported = _export(model, inputs, free_length=False)
+                    exported = _export(model, inputs, one_size=one_size)
             if changed:
                 with watched_forward(model, twice=True):
-                    _export(model, inputs, free_length=False)
+                    _export(model, inputs, one_size=one_size)
     except CaptureError:
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         raise _refusal(model, error) or untraceable(model, inputs, error) from None
-    return replace(flatten(model, exported.program, inputs.columns), checks=exported.checks)
+    return replace(flatten(model, exported.program, inputs.columns), checks=exported.checks, one_size=one_size)
 
 
 @contextmanager
@@ -114,11 +122,11 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
         yield
 
 
-def _with_free_length(model: torch.nn.Module, inputs: Inputs) -> _Exported | None:
+def _with_free_length(model: torch.nn.Module, inputs: Inputs, one_size: bool) -> _Exported | None:
     """Export with a dynamic length of token ids; return None if that fails or forward branches on the length."""
     exported = None
     with suppress(Exception):  # the attempt with one length raises the better error
-        exported = _export(model, inputs, free_length=True)
+        exported = _export(model, inputs, one_size=one_size, free_length=True)
     return None if exported is None or _decided_by_length(exported.program) else exported
 
 
@@ -129,11 +137,7 @@ def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
         return cause
     if "Constraints violated" not in str(error):
         return None
-    return CaptureError(
-        f"{type(model).__name__} takes one number of samples only, the example's, and micro-batches have others. Take "
-        "it from the data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for "
-        "nn.LSTM, GRU and RNN."
-    )
+    return OneSizeError(f"{type(model).__name__} takes one number of samples only.")
 
 
 class _Exported(NamedTuple):
@@ -143,12 +147,13 @@ class _Exported(NamedTuple):
     checks: tuple[str, ...] = ()
 
 
-def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> _Exported:
+def _export(model: torch.nn.Module, inputs: Inputs, *, one_size: bool, free_length: bool = False) -> _Exported:
     args, kwargs = inputs.args, dict(inputs.kwargs)
 
     def dims(value: torch.Tensor) -> dict[int, Any] | None:
         length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
-        return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
+        samples = {} if one_size else {0: torch.export.Dim.DYNAMIC}
+        return {**samples, **length} if value.dim() else None
 
     shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
 

@@ -73,6 +73,11 @@ def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
     return z * y.clone().gt_(0.4).sub_(0.5)
 
 
+def looped(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Over the samples of a micro-batch, which must all have as many."""
+    return torch.stack([sample * (1 + at % 2) for at, sample in enumerate(x)])
+
+
 def checking(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Whatever the data are, only one way of each branch can go on."""
     if x.isnan().any() or x.abs().max().item() > 1e6:
@@ -216,6 +221,7 @@ ROWS = (
     flow("nonzero", nonzero),
     flow("vmap", mapped),
     flow("activations changed in place", in_place),
+    flow("a loop over the samples", looped, note="all micro-batches have one size"),
     flow("checks that only raise", checking),
     flow("torch.distributions with validate_args", validated),
     flow("if on the data", branching, BRANCHES),
