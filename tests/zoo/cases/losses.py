@@ -68,6 +68,12 @@ def masked(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.
     return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
 
 
+def steadied(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """With a z-loss over the labelled tokens, which a mask picks."""
+    steady = logits.logsumexp(-1)[labels != -100].square().mean()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * steady
+
+
 def counted(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """By code that takes the number of samples from len(), which a trace fixes."""
     size = len(labels) * labels.shape[1]
@@ -146,6 +152,7 @@ REFUSED = (
     "counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
+BY_PART = Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4)
 UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
 OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
 
@@ -175,6 +182,8 @@ ROWS = (
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
         "sentences, labels padded by -100"),
+    row("tagger", lambda: Judging(steadied), few_labels, None, "its own, with a z-loss of what a mask picks",
+        "sentences, labels padded by -100", BY_PART, whole=True),
     row("tagger", lambda: Judging(counted), few_labels, None, "its own, with len(labels)",
         "sentences, labels padded by -100", note="all micro-batches have one size"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
