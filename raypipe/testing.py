@@ -98,7 +98,7 @@ def reference(
     trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed, collate=collate_fn)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)
-    reduction = _reduction(trained, source, loss_fn, config)
+    reduction = _reduction(trained, source, loss_fn, config, microbatch_size)
     trained.to(device)
     named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
     stepper = optimizer(named)
@@ -166,13 +166,16 @@ def _columns(source: Source, loss_fn: LossFn | None) -> tuple[Any, ...]:
     return tuple(range(len(source.columns))) if by_number else source.columns
 
 
-def _reduction(model: torch.nn.Module, source: Source, loss_fn: LossFn | None, config: PipelineConfig) -> Reduction:
+def _reduction(
+    model: torch.nn.Module, source: Source, loss_fn: LossFn | None, config: PipelineConfig, microbatch_size: int
+) -> Reduction:
     if config.loss_reduction not in ("auto", "per_microbatch") and config.loss_over != "minibatch":
         return config.loss_reduction
     columns = _columns(source, loss_fn)
-    example: Any = source.read(0, 0, min(MANY_ROWS, source.num_samples), columns)
+    example: Any = source.read(0, 0, min(max(2, microbatch_size), source.num_samples), columns)
     captured = capture(model, example, columns, loss_fn, evaluates=False)
-    rows = dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+    several: Any = source.read(0, 0, min(max(MANY_ROWS, 2 * microbatch_size), source.num_samples), columns)
+    rows = dict(several) if isinstance(several, Mapping) else dict(zip(columns, several, strict=True))
     return find_reduction(model, loss_fn, captured, rows, config).reduction
 
 

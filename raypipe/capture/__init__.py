@@ -6,8 +6,8 @@
 The model itself is only read. One capture covers training and evaluation. Training is cut at positions in the order of
 operations. Evaluation is divided so that each parameter is read in a stage that holds it in training.
 
-Not supported in a traced forward: data-dependent control flow other than torch.cond (the error quotes the line), state
-that forward keeps between calls outside of buffers, and regions that switch autocast on.
+Not supported in a traced forward: data-dependent control flow other than torch.cond and checks that only raise (the
+error quotes the line), state that forward keeps between calls outside of buffers, and regions that switch autocast on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raypipe.capture.sequential import (
     sequential_graph,
 )
 from raypipe.capture.source_lines import lines_of
-from raypipe.capture.trace import trace
+from raypipe.capture.trace import OneSizeError, trace
 from raypipe.engine.initial.meta_init import stand_ins
 from raypipe.engine.stage.eval_metrics import MetricReads
 from raypipe.engine.stage.generated_source import with_structure
@@ -125,6 +125,7 @@ class Capture:
             or child at a time.
         columns: shape and dtype of every data column of the example, by name.
         terms: averages in the loss that a traced model returns; None with a loss_fn, or for an untraced nn.Sequential.
+        one_size: number of samples that every micro-batch must have; None if the model takes any number.
     """
 
     recipe: ModelRecipe
@@ -134,6 +135,7 @@ class Capture:
     model: TracedModel | SequentialModel
     columns: dict[Any, tuple[tuple[int, ...], torch.dtype]]
     terms: LossTerms | None = None
+    one_size: int | None = None
 
     @property
     def graph(self) -> ModelGraph:
@@ -149,6 +151,11 @@ class Capture:
     def forgotten(self) -> tuple[str, ...]:
         """Names of the buffers that training changes but no checkpoint holds, because they are not persistent."""
         return tuple(sorted(_changed_by(self.model) - self.persistent))
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """FILE:LINE of every check in a training forward that its stages leave out, see branches.py."""
+        return self.model.train.traced.checks if isinstance(self.model, TracedModel) else ()
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -217,7 +224,8 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         precision,
     )
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
-    return Capture(recipe, named, buffers, persistent, source, taken.shapes, terms)
+    one_size = taken.samples if isinstance(source, TracedModel) and source.train.traced.one_size else None
+    return Capture(recipe, named, buffers, persistent, source, taken.shapes, terms, one_size)
 
 
 def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, precision: Precision) -> Loss:
@@ -309,13 +317,21 @@ def _traced(
     run = partial(trace, model, taken.inputs, returns_loss=returns_loss)
     # A caller that passes meta tensors wants the whole capture on the meta device.
     with nullcontext() if any(tensor.is_meta for tensor in taken.inputs.tensors) else stand_ins(model):
-        training = run(training=True)
-        evaluated = None
-        if evaluates:
-            with evaluating():  # a forward may check torch.is_grad_enabled()
-                evaluated = run(training=False, one_length=training.one_length, kept=kept)
+        try:
+            training, evaluated = _both_modes(run, kept, evaluates=evaluates)
+        except OneSizeError:
+            training, evaluated = _both_modes(partial(run, one_size=True), kept, evaluates=evaluates)
         terms = _weighable_terms(model, training, evaluated, parts=parts) if returns_loss else None
     return TracedModel(analyse(training), None if evaluated is None else analyse(evaluated)), terms
+
+
+def _both_modes(run: Callable[..., Traced], kept: Sequence[Any], *, evaluates: bool) -> tuple[Traced, Traced | None]:
+    """Trace in training mode with ``run``, and in evaluation mode if anything is evaluated."""
+    training = run(training=True)
+    if not evaluates:
+        return training, None
+    with evaluating():  # a forward may check torch.is_grad_enabled()
+        return training, run(training=False, one_length=training.one_length, kept=kept)
 
 
 def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:

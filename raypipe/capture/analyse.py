@@ -40,6 +40,8 @@ class Traced:
         out_spec: pytree spec of the model's output.
         pinned: (node that allocates it, last node that uses it) for each memory, except buffers, that operations change
             in place. All nodes that use this memory must share a stage.
+        checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
+        one_size: True if the graph takes the number of samples of the example only.
     """
 
     graph: fx.Graph
@@ -51,6 +53,8 @@ class Traced:
     num_draws: int
     out_spec: pytree.TreeSpec
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    checks: tuple[str, ...] = ()
+    one_size: bool = False
 
     @property
     def one_length(self) -> bool:
@@ -70,12 +74,22 @@ _FILE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def functional_twin(op: Any) -> Any | None:
-    """Return the out-of-place variant of an in-place aten operation (``add_`` -> ``add``); None if ``op`` has none."""
+    """Return the out-of-place variant of an in-place aten operation (``add_`` -> ``add``); None if ``op`` has none.
+
+    It is the overload that takes the same arguments: that of ``pow_.Scalar`` is ``pow.Tensor_Scalar``. ``aten.copy``,
+    which has no derivative, is not returned.
+    """
     name = op._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.endswith("__"):
+    if not name.endswith("_") or name.endswith("__") or name == "copy_":
         return None
     packet = getattr(aten, name[:-1], None)
-    return getattr(packet, op._overloadname, None) if packet is not None else None
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return next((other for other in overloads if _parameters(other) == _parameters(op)), None)
+
+
+def _parameters(op: Any) -> list[tuple[str, str, bool]]:
+    """List (name, type, whether it has a default) of every parameter of an aten operation."""
+    return [(one.name, str(one.type), one.has_default_value()) for one in op._schema.arguments]
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
@@ -154,13 +168,39 @@ def work_out_of_place(traced: Traced) -> None:
                 stayed.append(changed)
                 continue
             node.target = functional
-            _replace_after(changed, node, order)
+            result = _of_type(node, changed.meta["val"].dtype)
+            order[result] = order[node]
+            _replace_after(changed, result, order)
             families[roots[node]].remove(node)
-            roots[node], families[node] = node, [node]  # it allocates memory now, which later views share
+            roots[node] = roots[result] = result  # it allocates memory now, which later views share
+            families[result] = [result]
     for changed in stayed:
         family = families[roots[changed]]
         last = max((user for v in family for user in v.users), key=order.__getitem__, default=changed)
         traced.pinned.append((roots[changed], last))
+
+
+def _of_type(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return the result of an operation in a dtype, which ``x.add_(y)`` keeps and ``x.add(y)`` may promote.
+
+    It is the node itself, or a new conversion that replaces it for its users.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _of_example(used.meta["val"]))
+    if any(map(is_open, pytree.tree_leaves((args, kwargs)))) or node.target(*args, **kwargs).dtype == dtype:  # type: ignore[operator]
+        return node
+    graph = node.graph
+    with graph.inserting_after(node):
+        converted = graph.call_function(aten.to.dtype, (node, dtype))
+    converted.meta = dict(node.meta)
+    node.replace_all_uses_with(converted, delete_user_cb=lambda user: user is not converted)
+    return converted
+
+
+def _of_example(value: Any) -> Any:
+    """Return a traced value with the sizes of the example, as a tensor on the meta device or a number."""
+    if isinstance(value, torch.Tensor) and not is_open(value):
+        return torch.empty([_of_example(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def _refuse_lasting(root: fx.Node, node: fx.Node, traced: Traced) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from raypipe.capture.analyse import Traced, reachable
+from raypipe.capture.analyse import Traced, is_open, reachable
 from raypipe.engine.stage.generated_source import names_of
 from raypipe.engine.stage.losses import LossCounts, count_labels
 from raypipe.engine.stage.randomness import bind_arguments
@@ -72,14 +72,19 @@ class _Count:
     """Divisor of a term.
 
     Attributes:
-        node: the divisor itself; or, with an ignore_index, the labels to count.
-        ignore_index: label that does not count; None if ``node`` is the divisor.
+        node: the divisor itself; or, with an ignore_index, the labels to count; or the mask whose True items count.
+        ignore_index: label that does not count, False for a mask; None if ``node`` is the divisor.
         class_weights: weight of each class; None if every label counts as 1.
     """
 
     node: fx.Node
     ignore_index: int | None = None
     class_weights: fx.Node | None = None
+
+    @property
+    def picks(self) -> bool:
+        """True if the divisor is the number of True items of a mask."""
+        return self.ignore_index is False
 
 
 _SAMPLES, _ADDED_UP = "samples", "added up"
@@ -104,21 +109,23 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     hidden = [kind for node in others if isinstance(kind := _kind(node, reach), _Count)]
     kinds = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
     counts = [kind for kind in kinds if isinstance(kind, _Count)]
-    if not counts:
+    apart = traced.one_size
+    # Numbers of labels add up over micro-batches; of other divisors that is not known.
+    if not counts or (apart and any(count.ignore_index is None for count in counts)):
         return LossTerms(None, set(kinds) == {_ADDED_UP}, bent=bent)
-    several = len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
+    several = not apart and len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
     parts = tuple(_parts(loss[0], counts, reach)) if several else ()
     samples_too = _SAMPLES in kinds or any(count == len(counts) for _, count in parts)
     words = " and ".join(dict.fromkeys((*map(_words, counts), *(["samples"] if samples_too else []))))
     program = _program(traced, counts, tensors)
     order = {node: at for at, node in enumerate(traced.graph.nodes)}
-    main = min(counts, key=lambda count: (count.ignore_index is None, order[count.node]))
+    main = min(counts, key=lambda count: (count.ignore_index is None or count.picks, order[count.node]))
     return LossTerms(
-        LossCounts(program, samples_too, words, tuple(count for _, count in parts)),
+        LossCounts(program, samples_too, words, tuple(count for _, count in parts), apart),
         sums=False,
         parts=parts,
         bent=bent,
-        main=LossCounts(_program(traced, [main], tensors), False, _words(main)),
+        main=LossCounts(_program(traced, [main], tensors), False, _words(main), apart=apart),
     )
 
 
@@ -234,9 +241,29 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
             return _Count(divisor)
         return _SAMPLES
     arguments = bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
+    averages = node.target is aten.mean.default or arguments.get("reduction") == _MEAN
+    masks = _masks(node, reach) if averages else set()
+    if len(masks) == 1:
+        return _Count(masks.pop(), ignore_index=False)
     if "reduction" in arguments:
         return _ADDED_UP if arguments["reduction"] == _SUM else _SAMPLES
     return _ADDED_UP if name in ("aten::sum", "aten::dot") else _SAMPLES
+
+
+def _masks(node: fx.Node, reach: _Reach) -> set[fx.Node]:
+    """Return the masks of data that pick the items of a node's inputs, as in ``x[labels != -1].square().mean()``."""
+    masks, seen, stack = set(), set(), list(node.all_input_nodes)
+    while stack:
+        used = stack.pop()
+        if used in seen or not is_open(used.meta.get("val")):
+            continue
+        seen.add(used)
+        indices: Any = used.args[1] if _name(used) in ("aten::index", "aten::masked_select") else None
+        indices = indices if isinstance(indices, list | tuple) else [indices]
+        picked = {one for one in indices if isinstance(one, fx.Node) and one.meta["val"].dtype == torch.bool}
+        masks |= picked & reach.of_data
+        stack += [] if picked else used.all_input_nodes
+    return masks
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -247,6 +274,8 @@ def _is_number(node: fx.Node) -> bool:
 def _words(count: _Count) -> str:
     if count.ignore_index is None:
         return f"the number that it divides by ({count.node.name})"
+    if count.picks:
+        return f"the items that a mask picks ({count.node.name})"
     weighed = ", by their classes' weights" if count.class_weights is not None else ""
     return f"labels other than {count.ignore_index}{weighed}"
 

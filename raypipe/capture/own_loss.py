@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,23 @@ from raypipe.errors import CaptureError
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     """Return the scalar loss in a model's output.
 
-    It is the output itself, the item "loss" of a dict, the attribute ``.loss``, or the first item of a tuple.
+    It is the output itself, else the item or attribute "loss", else the first item of a tuple. If none of these is a
+    scalar, it is the only floating-point scalar in the output, at any depth, or the only one with the key "loss".
 
     Raises:
-        CaptureError: the output has no scalar loss.
+        CaptureError: the output has no scalar loss, or several scalars that may be the loss.
     """
-    loss = output if isinstance(output, torch.Tensor) else None
-    if loss is None:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, Sequence) and output and isinstance(output[0], torch.Tensor):
+    if isinstance(output, torch.Tensor):
+        loss: Any = output
+    elif isinstance(output, Mapping) and "loss" in output:
+        loss = output["loss"]
+    elif hasattr(output, "loss"):
+        loss = output.loss
+    elif isinstance(output, Sequence) and output and _is_scalar(output[0]) and output[0].is_floating_point():
         loss = output[0]
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+    else:
+        loss = _only_scalar(model, output)
+    if not _is_scalar(loss):
         description = returned(loss if isinstance(loss, torch.Tensor) else output)
         cure = "Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
         if isinstance(output, _NUMBERS):
@@ -37,6 +44,40 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
             f"{description}. {cure}"
         )
     return loss
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
+    """Return the only scalar in an output that is no tensor, see ``own_loss``; None without scalars."""
+    found = dict(_scalars(output, "output"))
+    named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
+    found = named if len(named) == 1 else found
+    if len(found) > 1:
+        name = type(model).__name__
+        raise CaptureError(
+            f"{name} returns {len(found)} scalars, {' and '.join(found)}, of which each may be the loss. Let it "
+            "return that one, or their sum, as output['loss'] or as the first item of a tuple; or pass loss_fn=..., "
+            "which computes the loss from the output and a target."
+        )
+    return next(iter(found.values()), None)
+
+
+def _scalars(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point scalars in dicts, tuples, lists and dataclasses, each after its place in the output."""
+    if _is_scalar(value) and value.is_floating_point():
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _scalars(item, f"{place}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for at, item in enumerate(value):
+            yield from _scalars(item, f"{place}[{at}]")
+    elif is_dataclass(value):
+        for name, item in vars(value).items():
+            yield from _scalars(item, f"{place}.{name}")
 
 
 def returned(value: Any) -> str:

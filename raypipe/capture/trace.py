@@ -5,23 +5,25 @@ assertions are dropped, every random operation carries the number of its draw, a
 are replaced by out-of-place ones wherever that is safe (buffer updates stay in place).
 
 The batch dimension is dynamic. The length of columns of token ids, shape (b, length), is dynamic too, unless forward
-branches on it: the graph holds one branch only, so the model is traced for the example's length.
+branches on it: the graph holds one branch only, so the model is traced for the example's length. Branches on values are
+decided if only one way goes on (branches.py).
 """
 
 from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from raypipe.capture.analyse import Traced, is_tokens
+from raypipe.capture.branches import trace_past_checks
 from raypipe.capture.explain import Inputs, untraceable
 from raypipe.capture.flatten import flatten
 from raypipe.capture.guards import generators_kept, in_mode, nothing_lost, watched_forward
@@ -30,6 +32,11 @@ from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
 from raypipe.engine.stage.generated_source import cumulative_norms
 from raypipe.engine.stage.randomness import key_conds
 from raypipe.errors import CaptureError
+
+
+class OneSizeError(CaptureError):
+    """The model takes one number of samples only."""
+
 
 _UNLIMITED = 1 << 40
 """Length that no data has; a smaller upper bound of a dynamic length comes from the model's code."""
@@ -42,6 +49,7 @@ def trace(
     returns_loss: bool,
     training: bool,
     one_length: bool = False,
+    one_size: bool = False,
     kept: Sequence[Any] = (),
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
@@ -51,9 +59,11 @@ def trace(
         returns_loss: True if the model computes its own loss; of its outputs, the loss and ``kept`` stay.
         training: True for training mode, False for evaluation mode.
         one_length: True to trace for the example's length, without trying a dynamic one.
+        one_size: True to trace for the example's number of samples only.
         kept: keys of outputs that a model with its own loss returns after the loss.
 
     Raises:
+        OneSizeError: the model takes the example's number of samples only, and ``one_size`` is False.
         CaptureError: torch.export cannot trace the model; quotes the line of the user's code.
     """
     # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
@@ -63,17 +73,17 @@ def trace(
         mode, named = in_mode(model, training=training), _columns_named(model, inputs.kwargs)
         with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
             with watched_forward(model) as changed:
-                program = _with_free_length(model, inputs) if tokens and not one_length else None
-                if program is None:
-                    program = _export(model, inputs, free_length=False)
+                exported = _with_free_length(model, inputs, one_size) if tokens and not one_length else None
+                if exported is None:
+                    exported = _export(model, inputs, one_size=one_size)
             if changed:
                 with watched_forward(model, twice=True):
-                    _export(model, inputs, free_length=False)
+                    _export(model, inputs, one_size=one_size)
     except CaptureError:
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         raise _refusal(model, error) or untraceable(model, inputs, error) from None
-    return flatten(model, program, inputs.columns)
+    return replace(flatten(model, exported.program, inputs.columns), checks=exported.checks, one_size=one_size)
 
 
 @contextmanager
@@ -112,12 +122,12 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
         yield
 
 
-def _with_free_length(model: torch.nn.Module, inputs: Inputs) -> torch.export.ExportedProgram | None:
+def _with_free_length(model: torch.nn.Module, inputs: Inputs, one_size: bool) -> _Exported | None:
     """Export with a dynamic length of token ids; return None if that fails or forward branches on the length."""
-    program = None
+    exported = None
     with suppress(Exception):  # the attempt with one length raises the better error
-        program = _export(model, inputs, free_length=True)
-    return None if program is None or _decided_by_length(program) else program
+        exported = _export(model, inputs, one_size=one_size, free_length=True)
+    return None if exported is None or _decided_by_length(exported.program) else exported
 
 
 def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
@@ -127,19 +137,23 @@ def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
         return cause
     if "Constraints violated" not in str(error):
         return None
-    return CaptureError(
-        f"{type(model).__name__} takes one number of samples only, the example's, and micro-batches have others. Take "
-        "it from the data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for "
-        "nn.LSTM, GRU and RNN."
-    )
+    return OneSizeError(f"{type(model).__name__} takes one number of samples only.")
 
 
-def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> torch.export.ExportedProgram:
+class _Exported(NamedTuple):
+    """Exported program, and the lines of the checks that it leaves out, see ``trace_past_checks``."""
+
+    program: torch.export.ExportedProgram
+    checks: tuple[str, ...] = ()
+
+
+def _export(model: torch.nn.Module, inputs: Inputs, *, one_size: bool, free_length: bool = False) -> _Exported:
     args, kwargs = inputs.args, dict(inputs.kwargs)
 
     def dims(value: torch.Tensor) -> dict[int, Any] | None:
         length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
-        return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
+        samples = {} if one_size else {0: torch.export.Dim.DYNAMIC}
+        return {**samples, **length} if value.dim() else None
 
     shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
 
@@ -149,13 +163,13 @@ def _export(model: torch.nn.Module, inputs: Inputs, *, free_length: bool) -> tor
         return run(torch.export.export, model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
     try:
-        return export()
+        return _Exported(export())
     except Exception as error:
         if "data-dependent" not in str(error):
             raise
         # Only as a second attempt: a TorchFunctionMode hides the user's line from torch's warnings.
-        with _CertainDraws(), suppress(Exception):
-            return export()
+        if past := trace_past_checks(export):
+            return _Exported(*past)
         raise
 
 
@@ -213,38 +227,6 @@ def _decided_by_length(program: torch.export.ExportedProgram) -> bool:
         return True
     guards = (guard.expr for guard in known.guards if symbols & guard.expr.free_symbols)
     return not all(expr.subs(agreed) == True for expr in guards)  # noqa: E712  (sympy's own truth)
-
-
-class _CertainDraws(TorchFunctionMode):
-    """Function mode that decides branches on a random number if they can only go one way: ``if torch.rand([]) < 0.0``.
-
-    Models with LayerDrop compare a random number for every layer with a probability that is 0 by default (Hugging
-    Face's OPT, BART and Whisper before 5.23). The draw stays in the graph, so that later draws keep their numbers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
-        self._drawn: dict[int, torch.Tensor] = {}
-        self._known: dict[int, tuple[torch.Tensor, bool]] = {}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__bool__ and id(args[0]) in self._known:
-            return self._known[id(args[0])][1]
-        result = func(*args, **(kwargs or {}))
-        if func is torch.rand and isinstance(result, torch.Tensor) and result.numel() == 1:
-            self._drawn[id(result)] = result
-        elif func in _BELOW and len(args) == 2 and id(args[0]) in self._drawn:
-            bound = args[1]
-            if isinstance(bound, (int, float)) and not 0 < bound < 1:
-                self._known[id(result)] = result, (bound >= 1) is _BELOW[func]
-        return result
-
-
-_BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
-"""Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""
 
 
 @contextmanager

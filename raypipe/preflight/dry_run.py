@@ -24,7 +24,7 @@ from raypipe.capture.own_loss import returned
 from raypipe.engine.stage.mixed_precision import converted, model_in
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import same_bits
-from raypipe.errors import CaptureError, DataError, RaypipeError
+from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
 from raypipe.user_lines import quoted, short
 
 
@@ -89,6 +89,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 NUM_ROWS = 2
+ANY_SIZE = (
+    "For any number, take it from the data, as in x.view(x.shape[0], -1), do not loop over samples, and set "
+    "batch_first=True for nn.LSTM, GRU and RNN."
+)
 _OF_A_LOSS = (
     "Let the model return what the loss needs of its parameters, or its own loss; a penalty on the size of weights is "
     "weight_decay of the optimizer."
@@ -148,6 +152,29 @@ def rehearse_single(
         ) from None
 
 
+def refuse_other_sizes(
+    one_size: int, num_samples: Mapping[str, int], minibatch_size: int, microbatch_size: int
+) -> None:
+    """Refuse micro-batches of other sizes than the one that a model takes.
+
+    Args:
+        num_samples: number of samples of the training data ("train"), and of the evaluation data ("eval").
+
+    Raises:
+        ConfigError: a micro-batch of training or evaluation has another size; names the number to change.
+    """
+    wrong = ""
+    if microbatch_size != one_size or minibatch_size % one_size:
+        wrong = f"mini-batches of {minibatch_size} are divided into micro-batches of {microbatch_size}"
+        cure = "Set num_stages, and num_microbatches to a divisor of minibatch_size."
+    for data, count in num_samples.items():
+        if not wrong and count % minibatch_size % one_size:
+            wrong = f"{data}_data has {count} samples, and its last micro-batch {count % minibatch_size % one_size}"
+            cure = f"Leave {count % one_size} of them out, or repeat some."
+    if wrong:
+        raise ConfigError(f"forward takes one number of samples only, here {one_size}, but {wrong}. {cure} {ANY_SIZE}")
+
+
 def takes_one_row(model: torch.nn.Module, captured: Capture, columns: Mapping[Any, torch.Tensor]) -> bool:
     """Return True if the model trains on a micro-batch of one sample."""
     try:
@@ -169,7 +196,8 @@ def rehearse(
     Does nothing for a model without values (on the meta device).
 
     Args:
-        columns: a micro-batch by column, of which the first NUM_ROWS are taken; a loss_fn's target is the last column.
+        columns: a micro-batch by column; its first NUM_ROWS are taken, or as many as the model takes; a loss_fn's
+            target is the last column.
         training: False to run the forward and loss of evaluation, without a backward.
 
     Raises:
@@ -177,7 +205,7 @@ def rehearse(
     """
     if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         return  # without values nothing can be computed
-    rows = {name: x[:NUM_ROWS] if x.dim() else x for name, x in columns.items()}
+    rows = {name: x[: captured.one_size or NUM_ROWS] if x.dim() else x for name, x in columns.items()}
     (program,) = captured.programs(())
     mode = "train" if training else "eval"
     function = program.modes[mode]
@@ -211,6 +239,21 @@ def rehearse(
             _backward(total, trained, captured)
             held = (dict(zip(function.buffers, some, strict=True)) for some in (before, buffers))
             refuse_changed_by_backward(*held)
+
+
+def refuse_failed_checks(
+    model: torch.nn.Module, captured: Capture, batches: Iterable[Mapping[Any, torch.Tensor]]
+) -> None:
+    """Make the checks in forward that stages leave out, in plain PyTorch, on micro-batches by column.
+
+    Raises:
+        CaptureError, DataError: forward fails on a micro-batch; contains its error.
+    """
+    for rows in batches:
+        with model_in(model, captured.recipe.precision):
+            _, misfit = misfit_of_model(model, _inputs(captured, rows))
+        if misfit is not None:
+            raise misfit
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -156,8 +156,12 @@ def _gradients_apart(
     return tuple(sorted(beyond.items(), key=lambda item: -item[1]))
 
 
-def _group_losses(rows: Columns, loss_of: Callable[[Columns], Loss], gradients: LossGradients) -> Tried:
+def _group_losses(
+    rows: Columns, loss_of: Callable[[Columns], Loss], gradients: LossGradients, size: int | None = None
+) -> Tried:
     """Compute the loss of all rows, of both halves, of one row and the others, and of each row.
+
+    With ``size``, micro-batches of this size are the only division.
 
     A division into micro-batches is left out if the loss fails on it: some losses, such as a variance, need several
     rows. If the loss fails on every division, the last error is raised.
@@ -167,7 +171,10 @@ def _group_losses(rows: Columns, loss_of: Callable[[Columns], Loss], gradients: 
     groupings = []
     failed: Exception | None = None
     known: dict[tuple[int, int], Loss] = {}  # the first row is a micro-batch of two groupings
-    for sizes in dict.fromkeys([(count // 2, count - count // 2), (1, count - 1), (1,) * count]):
+    divisions = [(count // 2, count - count // 2), (1, count - 1), (1,) * count]
+    if size is not None:
+        divisions = [(size,) * (count // size)] if count % size == 0 else []
+    for sizes in dict.fromkeys(divisions):
         cuts = list(zip((0, *itertools.accumulate(sizes)), itertools.accumulate(sizes)))  # noqa: B905
         parts = tuple({name: column[first:stop] for name, column in rows.items()} for first, stop in cuts)
         try:
@@ -192,12 +199,18 @@ class LossTrial:
         seed: seed of the random key for the model's draws.
         rule: rule by which the loss_fn gets the joined outputs of both halves of the rows, which are then not divided
             into micro-batches; None gives it the output of all rows.
+        size: number of samples that every micro-batch has; None for any number.
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int, rule: WholeMinibatch | None = None
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn | None,
+        seed: int,
+        rule: WholeMinibatch | None = None,
+        size: int | None = None,
     ) -> None:
-        self._model, self._loss_fn, self._seed, self._rule = model, loss_fn, seed, rule
+        self._model, self._loss_fn, self._seed, self._rule, self._size = model, loss_fn, seed, rule, size
         self._draws = False
 
     def outputs(self, rows: Columns) -> Any:
@@ -267,7 +280,7 @@ class LossTrial:
         with _trying(self._model, training=training) as (put_back, changed):
             if self._rule is not None:
                 return Tried(loss_of(rows), (), gradients.tolerance)
-            return _group_losses(rows, loss_of, gradients)
+            return _group_losses(rows, loss_of, gradients, self._size)
 
     def loss(self, rows: Columns) -> torch.Tensor:
         """Compute the loss of some rows, in the model's current mode.

@@ -100,7 +100,8 @@ def find_reduction(
     """
     field, several = pipeline.loss_reduction, pipeline.several_microbatches
     weightless = any(p.is_meta for p in model.parameters())
-    few = {name: column[: rows_through(model)] for name, column in rows.items()}
+    count = rows_through(model) if captured.one_size is None else 2 * captured.one_size
+    few = {name: column[:count] for name, column in rows.items()}
     if pipeline.loss_over == "minibatch":
         return LossReduction(require_rule(model, loss_fn, captured, few, pipeline), NOTE.format(why=""))
 
@@ -138,7 +139,7 @@ def find_reduction(
         return LossReduction("mean", _OWN.format(weighed="samples") if field == "per_microbatch" else "")
     if field != "auto":
         return LossReduction(field)
-    if loss_fn is not None and weighted:
+    if loss_fn is not None and weighted and captured.one_size is None:
         trials += filter(None, [_over_many(captured, rows, pipeline.seed)])
     if several and weightless and terms is None and not trials:
         raise ConfigError(_UNTRIED.format(one=pipeline.one_microbatch))
@@ -181,7 +182,9 @@ def _trials(model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, r
     A model without weights is replaced by random outputs for a loss_fn, or gets random weights if it is small.
     """
     if not any(p.is_meta for p in model.parameters()):
-        tried = LossTrial(model, loss_fn, seed).losses(rows)
+        tried = LossTrial(model, loss_fn, seed, size=captured.one_size).losses(rows)
+    elif captured.one_size is not None:
+        return []
     elif loss_fn is not None:
         tried = try_on_random_outputs(captured, rows, seed)
     else:

@@ -101,7 +101,7 @@ def try_metrics(
         with no_reads_of(trained, "A metric", _OF_A_METRIC):
             return _called(metrics, output, behind, len(next(iter(columns.values()))))
 
-    few = {name: x[:NUM_ROWS] if x.dim() else x for name, x in rows.items()}
+    few = {name: x[: captured.one_size or NUM_ROWS] if x.dim() else x for name, x in rows.items()}
     try:
         return tried(metrics, few)
     except ConfigError:

@@ -25,6 +25,7 @@ from raypipe.ir.precision import PRECISIONS
 from raypipe.planner.search import Request, microbatches
 from raypipe.preflight.arguments import Arguments, Unfilled
 from raypipe.preflight.dry_run import (
+    ANY_SIZE,
     NUM_ROWS,
     rehearse,
     rehearse_evaluation,
@@ -104,6 +105,11 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
         built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
         parts=pipeline.loss_reduction != "per_microbatch",
     )  # fmt: skip
+    if captured.one_size is not None and wants_curve(pipeline):
+        raise ConfigError(
+            "forward takes one number of samples only, and num_microbatches='auto' and retune_microbatches compare "
+            f"several. Give num_microbatches a number. {ANY_SIZE}"
+        )
     rows = by_name(columns, example)
     refuse_aliased_memory(captured)
     rehearse(built, captured, rows)
@@ -128,12 +134,16 @@ def _try_evaluation(
     def read(count: int) -> dict[Any, torch.Tensor]:
         return by_name(columns, source.read(0, 0, count, columns))
 
-    count = min(NUM_ROWS, source.num_samples)
+    count = min(captured.one_size or NUM_ROWS, source.num_samples)
     rows = read(count)
     rehearse_evaluation(model, captured, rows)
     if not metrics:
         return ()
-    most = max(count, min(MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)), source.num_samples))
+    most = (
+        count
+        if captured.one_size
+        else max(count, min(MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)), source.num_samples))
+    )
     return try_metrics(metrics, captured, rows, lambda: read(most))
 
 

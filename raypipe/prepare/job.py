@@ -30,6 +30,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.segments import Flow, flow_of, num_steps_of, rows_for
 from raypipe.preflight.arguments import Arguments, undisturbed
+from raypipe.preflight.dry_run import refuse_failed_checks
 from raypipe.preflight.verify import verify
 from raypipe.prepare.inputs import Opened, by_name
 from raypipe.progress import shown_while
@@ -196,8 +197,11 @@ class Job:
     def check(self) -> None:
         """Compare the user's own module with the stages on two micro-batches, unless verify="off".
 
+        If stages leave out checks in forward, these are made on the first mini-batch.
+
         Raises:
-            RaypipeError: they differ, or the model has tensors on the meta device and no sources of their values.
+            RaypipeError: they differ, a check fails, or the model has tensors on the meta device without sources of
+                their values.
         """
         opened, captured, source, size = (
             self.opened,
@@ -214,9 +218,15 @@ class Job:
                 "file or folder that has them as init_from, or set weights_on='workers', which has workers "
                 "initialise them."
             )
+        columns = tuple(opened.example)
+        if captured.checks:
+            count = min(self.plan.minibatch_size, source.num_samples)
+            whole = by_name(columns, source.read(0, 0, count, columns))
+            batches = [{name: x[at : at + size] for name, x in whole.items()} for at in range(0, count, size)]
+            refuse_failed_checks(opened.model, captured, batches)
+            opened.memory.restore()
         if self.pipeline.verify == "off":
             return
-        columns = tuple(opened.example)
         rows = by_name(columns, source.read(0, 0, min(2 * size, source.num_samples), columns))
         first = {name: column[:size] for name, column in rows.items()}
         # If there are too few rows for a second micro-batch of this size, the first one is used in reverse order.

@@ -23,7 +23,7 @@ from raypipe.ir.schedule import Op
 from raypipe.planner.search import microbatches
 from raypipe.planner.segments import evaluation_segments
 from raypipe.preflight.arguments import Arguments, in_one_paragraph, undisturbed
-from raypipe.preflight.dry_run import rehearse_single, takes_one_row
+from raypipe.preflight.dry_run import refuse_other_sizes, rehearse_single, takes_one_row
 from raypipe.preflight.loss_over import loss_bytes
 from raypipe.preflight.loss_trial import MANY_ROWS
 from raypipe.preflight.loss_weighting import check_per_replica, find_reduction
@@ -104,6 +104,8 @@ def prepare(
     with shown_while("planning"):
         planned = plan_for(basis)
     sizes = (opened.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
+    if opened.captured.one_size is not None:
+        refuse_other_sizes(opened.captured.one_size, {k: x.num_samples for k, x in opened.sources.items()}, *sizes[1:])
     rehearse_single(opened.model, opened.captured, opened.example, *sizes)
     if arguments.metrics and "eval" in opened.sources:
         _try_metrics(arguments.metrics, opened, planned.plan)
@@ -111,6 +113,9 @@ def prepare(
     notes = _notes(job, counted)
     notes += profiled.notes if here and rates and profiled else ()  # with the device of the seconds
     return reduce(Job.noting, filter(None, notes), job)
+
+
+_ON_ONE_SIZE = "forward takes one number of samples only: every micro-batch of training and evaluation has {}."
 
 
 def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
@@ -141,6 +146,8 @@ def _notes(job: Job, counted: str) -> list[str]:
     opened = job.opened
     return [
         note_on_modes(turned_on(opened.model)),
+        _ON_ONE_SIZE.format(opened.captured.one_size) if opened.captured.one_size else "",
+        _on_checks(opened.captured.checks),
         _on_forgotten(opened.captured.forgotten),
         _on_extra_state(opened.model),
         _ON_DRAWS if job.settings.optimizer_draws else "",
@@ -157,6 +164,17 @@ def _try_metrics(metrics: Mapping[str, Any], opened: Opened, plan: Plan) -> None
     columns = tuple(opened.example)
     rows_of = lambda size: by_name(columns, source.read(0, 0, size, columns))  # noqa: E731
     try_on_smallest(metrics, opened.captured, rows_of, count, sizes)
+
+
+def _on_checks(lines: Sequence[str]) -> str:
+    """Return a note on checks in forward that stages leave out; "" without such checks."""
+    if not lines:
+        return ""
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return (
+        f"forward checks values at {lines[0]}{more} and raises if they are wrong: the first mini-batch is checked, in "
+        "plain PyTorch, and stages leave the check out."
+    )
 
 
 def _on_forgotten(buffers: Sequence[str]) -> str:
@@ -200,7 +218,7 @@ def profile(
 def _measured(opened: Opened, pipeline: PipelineConfig, rates: Rates | None, *, by_size: bool) -> Profile:
     return profile_of(
         opened.captured, opened.example, opened.larger,
-        by_size=by_size, budget_s=pipeline.profile_budget_s, rates=rates,
+        by_size=by_size and opened.captured.one_size is None, budget_s=pipeline.profile_budget_s, rates=rates,
     )  # fmt: skip
 
 
@@ -239,9 +257,10 @@ def _basis(
 def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
     """Return the samples on which the loss is tried: a micro-batch, or MANY_ROWS if micro-batches must be weighted."""
     weighed = pipeline.several_microbatches or opened.captured.model.eval is not None
-    if weighed and len(next(iter(opened.example.values()))) < MANY_ROWS:
+    count = max(MANY_ROWS, 2 * (opened.captured.one_size or 0))
+    if weighed and len(next(iter(opened.example.values()))) < count:
         with contextlib.suppress(DataError):  # the step that reads a bad row reports its number
-            return example_of(opened.sources["train"], opened.with_loss_fn, MANY_ROWS)
+            return example_of(opened.sources["train"], opened.with_loss_fn, count)
     return opened.example
 
 

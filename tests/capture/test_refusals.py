@@ -59,20 +59,6 @@ def hooked_module() -> nn.Module:
     return model
 
 
-class View(nets.Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.view(4, -1))
-
-
-class Time(nets.Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.lstm(x[:, None].expand(-1, 5, -1))[0][:, -1])
-
-
 class Generator(nets.Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -87,9 +73,6 @@ class Seeded(nets.Mlp):
         return super().forward(x + torch.randn(6, generator=torch.Generator().manual_seed(0)))
 
 
-ONE_SIZE = r"takes one number of samples only.*x.shape.0., -1.*batch_first=True"
-
-
 class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
@@ -101,8 +84,6 @@ class Pair(nn.Module):
         (Custom(), r"custom autograd function tests\.nets\.Double, whose backward tracing would lose.*nn\.Sequential"),
         (HookInside(), r"forward registers a gradient hook on a tensor.*drop the hook"),
         (nn.Sequential(nn.Linear(6, 3), Pair()), r"Child '1' \(Pair\) of the nn\.Sequential returns tuple"),
-        (View(), ONE_SIZE),
-        (Time(), ONE_SIZE),
         (Generator(), r"is not a tensor, and stages are given tensors only.*without generator="),
         (nn.Sequential(Generator(), nn.Linear(3, 3)), r"changes model\.0\.own with every call"),
         (Seeded(), r"is not a tensor, and stages are given tensors only.*without generator="),

@@ -103,10 +103,11 @@ def test_what_a_loss_returns(change: Any, said: str) -> None:
         (lambda loss: loss.item(), "returned a number. Leave out what makes a number of it (.item(), float())"),
         (lambda loss: None, "OwnLoss returned None. Pass loss_fn=..."),
         (lambda loss: (), "OwnLoss returned an empty tuple."),
-        (lambda loss: {"nll": loss}, "OwnLoss returned a dict of 'nll'."),
+        (lambda loss: {"loss": None, "nll": loss}, "OwnLoss returned a dict of 'loss', 'nll'."),
+        (lambda loss: {"nll": loss, "z": [loss]}, "2 scalars, output['nll'] and output['z'][0], of which each"),
         (lambda loss: loss[None], "OwnLoss returned a tensor of shape (1,)."),
     ],
-    ids=["float", "None", "empty", "dict", "row"],
+    ids=["float", "None", "empty", "dict", "two", "row"],
 )
 def test_what_a_model_returns_as_its_loss(change: Any, said: str) -> None:
     assert said in answer(CaptureError, OwnLoss(change), None)

@@ -78,6 +78,7 @@ class Row:
         note: a sentence for the table, besides the verdict's.
         stages: of the pipeline.
         microbatches: numbers that a mini-batch is cut into, one run each.
+        samples: of the training data.
         evaluated: samples of the evaluation.
         twin: what plain PyTorch trains in place of the model: the same without recomputation, whose second forward
             would draw other numbers under the keys that make draws comparable.
@@ -99,6 +100,7 @@ class Row:
     note: str = ""
     stages: int = 2
     microbatches: tuple[int, ...] = (1, 4)
+    samples: int = 20
     evaluated: int = 10
     twin: Callable[[], nn.Module] | None = None
     whole: bool = False

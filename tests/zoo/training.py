@@ -21,8 +21,8 @@ from tests.zoo.row import Rounding, Row
 
 __all__ = ["differences_of", "refusal_of"]
 
-SAMPLES, MICROBATCH, STEPS = 20, 2, 4
-"""With four micro-batches an epoch is mini-batches of 8, 8 and 4 samples, so that the last step is in the second epoch.
+MICROBATCH, STEPS = 2, 4
+"""With four micro-batches an epoch of 20 samples is mini-batches of 8, 8 and 4, so that the last step is in the second.
 
 With one, mini-batches have 2 samples: micro-batches of one size let both runs of a row use one capture, which takes
 most of the time.
@@ -41,7 +41,7 @@ def _trainer(row: Row, count: int, recorder: Recorder, folder: Path, **fields: A
         row.made(),
         loss_fn=row.loss_fn,
         optimizer=recorder,
-        train_data=row.make_data(SAMPLES),
+        train_data=row.make_data(row.samples),
         eval_data=row.make_data(row.evaluated),
         pipeline=_config(row, count, minibatch=_minibatch(row, count), **fields),
         run_config=SimpleNamespace(name=f"m{count}", storage_path=str(folder)),
@@ -77,7 +77,7 @@ def differences_of(row: Row, count: int, folder: Path, **fields: Any) -> list[st
     theirs = reference(
         row.made(row.twin),
         optimizer=_recorder(),
-        train_data=row.make_data(SAMPLES),
+        train_data=row.make_data(row.samples),
         num_steps=STEPS,
         loss_fn=row.loss_fn,
         pipeline=_config(row, 1 if row.whole else count, minibatch=_minibatch(row, count)),
@@ -186,7 +186,7 @@ def _unlike_evaluation(row: Row, trained: nn.Module, eval_loss: float) -> list[s
 
 def _rows(row: Row, count: int, *, shuffle: bool) -> Any:
     """The first mini-batch of training, or the samples of the evaluation."""
-    source = open_data(row.make_data(SAMPLES if shuffle else count), seed=0, shuffle=shuffle)
+    source = open_data(row.make_data(row.samples if shuffle else count), seed=0, shuffle=shuffle)
     named = row.loss_fn is None and not all(isinstance(name, int) for name in source.columns)
     return source.read(0, 0, count, source.columns if named else tuple(range(len(source.columns))))
 

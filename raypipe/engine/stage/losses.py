@@ -57,12 +57,14 @@ class LossCounts:
         words: description of what is counted, for error messages.
         parts: for each part of the loss, the index of its term, if the last stage returns the parts one by one; empty
             if it returns their sum, whose terms must then all have the same weights.
+        apart: True if ``program`` takes single micro-batches only, whose divisors add up to those of the mini-batch.
     """
 
     program: GraphFunction
     samples_too: bool
     words: str
     parts: tuple[int, ...] = ()
+    apart: bool = False
 
     @property
     def columns(self) -> tuple[Any, ...]:
@@ -83,9 +85,12 @@ class LossCounts:
         Raises:
             DataError: the parts are summed, and micro-batches have other weights in one term than in another.
         """
-        whole = {name: torch.cat([some[name] for some in columns]) for name in self.columns}
-        totals = self.divisors(whole, sum(sizes))
-        each = zip(*(self.divisors(some, size) for some, size in zip(columns, sizes, strict=True)), strict=True)
+        each = list(zip(*(self.divisors(some, size) for some, size in zip(columns, sizes, strict=True)), strict=True))
+        if self.apart:
+            totals = [math.fsum(of_term) for of_term in each]
+        else:
+            whole = {name: torch.cat([some[name] for some in columns]) for name in self.columns}
+            totals = self.divisors(whole, sum(sizes))
         by_term = [[x / total if total else 0.0 for x in xs] for xs, total in zip(each, totals, strict=True)]
         if self.parts:
             return [by_term[term] for term in self.parts], [totals[term] for term in self.parts]

@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 from tests.models import Records
 from tests.zoo.cases.language import TIED, made
+from tests.zoo.cases.losses import OVER_THE_BATCH
 from tests.zoo.cases.losses import clip as contrast
-from tests.zoo.row import Refused, Row
+from tests.zoo.row import Row
 from tests.zoo.samples import WORDS, images, sentences, translations
 
 __all__ = ["ROWS"]
@@ -112,6 +113,7 @@ class Translator(nn.Module):
         return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
 
 
+ONE_SIZE = "its code takes one number of samples: all micro-batches have it"
 row = partial(Row, "attention")
 
 
@@ -133,11 +135,9 @@ ROWS = (
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
-    own("CLIP", clip, captions, "captions", Refused(
-        "WithLoss takes one number of samples only, the example's, and micro-batches have others. Take it from the "
-        "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU and "
-        "RNN.",
-        "its loss reads the size of the batch with len(), and compares the rows of a batch")),
+    own("CLIP", clip, captions, "captions", OVER_THE_BATCH, microbatches=(4,)),
+    own("CLIP, one micro-batch", clip, captions, "captions", note=ONE_SIZE, microbatches=(1,), samples=24,
+        evaluated=8),
     row("CLIP, embeddings", Embeddings, captioned, contrast, "CLIP, temperature", "captions", microbatches=(4,),
         evaluated=8, stages=3, note="over the whole mini-batch"),
 )  # fmt: skip

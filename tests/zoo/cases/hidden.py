@@ -63,6 +63,34 @@ def mapped(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: row * row.norm())(x)
 
 
+def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """By operations whose twins have other names, other types, or no derivative."""
+    x = torch.sigmoid(x) * 1.0
+    x += torch.ones(8, dtype=torch.float64)
+    y = x.pow_(-0.5) * 1.0
+    y **= 2
+    z = torch.empty_like(y).copy_(y)
+    return z * y.clone().gt_(0.4).sub_(0.5)
+
+
+def looped(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Over the samples of a micro-batch, which must all have as many."""
+    return torch.stack([sample * (1 + at % 2) for at, sample in enumerate(x)])
+
+
+def checking(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Whatever the data are, only one way of each branch can go on."""
+    if x.isnan().any() or x.abs().max().item() > 1e6:
+        raise ValueError(f"activations of {x.shape} are too large")
+    assert torch.isfinite(x).all()
+    torch._assert((x.amax(0) >= x.amin(0)).all(), "no order")
+    return x * 0.5
+
+
+def validated(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(x, torch.nn.functional.softplus(x)).log_prob(2 * x)
+
+
 def branching(net: Net, x: torch.Tensor) -> torch.Tensor:
     if x.mean() > 0:
         x = 2 * x
@@ -192,6 +220,10 @@ ROWS = (
     flow("rows picked by a mask", indexed),
     flow("nonzero", nonzero),
     flow("vmap", mapped),
+    flow("activations changed in place", in_place),
+    flow("a loop over the samples", looped, note="all micro-batches have one size"),
+    flow("checks that only raise", checking),
+    flow("torch.distributions with validate_args", validated),
     flow("if on the data", branching, BRANCHES),
     state("running average in a buffer", buffered),
     state("counter with a branch", counting, remembers("Net.forward changes model.count")),

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.models import Records
 from tests.zoo.cases.dense import perceptron
-from tests.zoo.row import EQUAL, Rounding, Row
+from tests.zoo.row import EQUAL, Refused, Rounding, Row
 from tests.zoo.samples import WORDS, counted_pairs, masks, numbers, sentences, spoken, vectors
 
 __all__ = ["REFUSED", "ROWS", "Tagger", "Towers", "clip", "described"]
@@ -45,6 +45,18 @@ class Judging(Tagger):
         return self.kind(self, super().forward(input_ids), labels)
 
 
+class Returning(Judging):
+    """Returns its loss as people do: ``pack`` makes the output from logits and loss."""
+
+    def __init__(self, pack: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__(weighed)
+        self.pack = pack
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = Tagger.forward(self, input_ids)
+        return self.pack(logits, self.kind(self, logits, labels))
+
+
 def weighed(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=model.class_weights)
 
@@ -54,6 +66,18 @@ def masked(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.
     mask = (labels != -100).float()
     each = functional.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+def steadied(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """With a z-loss over the labelled tokens, which a mask picks."""
+    steady = logits.logsumexp(-1)[labels != -100].square().mean()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * steady
+
+
+def counted(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """By code that takes the number of samples from len(), which a trace fixes."""
+    size = len(labels) * labels.shape[1]
+    return functional.cross_entropy(logits.reshape(size, -1), labels.reshape(size))
 
 
 def penalised(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -199,6 +223,12 @@ def shares(count: int) -> TensorDataset:
     return TensorDataset(inputs, targets.softmax(-1))
 
 
+TWO_SCALARS = Refused(
+    "Returning returns 2 scalars, output['ce'] and output['z'], of which each may be the loss. Let it return that "
+    "one, or their sum, as output['loss'] or as the first item of a tuple; or pass loss_fn=..., which computes the "
+    "loss from the output and a target.",
+    "each of two scalars may be the loss",
+)
 row = partial(Row, "losses")
 _TAGS = "tokens, {} where nothing counts"
 REFUSED = (
@@ -211,6 +241,9 @@ REFUSED = (
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
 whole = partial(row, microbatches=(4,), evaluated=8, note="over the whole mini-batch")
+BY_PART = Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4)
+UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
+OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
 
 
 def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
@@ -219,6 +252,11 @@ def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
 
 def vectored(words: str, loss_fn: Loss, data: Any = numbers, *verdict: Any, name: str = "MLP", **more: Any) -> Row:
     return row(name, perceptron, data, loss_fn, words, "vectors", *verdict, **more)
+
+
+def returning(words: str, pack: Callable[[torch.Tensor, torch.Tensor], Any], *verdict: Any, **more: Any) -> Row:
+    return row("tagger", lambda: Returning(pack), few_labels, None, f"its own, in {words}",
+               "sentences, labels padded by -100", *verdict, twin=lambda: Judging(weighed), **more)  # fmt: skip
 
 
 ROWS = (
@@ -233,8 +271,17 @@ ROWS = (
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
         "sentences, labels padded by -100"),
+    row("tagger", lambda: Judging(steadied), few_labels, None, "its own, with a z-loss of what a mask picks",
+        "sentences, labels padded by -100", BY_PART, whole=True),
+    row("tagger", lambda: Judging(counted), few_labels, None, "its own, with len(labels)",
+        "sentences, labels padded by -100", note="all micro-batches have one size"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
         "sentences, labels padded by -100", PENALISED),
+    returning("(logits, loss)", lambda logits, loss: (logits, loss)),
+    returning("(logits, {loss, a part of it})", lambda logits, loss: (logits, {"loss": loss, "ce": loss.detach()})),
+    returning("a dict without the word", lambda logits, loss: {"logits": logits, "nll": loss}),
+    returning("a dict of two scalars", lambda logits, loss: {"ce": loss, "z": logits.logsumexp(-1).mean()},
+              TWO_SCALARS, microbatches=(4,)),
     vectored("mse_loss", functional.mse_loss),
     vectored("MSELoss(reduction='sum')", nn.MSELoss(reduction="sum")),
     vectored("KLDivLoss(reduction='batchmean')",

@@ -1,0 +1,195 @@
+"""Branches of forward on values of the data that a trace can decide although it has no values.
+
+    if torch.rand([]) < 0.0: ...            LayerDrop that is switched off goes one way, whatever is drawn
+    if labels.max() >= num_classes: raise   a check goes on; its other way raises an error, and ends every run
+    if x.mean() > 0: x = x / 2              undecided: both ways go on
+
+A branch is a check if forward, traced with the other decision at that branch, ends in an error that user code raises.
+An error that the code itself catches makes no check, for the forward goes on. Stages leave checks out: preflight makes
+them on the first mini-batch, in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from raypipe.errors import RaypipeError
+from raypipe.user_lines import line_outside_torch
+
+_TORCH = Path(torch.__file__).parent
+_CHECKING = str(_TORCH / "distributions")
+"""Part of torch whose checks are decided as those of user code, as the constraints of validate_args."""
+_BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
+"""Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""
+
+Traced = TypeVar("Traced")
+
+
+class _Place(NamedTuple):
+    """Place of a branch in the code: instruction ``at`` of ``code``."""
+
+    code: CodeType
+    at: int
+
+
+def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, ...]] | None:
+    """Trace a model and decide its certain branches: those on certain draws, and checks.
+
+    Args:
+        trace: traces the model; called once, and once or twice more for each check.
+
+    Returns:
+        (result of ``trace``, FILE:LINE of each check); None if a branch is no check.
+
+    Raises:
+        Exception: ``trace`` fails, although every branch that it came to is a check.
+    """
+    passed: dict[_Place, bool] = {}
+    main, traced, error = _attempt(trace, passed)
+    while error is not None and main.last not in passed and _fails_check(error, main):
+        assert main.last is not None
+        passed[main.last] = not main.decisions[main.last]
+        main, traced, error = _attempt(trace, passed)
+    for place, decision in main.decisions.items():
+        if place not in passed:
+            other, _, failure = _attempt(trace, passed, otherwise=place)
+            if failure is None or other.last != place or not _fails_check(failure, other):
+                return None
+            passed[place] = decision
+    if error is not None:
+        raise error
+    return traced, tuple(dict.fromkeys(main.lines))  # type: ignore[return-value]
+
+
+def _attempt(
+    trace: Callable[[], Traced], passed: Mapping[_Place, bool], otherwise: _Place | None = None
+) -> tuple[_Decided, Traced | None, Exception | None]:
+    """Trace with these decisions; return the decisions that were made, and the result or the error."""
+    with _Decided(passed, otherwise) as decided:
+        try:
+            return decided, trace(), None
+        except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+            return decided, None, error
+
+
+def _fails_check(error: Exception, decided: _Decided) -> bool:
+    """Return True for an error of a raise or assert statement, in the code that branched last or outside of torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or decided.last is None or isinstance(error, RaypipeError):
+        return False
+    code = trace.tb_frame.f_code
+    raises = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return raises and (code is decided.last.code or not code.co_filename.startswith(str(_TORCH)))
+
+
+class _Decided(TorchFunctionMode):
+    """Function mode that decides branches which torch.export cannot decide, because they depend on values.
+
+    Models with LayerDrop compare a random number for every layer with a probability that is 0 by default (Hugging
+    Face's OPT, BART and Whisper before 5.23). The draw stays in the graph, so that later draws keep their numbers.
+
+    Args:
+        passed: decisions at places that are known to be checks; False is the decision at other places.
+        otherwise: place to decide the other way, the first time that forward comes to it.
+
+    Attributes:
+        decisions: decision at every place so far, in the order of the first visits.
+        last: place of the latest decision; None before the first.
+        lines: the user's line, as FILE:LINE, of every decision and of every call of ``torch._assert``.
+    """
+
+    def __init__(self, passed: Mapping[_Place, bool], otherwise: _Place | None = None) -> None:
+        super().__init__()
+        self._passed, self._otherwise = passed, otherwise
+        self.decisions: dict[_Place, bool] = {}
+        self.last: _Place | None = None
+        self.lines: list[str] = []
+        # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
+        self._drawn: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._symbols = _symbols_decided(self._decide)
+
+    def __enter__(self) -> _Decided:
+        self._symbols.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._symbols.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__bool__:
+            if id(args[0]) in self._known:
+                return self._known[id(args[0])][1]
+            try:
+                return func(*args)
+            except GuardOnDataDependentSymNode:
+                if (decision := self._decide(sys._getframe(1))) is None:
+                    raise
+                return decision
+        if func is torch._assert and isinstance(args[0], torch.Tensor):
+            self._note(sys._getframe(1))
+            return None
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and isinstance(result, torch.Tensor) and result.numel() == 1:
+            self._drawn[id(result)] = result
+        elif func in _BELOW and len(args) == 2 and id(args[0]) in self._drawn:
+            bound = args[1]
+            if isinstance(bound, (int, float)) and not 0 < bound < 1:
+                self._known[id(result)] = result, (bound >= 1) is _BELOW[func]
+        return result
+
+    def _decide(self, frame: FrameType) -> bool | None:
+        """Return the decision at the branch on a truth value in ``frame``; None in code of torch."""
+        branching = frame
+        while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
+            branching = branching.f_back  # from a function mode of torch.export to its caller
+        place = _Place(branching.f_code, branching.f_lasti)
+        file = place.code.co_filename
+        if file.startswith(str(_TORCH)) and not file.startswith(_CHECKING):
+            return None
+        decision = self._passed.get(place, False)
+        if place == self._otherwise and place not in self.decisions:
+            decision = not decision
+        self.decisions.setdefault(place, decision)
+        self.last = place
+        self._note(frame)
+        return decision
+
+    def _note(self, frame: FrameType) -> None:
+        self.lines.append(line_outside_torch(frame).removeprefix(" at "))
+
+
+@contextmanager
+def _symbols_decided(decide: Callable[[FrameType], bool | None]) -> Iterator[None]:
+    """Decide comparisons of numbers that stem from the data, as ``x.max().item() > 3``, within the context."""
+    original = torch.SymBool.__bool__
+
+    def decided(self: torch.SymBool) -> bool:
+        try:
+            return original(self)
+        except GuardOnDataDependentSymNode:
+            if (decision := decide(sys._getframe(1))) is None:
+                raise
+            return decision
+
+    torch.SymBool.__bool__ = decided  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymBool.__bool__ = original  # type: ignore[method-assign]

@@ -1,0 +1,153 @@
+"""Branches on values: checks are left out of a graph, and whatever else the data decide is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from raypipe.capture import Capture, capture
+from raypipe.errors import CaptureError
+from tests.trainers import trainer_of
+
+Before = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class Net(nn.Module):
+    """A layer, after ``before`` has looked at the input and may have changed it."""
+
+    def __init__(self, before: Before) -> None:
+        super().__init__()
+        self.before, self.first, self.last = before, nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = self.before(x)
+        return self.last(torch.tanh(self.first(x if new is None else new)))
+
+
+def captured(before: Before) -> Capture:
+    torch.manual_seed(0)
+    return capture(Net(before), (torch.randn(4, 6), torch.zeros(4, dtype=torch.long)), (0, 1), cross_entropy)
+
+
+def refuse(x: torch.Tensor) -> None:
+    if x.max() > 9:
+        raise ValueError("too large")
+
+
+def either(x: torch.Tensor) -> None:
+    if x.min() < -9 or x.max() > 9:
+        raise ValueError(f"from {x.min()} to {x.max()}")
+
+
+def negated(x: torch.Tensor) -> None:
+    if not (x.abs() < 9).all():
+        worst = x.abs().max()
+        raise ValueError(worst)
+
+
+def asserted(x: torch.Tensor) -> None:
+    assert (x < 9).all(), "too large"
+
+
+def numbers(x: torch.Tensor) -> None:
+    if x.max().item() > 9 or not bool((x > -9).all()) or x[x > 9].numel() > 0:
+        raise ValueError
+
+
+def elsewhere(x: torch.Tensor) -> None:
+    for one in (x, 2 * x):
+        with torch.no_grad():
+            refuse(one)
+
+
+def of_torch(x: torch.Tensor) -> None:
+    torch._assert((x < 9).all(), "too large")
+
+
+def distributed(x: torch.Tensor) -> None:
+    torch.distributions.Uniform(x - 1, x + 1).log_prob(x)
+
+
+CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, distributed]
+
+
+@pytest.mark.parametrize("before", CHECKS)
+def test_a_graph_is_that_of_the_model_without_its_checks(before: Before) -> None:
+    bare, checked = captured(lambda x: None), captured(before)
+    assert bare.checks == ()
+    assert checked.checks
+    assert all(line.startswith(f"{__file__}:") for line in checked.checks)
+    assert [one.train.source for one in checked.programs((1,))] == [one.train.source for one in bare.programs((1,))]
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2 if x.max() > 9 else x
+
+
+def caught(x: torch.Tensor) -> torch.Tensor:
+    try:
+        refuse(x)
+    except ValueError:
+        return x / 2
+    return x
+
+
+def looped(x: torch.Tensor) -> torch.Tensor:
+    while x.max() > 9:
+        x = x / 2
+    return x
+
+
+def untraceable(x: torch.Tensor) -> torch.Tensor:
+    """The error is of the trace, not of the code."""
+    return torch.from_numpy(x.detach().numpy() / 2) if x.max() > 9 else x
+
+
+def checked_first(x: torch.Tensor) -> torch.Tensor:
+    refuse(x)
+    return halved(x)
+
+
+@pytest.mark.parametrize("before", [halved, caught, looped, untraceable, checked_first])
+def test_a_branch_that_goes_on_both_ways_is_refused(before: Before) -> None:
+    with pytest.raises(CaptureError, match="Net decides by values of its data"):
+        captured(before)
+
+
+def test_after_a_check_the_next_fault_is_named() -> None:
+    def faulty(x: torch.Tensor) -> torch.Tensor:
+        refuse(x)
+        return torch.from_numpy(x.detach().numpy())
+
+    with pytest.raises(CaptureError, match=r"Net could not be traced .*numpy"):
+        captured(faulty)
+
+
+def test_a_mode_leaves_torch_as_it_was() -> None:
+    before = torch.SymBool.__bool__
+    captured(refuse)
+    with pytest.raises(CaptureError):
+        captured(halved)
+    assert torch.SymBool.__bool__ is before
+
+
+@pytest.mark.parametrize("verify", ["first_step", "off"])
+@pytest.mark.parametrize("wrong", [0, 7])
+def test_data_that_violate_a_check_end_the_run_before_its_first_step(wrong: int, verify: Any, tmp_path: Any) -> None:
+    """Row 7 is in the last of four micro-batches, which verify does not run."""
+    inputs = torch.zeros(8, 6)
+    data = TensorDataset(inputs, torch.zeros(8, dtype=torch.long))
+    trainer = trainer_of(
+        Net(refuse), folder=tmp_path, train_data=torch.utils.data.DataLoader(data, batch_size=8), verify=verify,
+        minibatch_size=8, num_microbatches=4,
+    )  # fmt: skip
+    assert any("forward checks values at" in note for note in trainer.plan().notes)
+    inputs[wrong] = 10
+    with pytest.raises(CaptureError, match="ValueError: too large"):
+        trainer.fit(num_steps=1, local=True, progress=False)
