@@ -82,16 +82,19 @@ class Left(NamedTuple):
     starting: list[Member]
 
     def end_starting(self, owner: str) -> None:
-        """End the actors in ``starting``, and remove the driver's placement groups without a living actor."""
+        """End the actors in ``starting``, and remove placement groups of driver ``owner`` that have no living actor."""
         for member in self.starting:
             end_member(member)
         release_unused(owner)
 
 
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
-    """Find the stages and the Charter (inputs and plan) of a lost driver; None if no stage answers with the Charter.
+    """Find the stages and the Charter (inputs and plan) of a lost driver; return None if no stage has a Charter.
 
     Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a broken link may cut them off.
+
+    Args:
+        owner: name of the driver.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
