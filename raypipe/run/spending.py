@@ -26,7 +26,12 @@ KEEP_EVERY_S = 30.0
 
 
 class Spent(NamedTuple):
-    """Cost of a run, in the currency of the price, and the worker-hours for which it was paid."""
+    """Cost of a run.
+
+    Attributes:
+        cost: in the currency of the price.
+        worker_hours: hours of workers for which it was paid.
+    """
 
     cost: float = 0.0
     worker_hours: float = 0.0
@@ -75,7 +80,10 @@ class Meter:
         return self._price * self._count
 
     def read(self) -> Spent:
-        """Add the cost since the last call and return the total; it is written at most every KEEP_EVERY_S seconds."""
+        """Add the cost since the last call and return the total.
+
+        The total is written to cost.json at most every KEEP_EVERY_S seconds.
+        """
         now_s, count = self._clock(), self._workers()
         # Workers that came or left meanwhile count for half of the time.
         self._add((self._count + count) / 2, now_s - self._last_s)

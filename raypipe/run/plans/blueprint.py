@@ -38,8 +38,8 @@ BACKWARD_CODECS = ("bf16",)
 def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """Return the configuration of a run's controller; None if the controller could change nothing.
 
-    That is so with one stage, an asynchronous schedule, several stages on a worker, no choice left to the controller
-    ("auto"), or retune_interval_steps=0.
+    It can change nothing with one stage, with an asynchronous schedule, with several stages on a worker, if no setting
+    is "auto", and with retune_interval_steps=0.
     """
     kinds = turns_schedule(pipeline)
     wanted = [
@@ -104,7 +104,11 @@ class Charter(NamedTuple):
 
 
 def assemble(blueprint: Blueprint, planned: Planned) -> PlanInForce:
-    """Build what workers and loop need for a plan: programs, setup, schedules, controller; equal in every process."""
+    """Derive all that the workers and the training loop need to execute a plan.
+
+    The result has stage programs and the workers' setup, schedules, the predicted step, and the controller's
+    configuration. It depends on the arguments only, so all processes compute equal results.
+    """
     plan, spec = planned.plan, blueprint.spec
     # Other sizes would change bits; later plans keep them.
     assert (plan.minibatch_size, plan.microbatch_size) == (spec.minibatch_size, spec.microbatch_size)
@@ -122,7 +126,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> PlanInForce:
 
 
 def generation_setup(plan: Plan, programs: Sequence[StageProgram], codecs: Codecs) -> GenerationSetup:
-    """Build the workers' configuration for a plan."""
+    """Create the workers' configuration for a plan."""
     wiring = plan.schedule.wiring
     return GenerationSetup(
         programs, wiring.homes, plan.weights, codecs, plan.generation, recompute=plan.recompute, lanes=wiring.lanes
@@ -133,8 +137,9 @@ def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
     """Return the predicted seconds of one step; 0 if the plan was made without a profile.
 
     Args:
-        predicted: simulated timeline of a step alone.
-        overlaps: True if a step may begin before the previous one has ended on every stage, as between processes.
+        predicted: simulated timeline of one step that begins and ends with an empty pipeline.
+        overlaps: True if the next step may begin on some stages before the previous one has ended on all, as with
+            stages in separate processes; False for stages in threads, which run one step after the other.
     """
     if plan.prediction is None or predicted is None:
         return 0.0
@@ -157,7 +162,12 @@ def predicted_step(plan: Plan) -> Timeline | None:
 
 
 def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer."""
+    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer.
+
+    Args:
+        num_samples: number of samples of "train", and of "eval" if there is eval_data.
+        num_steps: optimizer steps of the run; lengths of training that it does not reach are left out.
+    """
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
     if "eval" in num_samples:
         lengths["eval"] = num_samples["eval"]

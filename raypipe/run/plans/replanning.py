@@ -24,11 +24,11 @@ from raypipe.run.plans.later import MemoryLimits, another
 
 
 def replanning_of(blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> Replanning | None:
-    """Create the replanner of a run whose partition the planner may change; None for other runs.
+    """Create the replanner of a run whose partition the planner may change; return None for other runs.
 
     Args:
         first: first plan of the run, which fixes its micro-batches.
-        limits: memory limits that later partitions keep to.
+        limits: memory limits that later partitions must not exceed.
     """
     pipeline, basis = blueprint.pipeline, blueprint.basis
     chosen = basis.request.partitioner == "parameters" or bool(basis.request.split_points)
@@ -64,17 +64,27 @@ class Replanning:
         self._offer = offer
 
     def begin(self, plan: Plan) -> None:
-        """Drop all measurements, and start measuring ``plan``, which the stages run from now on."""
+        """Drop all measurements, and start measuring steps of ``plan``, which the stages run from now on."""
         self.measures = can_be_cut_again(plan)
         if self.measures:
             self._replanner.begin(plan, self._line(plan))
 
     def taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
-        """Record that the stages run the offered plan since ``step``, after ``pause_s`` seconds without training."""
+        """Record that the stages run the offered plan since step ``step``.
+
+        Args:
+            pause_s: seconds without training during the change.
+        """
         self._replanner.taken(offer, plan, pause_s, step)
 
     def on_step(self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None) -> None:
-        """Process the reports of a step; a search starts in a thread if needed. Steps that send copies are ignored."""
+        """Process the reports of a step, and start a search in a thread if one is needed.
+
+        A step is ignored if copies were sent during it.
+
+        Args:
+            spec: schedule of the step.
+        """
         samples = [report.sample for report in reports if report.sample is not None]
         if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):
             return
@@ -83,7 +93,10 @@ class Replanning:
             threading.Thread(target=self._search, args=(question,), name="raypipe replanning", daemon=True).start()
 
     def _line(self, plan: Plan) -> Cluster:
-        """Return a plan's workers, with their memory limits, as a cluster; later plans have equal workers."""
+        """Return the workers of a plan as a cluster, with their memory limits.
+
+        Only for the first plan are they those of the described cluster; workers of later plans are equal.
+        """
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
 
     def _search(self, question: RepartitionQuery) -> None:
