@@ -16,7 +16,11 @@ from raypipe.ir.report import StepRecord
 
 
 def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """Return the trainer's callbacks, followed by those of a ray.train.RunConfig, in the order of their calls.
+    """Return the trainer's callbacks, followed by the callbacks of a ray.train.RunConfig, in the order of their calls.
+
+    Args:
+        callbacks: argument of the trainer.
+        run, scaling: ray.train's RunConfig and ScalingConfig, or None.
 
     Raises:
         ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not
@@ -62,6 +66,10 @@ class FromRayTrain(Callback):
     the numbers of the last step, and after every checkpoint with these numbers and the checkpoint. Its list of reports
     has one item for the whole pipeline, as if it came from worker 0. ``after_exception`` is called after every failure,
     and at the end of a run that failed.
+
+    Args:
+        callback: the user's callback.
+        run, scaling: ray.train's RunConfig and ScalingConfig.
     """
 
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:

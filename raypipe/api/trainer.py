@@ -294,7 +294,7 @@ class PipelineTrainer:
             return predictions(job, stages)
 
     def _forward_job(self) -> Job:
-        """Return a planned job, verified by ``_check``, whose stages have an evaluation mode.
+        """Return a planned and verified job (see ``_check``) whose stages have an evaluation mode.
 
         Without eval_data, train_data are used to capture the model in evaluation mode.
         """
@@ -307,7 +307,10 @@ class PipelineTrainer:
         return job
 
     def _own_run(self) -> Place | None:
-        """Return the folder of the run that was started last, else of the run that ``fit`` would resume; else None."""
+        """Return the folder of the run that was started last, or of the run that ``fit`` would resume.
+
+        None without either.
+        """
         name = getattr(self._run, "name", None)
         return self._begun or (self._storage() / name if name and self._resume is not False else None)
 
@@ -387,13 +390,13 @@ class PipelineTrainer:
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
-        """Verify that the stages compute the same as the whole model, unless ``job`` was the last to be verified."""
+        """Verify that the stages compute the same as the whole model, unless ``job`` was verified last."""
         if self._checked is not job:
             job.check()
             self._checked = job
 
     def _blueprint(self, job: Job, num_steps: int, *, local: bool) -> Blueprint:
-        """Build the blueprint of a run of ``num_steps`` steps in total."""
+        """Create the blueprint of a run of ``num_steps`` steps in total."""
         spec = self._spec(job, num_steps)
         setup = job.run_setup(spec.place, None if local else self._pipeline)
         return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local, resources=dict(self._resources()))
