@@ -359,7 +359,7 @@ class Fleet(Configuring):
             try:
                 last = member.actor.reports.remote(flight.run, flight.received[worker].end, 0.0)
                 flight.received[worker].extend(ray.get(last, timeout=GRACE_S))
-            except ActorDiedError as error:
+            except ActorDiedError as error:  # root_cause explains only deaths of workers that were still at work
                 self.watch.explain(member, str(error))
             except RayError:  # its remaining reports are lost
                 pass
