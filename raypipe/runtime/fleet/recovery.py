@@ -360,16 +360,18 @@ class Recovery:
         current, wanted = (Layout(one.setup.generation, one.setup.homes) for one in (self._plans.made, made))
         return plan_transition(current, wanted, living, copies, saved)
 
-    def _apply(self, made: PlanInForce, transition: Transition) -> None:
-        """Configure members for a plan; members that cannot keep their state read it from copies."""
-        step, sources = transition.step or 0, dict[int, Sources]()
-        for worker, copies in transition.sources.items():
-            sources[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
-        self._configure(made, sources, transition.members)
+    def _apply(self, made: PlanInForce, transition: Transition, sources: Sources | None = None) -> None:
+        """Make members the workers of plan ``made``, which is in force from now on; see ``Fleet.configure``.
 
-    def _configure(self, made: PlanInForce, sources: Sources | Mapping[int, Sources], members: Sequence[int]) -> None:
-        """Make members the workers of plan ``made``, which is in force from now on; see ``Fleet.configure``."""
-        self._fleet.configure(self._blueprint.setup, made.setup, sources, members)
+        Args:
+            sources: sources from which all workers read their state. None for the copies of the transition, which are
+                read by the members that cannot keep their state.
+        """
+        step, read = transition.step or 0, dict[int, Sources]()
+        for worker, copies in transition.sources.items():
+            read[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
+        given = read if sources is None else sources
+        self._fleet.configure(self._blueprint.setup, made.setup, given, transition.members)
         self._plans.made = made
         self._fleet.expect(made.predicted)
 
@@ -493,9 +495,9 @@ class Recovery:
                 ]
                 steps = sorted({step for copy in copies for step in copy.steps})
                 raise StageError(TENSORS_LOST.format(copies=", ".join(known) or "none", steps=steps))
-            self._configure(made, [self._tensors], transition.members)
+            self._apply(made, transition, [self._tensors])
             return 0, "the parameters that the run began with", Position()
-        self._configure(made, [saved.folder, self._tensors], transition.members)
+        self._apply(made, transition, [saved.folder, self._tensors])
         step = saved.manifest.step
         # Optimizer options that a new submission changed are only in later checkpoints.
         fleet.restore(saved.folder, fresh_options(place, step))
