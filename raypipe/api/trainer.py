@@ -184,7 +184,8 @@ class PipelineTrainer:
         Raises:
             RaypipeError: the model could not be profiled; the message is one paragraph with the fix.
         """
-        return profile(*self._for_planning(self._arguments, self._pipeline))
+        rates = gpu_rates(self._resources(), self._pipeline.precision)
+        return profile(self._arguments, self._pipeline, most_workers(self._scaling), rates)
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
@@ -338,10 +339,8 @@ class PipelineTrainer:
         return self._job
 
     def _prepare(self, pipeline: PipelineConfig, arguments: Arguments | None = None, **more: Any) -> Job:
-        return prepare(*self._for_planning(arguments or self._arguments, pipeline), **more)
-
-    def _for_planning(self, arguments: Arguments, pipeline: PipelineConfig) -> tuple[Any, ...]:
-        return arguments, pipeline, most_workers(self._scaling), gpu_rates(self._resources(), pipeline.precision)
+        rates = gpu_rates(self._resources(), pipeline.precision)
+        return prepare(arguments or self._arguments, pipeline, most_workers(self._scaling), rates, **more)
 
     def _continued(self) -> PipelineConfig:
         pipeline = on_devices(self._pipeline, self._resources())
