@@ -27,7 +27,7 @@ from raypipe.run.position import Progress
 from raypipe.run.reporting import Reporter
 from raypipe.run.requests import Requests
 from raypipe.run.spec import RunSpec
-from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Rollback, Transitions
+from raypipe.run.transitions import Change, Join, Move, Recovered, Transitions
 
 IN_THREADS = "Stages in threads of one process stay as they are; start the run with local=False."
 UNLIMITED = -1
@@ -157,8 +157,7 @@ class Changing:
                 if in_place and self._recover_in_place(self.recovery, follow, begin_s):
                     return
                 was, self._torn = max(was, progress.at.step), True
-                back = self.recovery.carry_out(Rollback(progress.copies.steps), progress.at.step)
-                assert back is not None, "a failure changes something"
+                back = self.recovery.roll_back(progress.copies.steps)
                 self._roll_back(back)
                 if back.stopped:
                     progress.copied = True  # no workers are left to copy
@@ -186,8 +185,7 @@ class Changing:
             return False
         self.ordering.cancel_pending_saves()
         follow(iter(steps))
-        back = recovery.carry_out(Regroup(), self.progress.at.step)
-        assert back is not None, "a failure changes something"
+        back = recovery.regroup(self.progress.at.step)
         self._stay(back)
         replicas = "-".join(map(str, self.ordering.plan.plan.partition.replicas))
         reason = f"the run goes on with {replicas} workers"

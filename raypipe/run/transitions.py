@@ -79,21 +79,6 @@ class Laps:
         self._then_s = now_s
 
 
-class Rollback(NamedTuple):
-    """Rollback after a failure: all stages load the state of the newest step that all of them can load.
-
-    Attributes:
-        steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load the
-            newest checkpoint.
-    """
-
-    steps: Collection[int]
-
-
-class Regroup(NamedTuple):
-    """Regrouping after a failure and a successful ``Transitions.catch_up``: training resumes without lost replicas."""
-
-
 class Join(NamedTuple):
     """Request that spare workers join stages that lack replicas."""
 
@@ -108,8 +93,8 @@ class Move(NamedTuple):
     nodes: Collection[str]
 
 
-Change = Rollback | Regroup | Join | Move | Resize | Offer
-"""Kind of a transition; the last four occur between two steps, when all stages have the state of the same step."""
+Change = Join | Move | Resize | Offer
+"""Request for a transition between two steps, when all stages have the state of the same step."""
 
 
 class Transitions(Protocol):
@@ -147,16 +132,34 @@ class Transitions(Protocol):
             StageError, LinkError: something failed meanwhile.
         """
 
-    def carry_out(self, change: Change, step: int) -> Recovered | None:
-        """Apply a change of the stages; return None if nothing has to change.
+    def roll_back(self, steps: Collection[int]) -> Recovered:
+        """Roll all stages back, after a failure, to the state of the newest step that all of them can load.
 
         A rollback that waits for workers ends early if the run is stopped; see ``Recovered.stopped``.
+
+        Args:
+            steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load
+                the newest checkpoint.
+
+        Raises:
+            PlanError: too few workers became available before the deadline.
+            StageError, LinkError: the rollback failed; another one must follow.
+        """
+
+    def regroup(self, step: int) -> Recovered:
+        """Continue without the lost replicas, after ``catch_up`` has brought the others to ``step``.
+
+        Raises:
+            StageError, LinkError: the transition failed half-way; a rollback must follow.
+        """
+
+    def carry_out(self, change: Change, step: int) -> Recovered | None:
+        """Apply a change of the stages between two steps; return None if nothing has to change.
 
         Args:
             step: steps that every stage has done.
 
         Raises:
-            PlanError: no such plan exists, or no workers for it; the run can continue unchanged. After a failure: too
-                few workers became available before the deadline.
+            PlanError: no such plan exists, or no workers for it; the run can continue unchanged.
             StageError, LinkError: the transition failed half-way; a rollback must follow.
         """

@@ -39,7 +39,7 @@ from raypipe.run.requests import Resize
 from raypipe.run.same_run import fresh_options
 from raypipe.run.spec import PlanInForce, RequestedSize
 from raypipe.run.status import RunStatus
-from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Regroup, Rollback, Steps
+from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Steps
 from raypipe.runtime.fleet.configuring import Sources
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
@@ -108,10 +108,6 @@ class Recovery:
 
     def carry_out(self, change: Change, step: int) -> Recovered | None:
         """Apply a change of the workers or of the plan; return None if nothing has to change; see Transitions."""
-        if isinstance(change, Rollback):
-            return self._roll_back(change.steps)
-        if isinstance(change, Regroup):
-            return self._regroup(step)
         try:
             match change:
                 case Resize():
@@ -146,12 +142,8 @@ class Recovery:
         # Without reports of a step there would be no record of it; reports are also missing after a driver was lost.
         return steps if len(steps) == newer - step and all(steps) else None
 
-    def _roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all of them can have.
-
-        Args:
-            steps: only in-memory copies of these steps may be used.
-        """
+    def roll_back(self, steps: Collection[int]) -> Recovered:
+        """Roll all stages back to the newest state that all of them can have; see Transitions."""
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -184,8 +176,8 @@ class Recovery:
         clock.lap("restore")
         return self._result(step, source, clock, position=position, replaced=replaced, lost=lost)
 
-    def _regroup(self, step: int) -> Recovered:
-        """Distribute micro-batches over the remaining replicas, which ``catch_up`` has brought to this step."""
+    def regroup(self, step: int) -> Recovered:
+        """Distribute micro-batches over the remaining replicas, after ``catch_up``; see Transitions."""
         fleet, clock = self._fleet, self._settling
         remaining = left(self._plans.made.setup.homes, fleet.lost)
         lost = fleet.forget_lost()

@@ -325,13 +325,13 @@ def test_a_plan_whose_change_failed_after_the_workers_had_it_is_reported_by_the_
             raise error
 
     recovery._restore, recovery._keep_charter = restored, stored  # type: ignore[method-assign]
-    assert recovery._roll_back(()).plan is None
+    assert recovery.roll_back(()).plan is None
     lighter: Any = SimpleNamespace(**vars(before))
     recovery._lighter = lighter
     with pytest.raises(StageLostError):
-        recovery._roll_back(())
-    assert recovery._roll_back(()).plan is lighter
-    assert recovery._roll_back(()).plan is None, "it is told once"
+        recovery.roll_back(())
+    assert recovery.roll_back(()).plan is lighter
+    assert recovery.roll_back(()).plan is None, "it is told once"
 
 
 def test_a_withdrawn_resize_is_refused_and_the_halted_fleet_goes_on() -> None:
