@@ -66,10 +66,6 @@ class FromRayTrain(Callback):
     the numbers of the last step, and after every checkpoint with these numbers and the checkpoint. Its list of reports
     has one item for the whole pipeline, as if it came from worker 0. ``after_exception`` is called after every failure,
     and at the end of a run that failed.
-
-    Args:
-        callback: the user's callback.
-        run, scaling: ray.train's RunConfig and ScalingConfig.
     """
 
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:

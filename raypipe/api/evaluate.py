@@ -149,11 +149,7 @@ def with_checkpoint(
 
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
-    """Compute eval_loss over the job's evaluation data, weighted as in ``fit``, and eval_<name> of each metric.
-
-    Returns:
-        The numbers by name. A loss that is NaN or infinite causes a warning.
-    """
+    """Return eval_loss over the job's evaluation data, weighted as in ``fit``, and eval_<name> of each metric."""
     with _compared(job), stages.open(job) as fleet:
         reports = list(fleet.run(iter(_orders(job)), functools.cache(job.rows)))
     if remark := remark_on(reports):

@@ -147,10 +147,9 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write a safetensors file; on an error an existing file is unchanged.
+    """Write a safetensors file, with {further name: name} of shared tensors.
 
-    Args:
-        shared: {further name: name} of shared tensors, for the file's metadata.
+    An error leaves an existing file unchanged.
     """
     from raypipe.engine.initial.weight_files import copy_tensors
     from raypipe.engine.io.storage import Place, PlaceError

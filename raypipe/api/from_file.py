@@ -117,15 +117,9 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """Return the callable that a target names, with its args bound.
+    """Return the callable that a target names, with its args bound; refuse args that its signature does not accept.
 
-    Args:
-        path: keys of the target in the file, for messages.
-        setting: mapping with "target" and perhaps "args".
-        taking: number of positional arguments with which the callable will be called.
-
-    Raises:
-        ConfigError: the callable does not accept these args in addition.
+    ``path`` is the key of the target in the file; ``taking`` is the number of positional arguments of later calls.
     """
     target = _imported(run, path, setting)
     args = setting.get("args") or {}
@@ -187,11 +181,7 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """Create an object of Ray Train, such as ScalingConfig, from the file's values; None if the file has none.
-
-    Args:
-        path: keys of the values in the file.
-    """
+    """Create an object of Ray Train, such as ScalingConfig, from the values under ``path``; None without values."""
     values: Any = run.values
     for key in path:
         values = values.get(key)

@@ -190,11 +190,7 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop weights that the model lacks and may ignore: extra state of modules, and names that transformers ignores.
-
-    Args:
-        own: the model's tensors by name.
-    """
+    """Drop weights that the model (``own``) lacks and may ignore: extra state, and names that transformers ignores."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {
         name: value
@@ -392,11 +388,7 @@ def weights_for(
 def begun_with(
     model: BuildModel, weights: InitialWeights | WorkerWeights | None
 ) -> tuple[BuildModel, WorkerWeights | None]:
-    """Return the fields ``model`` and ``unfilled`` of Arguments.
-
-    Args:
-        weights: result of ``weights_for``.
-    """
+    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, the result of ``weights_for``."""
     if isinstance(weights, WorkerWeights):
         return model, weights
     return weights or model, None

@@ -43,10 +43,7 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
 
 
 def known_folder(run: str) -> Place | None:
-    """Return the folder of a run; None if no run is there.
-
-    Args:
-        run: path or address of the folder, or the name of a run in ~/ray_results.
+    """Return the run's folder at this path or address, or of this name in ~/ray_results; None if no run is there.
 
     Raises:
         ConfigError: ``run`` is an address, and no run has written there.

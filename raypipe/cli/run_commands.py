@@ -179,11 +179,7 @@ def _attached(run: str) -> Any:
 
 
 def _folder(run: str) -> Place:
-    """Return a run's folder.
-
-    Args:
-        run: path or address of the folder, name of a run in ~/ray_results, or name of a run on the Ray cluster.
-    """
+    """Return a run's folder, from its path, its address, its name in ~/ray_results or its name on the Ray cluster."""
     from raypipe.engine.io.storage import Place
 
     return known_folder(run) or Place.of(_attached(run).path)

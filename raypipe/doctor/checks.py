@@ -15,14 +15,7 @@ LEAST_SHM_BYTES = 256 << 20
 
 
 class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        level: severity.
-        subject: what was checked, such as "ports".
-        text: what was found.
-        cure: the fix; "" if nothing is wrong.
-    """
+    """One line of the report: level, subject such as "ports", what was found, and the fix ("" if nothing is wrong)."""
 
     level: Literal["ok", "warning", "problem"]
     subject: str

@@ -156,12 +156,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Collect facts on GPUs: device files of the machine, torch's CUDA, the driver, and CuPy.
-
-    Args:
-        devices: folder of the device files.
-        environment: environment variables of the process that starts workers.
-    """
+    """Collect facts on GPUs (device files, torch's CUDA, driver, CuPy), as seen in an environment of variables."""
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:

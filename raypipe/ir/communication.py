@@ -228,11 +228,7 @@ CLOSED_AT = 1 / 8
 
 
 def chunk_bytes(lanes: int, replicas: int) -> int:
-    """Return the bytes that replicas exchange at a time in one lane (partial gradient sum); equal on all replicas.
-
-    Args:
-        lanes: number of lanes, which are divided over the replicas.
-    """
+    """Return the bytes that replicas exchange at a time in one of the lanes (partial gradient sums) of a stage."""
     return max(64, CHUNK_BYTES // -(-lanes // replicas) // 64 * 64)
 
 

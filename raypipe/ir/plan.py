@@ -352,9 +352,6 @@ def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) ->
 
     Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
     with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).
-
-    Args:
-        num_stages, num_workers: S and P.
     """
     each = num_stages / num_workers
     slots = max(each * num_microbatches + num_workers - 1, num_microbatches + num_stages - 1)

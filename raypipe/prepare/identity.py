@@ -151,11 +151,7 @@ def _operations(traced: Traced) -> str:
 
 
 def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
-    """Describe options and tensors of a loss module, by label.
-
-    Args:
-        title: beginning of all labels.
-    """
+    """Describe options and tensors of a loss module by label; all labels begin with ``title``."""
     tensors = {name: _content(tensor) for name, tensor in module.state_dict().items()}
     chosen = {
         f"{path}.{name}".lstrip("."): _value(value)
@@ -166,11 +162,7 @@ def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
 
 
 def source_labels(title: str, source: Source) -> dict[str, Any]:
-    """Describe the number of samples, columns, and a few samples of the first epoch, by label.
-
-    Args:
-        title: beginning of all labels: "train_data" or "eval_data".
-    """
+    """Describe number of samples, columns, and some samples of the first epoch; all labels begin with ``title``."""
     count, columns = source.num_samples, source.columns
     labels: dict[str, Any] = {
         f"{title}, number of samples": count,

@@ -215,11 +215,7 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
 
 
 def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
-    """Raise DataError if data lack one of these columns of train_data, or have it at another index.
-
-    Args:
-        name: argument that has the data, for messages.
-    """
+    """Raise DataError if data (argument ``name``) lack one of these columns of train_data, or have it elsewhere."""
     numbered = all(isinstance(name, int) for name in columns)
     there = tuple(range(len(source.columns))) if numbered else source.columns
     missing = [name for name in columns if name not in there]
@@ -265,11 +261,7 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
 
 
 def by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
-    """Map columns to the tensors that a source has read.
-
-    Args:
-        example: the tensors, as a mapping, or as a tuple in the order of ``columns``.
-    """
+    """Map columns to the tensors that a source has read: ``example`` is a mapping, or a tuple in order of columns."""
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
 
 

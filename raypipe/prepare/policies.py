@@ -22,11 +22,7 @@ from raypipe.run.spec import CheckpointPolicy, EvaluationPolicy
 
 
 def checkpoint_policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
-    """Create the policy of checkpoints.
-
-    Args:
-        config: ray.train.CheckpointConfig, or None.
-    """
+    """Create the policy of checkpoints from PipelineConfig's interval and a ray.train.CheckpointConfig or None."""
     interval = pipeline.checkpoint_interval_steps
     return CheckpointPolicy(
         None if interval == "auto" else interval,

@@ -105,11 +105,7 @@ def prepare(
 
 
 def _notes(job: Job, counted: str) -> list[str]:
-    """List notes on the model, some of them empty.
-
-    Args:
-        counted: sentence on what the loss averages over.
-    """
+    """List notes on the model, some of them empty; ``counted`` is a sentence on what the loss averages over."""
     opened = job.opened
     return [
         note_on_modes(turned_on(opened.model)),
@@ -223,11 +219,7 @@ def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor
 def _job(
     arguments: Arguments, opened: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, reduction: Any
 ) -> Job:
-    """Create the stages of the plan, try their optimizers, and return the job.
-
-    Args:
-        reduction: what the loss averages over.
-    """
+    """Create the stages of the plan, try their optimizers, and return the job."""
     captured, plan = opened.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)

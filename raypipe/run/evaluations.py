@@ -73,11 +73,7 @@ class Evaluations:
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
     def lacking(self, at: Position, saved: int) -> bool:
-        """Return True if an evaluation is due at this position and was not made.
-
-        Args:
-            saved: step of the newest checkpoint.
-        """
+        """Return True if an evaluation is due here and was not made; ``saved`` is the step of the newest checkpoint."""
         return not self.at(at) and self.after(at.step, saves=saved == at.step)
 
     def verdict(self) -> str:

@@ -225,11 +225,7 @@ class _Loop:
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
     def close(self, end: RunEnd | None) -> None:
-        """Close all components, even if one raises.
-
-        Args:
-            end: argument of the callbacks' ``on_end``; None omits that call.
-        """
+        """Close all components, even if one raises; ``end`` is the argument of ``on_end``, and None omits that call."""
         with ExitStack() as last:  # called in reverse order
             last.callback(self._log_alerts)
             last.callback(lambda: self._reporter.callbacks.end(end))

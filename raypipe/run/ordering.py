@@ -79,12 +79,7 @@ class CopyTimes:
         self._into_new_memory = NEW_MEMORY_COPIES
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport]) -> None:
-        """Update the interval and the arrival of the newest copy.
-
-        Args:
-            seconds: duration of a step.
-            of_step: reports of all workers on this step.
-        """
+        """Update the interval, and the arrival of the newest copy, from a step's duration and all workers' reports."""
         if self._least_steps is None:
             return
         self._under_way = any(report.copying for report in of_step)

@@ -66,12 +66,7 @@ MOST_BYTES = 1 << 16
 
 
 class CopyPosition(NamedTuple):
-    """Position of an in-memory copy of the state.
-
-    Attributes:
-        position: data position.
-        skipped: value of ``Progress.skipped`` at that position.
-    """
+    """Data position of an in-memory copy of the state, and the value of ``Progress.skipped`` at that position."""
 
     position: Position
     skipped: int

@@ -195,11 +195,7 @@ class Requests:
             self._joining = True
 
     def hand_over(self, go: Callable[[], None]) -> None:
-        """Request that the loop calls ``go`` after a step.
-
-        Args:
-            go: ends this driver, so that another driver takes the stages over.
-        """
+        """Request that the loop calls ``go`` after a step, which ends this driver, so that another takes the stages."""
         with self._lock:
             self._hand_over = go
 

@@ -219,11 +219,9 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
 
 
 def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: str) -> str:
-    """Describe changed versions, and the step from which the new versions apply; "" if all are equal.
+    """Describe changed versions, and the step from which the new ones apply, followed by ``note``.
 
-    Args:
-        done: steps done with the old versions.
-        note: sentence that is appended.
+    "" if all are equal.
     """
     if was == now:
         return ""
@@ -238,12 +236,7 @@ def _thaws(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, steps_left: int) -> None:
-    """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them.
-
-    Args:
-        free: lines on the changed values, by label.
-        begun: beginning of the message.
-    """
+    """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them."""
     if not asked:
         raise ConfigError(
             f"{begun} with other settings:\n{_listed(free.values())}\nGive resume=True to go on with the new ones, "
@@ -470,16 +463,9 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
 
 
 def refuse_another_run(place: Place, name: str, settings: RunIdentity, num_steps: int, resume: bool | None) -> None:
-    """Raise ConfigError if the folder has another run, before anything is started.
+    """Raise ConfigError if the folder has another run, with one line for each difference, before anything is started.
 
-    ``beginning`` verifies checksums later.
-
-    Args:
-        settings: identity of the submitted run.
-        num_steps, resume: see ``goes_on``.
-
-    Raises:
-        ConfigError: one line for each difference.
+    ``beginning`` verifies checksums later. For ``num_steps`` and ``resume`` see ``goes_on``.
     """
     done = newest_step(place)
     if done is not None:

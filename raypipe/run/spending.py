@@ -26,12 +26,7 @@ KEEP_EVERY_S = 30.0
 
 
 class Spent(NamedTuple):
-    """Cost of a run.
-
-    Attributes:
-        cost: in the currency of the price.
-        worker_hours: hours of workers for which it was paid.
-    """
+    """Cost of a run, in the currency of the price, and the worker-hours for which it was paid."""
 
     cost: float = 0.0
     worker_hours: float = 0.0

@@ -174,12 +174,7 @@ class Changing:
         self._watcher.counted("lost_steps", redone)
 
     def _recover_in_place(self, recovery: Transitions, follow: Follow, begin_s: float) -> bool:
-        """Try to recover without a rollback, by continuing with the replicas that are left; return True on success.
-
-        Args:
-            follow: see ``recover``.
-            begin_s: ``time.monotonic()`` at which the recovery began.
-        """
+        """Try to recover without a rollback, by continuing with the replicas that are left; return True on success."""
         steps = recovery.catch_up(self.progress.at.step)
         if steps is None:
             return False
@@ -193,12 +188,7 @@ class Changing:
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish a recovery.
-
-        Args:
-            decision: "recovery" for a rollback, "regroup" if lost replicas were dropped.
-            begin_s: ``time.monotonic()`` at which the recovery began.
-        """
+        """Publish a recovery that began at ``begin_s``: "recovery" is a rollback, "regroup" a loss of replicas."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))

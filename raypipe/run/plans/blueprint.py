@@ -162,12 +162,7 @@ def predicted_step(plan: Plan) -> Timeline | None:
 
 
 def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer.
-
-    Args:
-        num_samples: number of samples of "train", and of "eval" if there is eval_data.
-        num_steps: optimizer steps of the run; lengths of training that it does not reach are left out.
-    """
+    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer."""
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
     if "eval" in num_samples:
         lengths["eval"] = num_samples["eval"]

@@ -362,11 +362,7 @@ def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
 
 
 def crowded_notes(workers: int, processors: int | None) -> list[str]:
-    """Return a note if ``workers`` share fewer ``processors``; no note above MOST_EACH workers for each processor.
-
-    Args:
-        processors: number of processors of the machine; None if unknown.
-    """
+    """Return a note if ``workers`` share fewer ``processors`` (None: unknown), at most MOST_EACH workers on each."""
     if processors is None or not processors < workers <= MOST_EACH * processors:
         return []
     return [

@@ -70,20 +70,13 @@ class Replanning:
             self._replanner.begin(plan, self._line(plan))
 
     def taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
-        """Record that the stages run the offered plan since step ``step``.
-
-        Args:
-            pause_s: seconds without training during the change.
-        """
+        """Record that the stages run the offered plan since ``step``, after ``pause_s`` seconds without training."""
         self._replanner.taken(offer, plan, pause_s, step)
 
     def on_step(self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None) -> None:
-        """Process the reports of a step, and start a search in a thread if one is needed.
+        """Process the reports of a step with schedule ``spec``; start a search if needed.
 
-        A step is ignored if copies were sent during it.
-
-        Args:
-            spec: schedule of the step.
+        Steps that send copies are ignored.
         """
         samples = [report.sample for report in reports if report.sample is not None]
         if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):

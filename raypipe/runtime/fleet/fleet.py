@@ -195,10 +195,9 @@ class Fleet(Configuring):
         results(list(flight.works), GRACE_S, "finishing")
 
     def _begin(self, last: bool) -> Flight:
-        """Call ``work`` and ``reports`` of every worker. A later ``halt`` ends the returned Flight.
+        """Call ``work`` and ``reports`` of every worker.
 
-        Args:
-            last: see ``run``.
+        A later ``halt`` ends the returned Flight unless it is ``last``.
         """
         self._run += 1
         flight = Flight(

@@ -328,11 +328,7 @@ class Recovery:
                 raise PlanError(str(impossible)) from None
 
     def _copies(self, steps: Collection[int]) -> list[Copy]:
-        """List the in-memory copies on living workers, without copies of unknown plans, and without other steps.
-
-        Args:
-            steps: steps that are kept in the items.
-        """
+        """List the in-memory copies on living workers, as far as their plans are known, with only these ``steps``."""
         copies = []
         for actor, facts in self._fleet.copies():
             if num_stages := self._plans.num_stages(facts.generation):

@@ -258,12 +258,9 @@ class Roster:
         return needs
 
     def _start(self, places: Mapping[int, PlacementGroup]) -> list[Member]:
-        """Start an actor in each of these placement groups; return the new members.
+        """Start an actor in each of these placement groups, which are given by member number; return the new members.
 
         If an actor does not start, all these actors are ended, all these groups are removed, and the error is raised.
-
-        Args:
-            places: placement groups, by the number of the member.
         """
         needs, terms, owner = self.needs, self._terms, self.owner.name
         # Until the first heartbeat renews it, a lease also covers the start of the processes.

@@ -165,11 +165,7 @@ def _held(by: Sequence[str]) -> str:
 
 
 def _fits(needs: Mapping[str, float]) -> int:
-    """Return the number of workers for which the living nodes would have room if they were empty.
-
-    Args:
-        needs: resources of one worker.
-    """
+    """Return for how many workers with these ``needs`` the living nodes would have room if they were empty."""
     totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [min(total.get(name, 0.0) / amount for name, amount in needs.items()) for total in totals if needs]
     return sum(math.floor(count + 1e-6) for count in each)
@@ -263,11 +259,7 @@ def has_autoscaler() -> bool:
 
 
 def _of_monitor(address: str) -> set[str]:
-    """Return the names of the node types in the report of the autoscaler's first version (``ray up``, KubeRay).
-
-    Args:
-        address: host and port of Ray's control service (GCS).
-    """
+    """Return the names of the node types in the report of the autoscaler's first version (``ray up``, KubeRay)."""
     client: Any = importlib.import_module("ray._raylet").GcsClient(address=address)
     report = (
         json.loads(client.internal_kv_get(_STATUS, None, timeout=STATUS_TIMEOUT_S) or b"{}").get("autoscaler_report")
@@ -277,11 +269,7 @@ def _of_monitor(address: str) -> set[str]:
 
 
 def _of_second_version(address: str) -> set[str]:
-    """Return the names of the node types that the autoscaler's second version reports; empty if it does not run.
-
-    Args:
-        address: host and port of Ray's control service (GCS).
-    """
+    """Return the names of the node types that the autoscaler's second version reports; empty if it does not run."""
     status: Any = importlib.import_module("ray.autoscaler.v2.sdk").get_cluster_status(address, timeout=STATUS_TIMEOUT_S)
     if status.stats.autoscaler_version in (None, "0"):  # it has reported nothing
         return set()

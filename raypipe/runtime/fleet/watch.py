@@ -118,11 +118,7 @@ class Watch:
         return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, message: str) -> Diagnosis:
-        """Find out why a member died; the first call for a member marks it lost and calls ``on_event``.
-
-        Args:
-            message: Ray's message about the death.
-        """
+        """Find out why a member died, also from Ray's message; mark it lost and call ``on_event`` at the first call."""
         with self._explaining:
             if member.finding is not None:
                 return member.finding

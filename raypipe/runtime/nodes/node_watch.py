@@ -164,11 +164,7 @@ class Processes:
         }
 
     def ended(self, pid: int, now_s: float) -> Ended | None:
-        """Return how a process ended; None if it is running or not watched.
-
-        Args:
-            now_s: ``time.monotonic()`` of the caller.
-        """
+        """Return how a process ended, given ``time.monotonic()``; None if the process is running or not watched."""
         process = self._known.get(pid)
         if process is None:
             return None

@@ -415,10 +415,9 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, so that stages move; then, if the driver is on one of them, ``driver_goes``.
+        """Call ``leave`` for these nodes, so that stages move.
 
-        Args:
-            stays: reason why Ray would restart the driver on the same node; "" if it would not.
+        Then ``driver_goes`` (``stays``: see there) for the driver's.
         """
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)

@@ -146,12 +146,7 @@ def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> byt
 
 
 def _concerns(ours: LinkIdentity, hello: LinkIdentity) -> bool:
-    """Return True if a greeting is for this worker of this run, and not of an older generation.
-
-    Args:
-        ours: identity of the direction from this worker to the greeting's sender.
-        hello: identity in the greeting.
-    """
+    """Return True if a greeting (``hello``) is for this worker of this run, in the present or a later generation."""
     return hello.run == ours.run and hello.receiver == ours.sender and hello.generation >= ours.generation
 
 

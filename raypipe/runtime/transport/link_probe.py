@@ -112,12 +112,7 @@ class _Prober:
         return self._host, self._endpoint.address
 
     def open(self, me: int, addresses: Sequence[Any], generation: int, secret: bytes) -> None:
-        """Open the link to the other end.
-
-        Args:
-            me: side of this end, 0 or 1.
-            addresses: addresses of both endpoints, by side.
-        """
+        """Open the link to the other end; ``me`` is the side of this end, 0 or 1, and the index of its address."""
         peer = 1 - me
         opening = LinkSetup(
             me=me,

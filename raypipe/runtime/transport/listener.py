@@ -85,12 +85,8 @@ def check_reachable(me: int, mine: Address, peers: Mapping[int, Address]) -> Non
     The message has the workers' numbers, usable addresses, and how to configure Ray with such an address.
 
     Args:
-        me: number of this worker, for the message.
-        mine: address of this worker's listener.
+        me, mine: number of this worker, and address of its listener.
         peers: addresses of the peers' listeners, by worker number.
-
-    Raises:
-        LinkError: see above.
     """
     elsewhere = {peer: at for peer, at in peers.items() if at.machine and mine.machine and at.machine != mine.machine}
     if elsewhere and _is_local(mine.host):

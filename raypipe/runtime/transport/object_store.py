@@ -99,11 +99,7 @@ _LINK = struct.Struct("<16sQIII?")
 
 
 def packed_link(link: LinkIdentity, *, checked: bool = False) -> bytes:
-    """Pack the identity of a link into bytes, without pickle.
-
-    Args:
-        checked: flag that is packed too: True if the message carries checksums.
-    """
+    """Pack a link's identity, and a flag that is True for a message with checksums, into bytes, without pickle."""
     return _LINK.pack(*link, checked)
 
 
@@ -227,11 +223,9 @@ class ObjectStoreChannel(QueuedChannel):
     # The actor's threads.
 
     def receive(self, pieces: Sequence[object], *, checked: bool = False) -> str:
-        """Put a received message into the inbox, and return "taken"; an invalid message ends the link.
+        """Put a message, given in one or several pieces, into the inbox, and return "taken".
 
-        Args:
-            pieces: bytes or arrays, which together are the message.
-            checked: True if the message carries checksums.
+        An invalid one ends the link.
         """
         try:
             self._take(pieces, checked=checked)
@@ -352,12 +346,7 @@ class ObjectStoreEndpoint:
         return channels
 
     def message(self, packed: object, *pieces: object) -> str:
-        """Receive a message; return "taken" once its memory is no longer used here, or "gone" if there is no such link.
-
-        Args:
-            packed: result of ``packed_link``.
-            pieces: see ``ObjectStoreChannel.receive``.
-        """
+        """Receive a message; return "taken" once its memory is no longer used here, or "gone" without such a link."""
         unpacked = unpacked_link(packed)
         channel = None if unpacked is None else self._channel(unpacked[0])
         if unpacked is None or channel is None or channel.shut:
@@ -408,11 +397,7 @@ class ObjectStoreEndpoint:
         self._channels = {}
 
     def _channel(self, link: LinkIdentity) -> ObjectStoreChannel | None:
-        """Return this end's channel of a link; None if there is no such link.
-
-        Args:
-            link: the link, seen from the peer.
-        """
+        """Return this end's channel of a link, which is given as the peer sees it; None if there is no such link."""
         channel = self._channels.get(link.sender)
         same = channel is not None and channel.link == link._replace(sender=link.receiver, receiver=link.sender)
         return channel if same else None

@@ -87,19 +87,11 @@ class QueuedChannel(ABC):
 
     @abstractmethod
     def goodbye(self, reason: str | None) -> None:
-        """Send the peer a goodbye after all messages.
-
-        Args:
-            reason: why this end leaves; None for an ordinary end.
-        """
+        """Send the peer a goodbye after all messages, with the reason why this end leaves; None for an ordinary end."""
 
     @abstractmethod
     def interrupt(self, reason: str | None) -> None:
-        """End every wait in the medium now; callable from any thread.
-
-        Args:
-            reason: sent to the peer as the reason of an abort; None sends nothing.
-        """
+        """End every wait in the medium now, from any thread; send the peer the reason of an abort unless it is None."""
 
     @abstractmethod
     def release(self) -> None:
@@ -180,10 +172,9 @@ class QueuedChannel(ABC):
             self._orders.put(None)
 
     def peer_ended(self, reason: str | None) -> None:
-        """End the link after the peer's goodbye; every earlier message is in the inbox.
+        """End the link after the peer's goodbye, whose reason is None for an ordinary end.
 
-        Args:
-            reason: reason in the goodbye; None if the peer ended ordinarily.
+        Earlier messages are in the inbox.
         """
         if reason is not None:
             self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)

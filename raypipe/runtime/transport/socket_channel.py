@@ -109,21 +109,16 @@ class RecvBuffer(NamedTuple):
 
     @classmethod
     def prepare(cls, head: frame.Head, memory: BufferPool) -> RecvBuffer:
-        """Allocate memory and tensors for a message whose header has the shapes and types of ``head``.
-
-        Args:
-            memory: source of the memory.
-        """
+        """Allocate memory and tensors for a message whose header has the shapes and types of ``head``."""
         coded = frame.is_coded(head)
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8) if coded else memory.take(head.payload_bytes)
         tensors = None if coded else frame.decode(head, payload)
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """Return the message's tensors, once all its bytes have arrived.
+        """Return the tensors once all bytes have arrived.
 
-        Args:
-            coded: True leaves the tensors in their codec, see ``frame.decode``.
+        ``coded`` leaves them in their codec, see ``frame.decode``.
         """
         if self.tensors is not None:
             return self.tensors
@@ -256,11 +251,7 @@ class SocketChannel(QueuedChannel):
             self.lost(LinkError(f"{self.name}: {ending}"))
 
     def _receive(self, header: bytearray) -> bool:
-        """Receive one message and put it into the inbox; return False at the connection's end.
-
-        Args:
-            header: memory for the message's header.
-        """
+        """Receive one message, with ``header`` as memory for its header, into the inbox; return False at the end."""
         if not receive_exactly(self._in, memoryview(header)):
             return False
         head, payload_checksum = checked_frame.parse(memoryview(header), self.form, checked=self._checked[1])

@@ -127,7 +127,6 @@ class _Handshake:
     """Connection during its handshake.
 
     Args:
-        sock: the connection.
         steps: this end's side of the conversation.
         peer: worker to which the connection was opened; None for an incoming connection.
         until_s: ``time.monotonic()`` by which the handshake has to make progress.
@@ -145,8 +144,7 @@ class _Handshake:
     def step(self) -> Answer | None:
         """Continue the conversation with the bytes read, and send its next message.
 
-        Returns:
-            The Answer once the conversation is over; None before.
+        Return the Answer at the end, else None.
 
         Raises:
             OSError: the connection broke, or does not accept even the few bytes of a handshake.
@@ -166,10 +164,9 @@ class _Handshake:
             received = b""
 
     def read(self) -> Answer | None:
-        """Read available bytes; continue the conversation once all bytes that it wants are here.
+        """Read available bytes; continue the conversation once it has all that it wants.
 
-        Returns:
-            The Answer once the conversation is over; None before.
+        Return the Answer at the end, else None.
 
         Raises:
             OSError: the connection ended or broke.
@@ -183,11 +180,7 @@ class _Handshake:
 
 
 class _LinkOpener:
-    """State of one ``open_links``, in one thread with one selector. Connections without the secret delay nothing.
-
-    Attributes:
-        outgoing, incoming: open connections after their handshakes, by peer.
-    """
+    """State of one ``open_links``, in one thread with one selector. Connections without the secret delay nothing."""
 
     def __init__(
         self,

@@ -214,8 +214,7 @@ class WorkerCopies:
     def noted(self, reports: Reports, begin_s: float) -> Reports:
         """Return the reports of a segment with ``copying`` and ``copied`` set.
 
-        Args:
-            begin_s: ``time.monotonic()`` at which the segment began.
+        It began at ``begin_s`` (monotonic clock).
         """
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]

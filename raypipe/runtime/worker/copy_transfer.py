@@ -145,12 +145,7 @@ class CopySender:
         self._worked_s = 0.0
 
     def send_to(self, holder: Any, generation: int) -> None:
-        """Set the receiver of copies from now on.
-
-        Args:
-            holder: actor that stores the copies; None sends none.
-            generation: number of the plan whose stages are copied.
-        """
+        """Send copies of the stages of plan ``generation`` to the actor ``holder`` from now on; None sends none."""
         self.stop()
         self._holder, self._generation, self._acknowledged = holder, generation, {}
         self._parcel_bytes = LEAST_BYTES
@@ -186,12 +181,7 @@ class CopySender:
         self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies in a thread, and then send them; ``ready`` must have returned True before.
-
-        Args:
-            step: optimizer steps done in the copied state.
-            send: False only finishes the copies.
-        """
+        """Finish these copies in a thread, and send them if ``send``; ``ready`` must have returned True before."""
         self._stopping.clear()
         self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")

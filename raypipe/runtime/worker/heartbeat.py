@@ -159,12 +159,7 @@ class Vitals:
         self._lease = LeaseClock(lease_s, self._end, self._on_tick)
 
     def heartbeat(self, lease_s: float, executor: Executor | None, segments: int) -> Heartbeat:
-        """Renew the lease for ``lease_s`` seconds, and return the heartbeat of this process.
-
-        Args:
-            executor: runs this worker's actions; None without stages.
-            segments: see Heartbeat.
-        """
+        """Renew the lease for ``lease_s`` seconds, and return the heartbeat; ``executor`` is None without stages."""
         self._lease.renew(lease_s)
         if executor is None:
             return heartbeat_of(self._actions, None, segments, reads=False)

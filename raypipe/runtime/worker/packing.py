@@ -38,12 +38,7 @@ class PackedTensor(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """Several tensors in one object of Ray's store.
-
-    Attributes:
-        names: names of the tensors.
-        ref: reference to the object, {name: PackedTensor}.
-    """
+    """Several tensors in one object of the store: their names, and the reference to a mapping of PackedTensors."""
 
     names: tuple[str, ...]
     ref: Any
@@ -142,11 +137,7 @@ class StoredTensors:
                 yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
 
     def let_go(self, saved: Collection[str]) -> None:
-        """Drop parcels whose tensors are all in ``saved``, so that Ray frees them.
-
-        Args:
-            saved: names of the tensors that checkpoints have.
-        """
+        """Drop parcels whose tensors are all in ``saved``, the names in checkpoints, so that Ray frees them."""
         self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
 
 

@@ -113,11 +113,7 @@ def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
 
 
 def first_unused(owner: str) -> int:
-    """Return a number above the numbers of all stage actors and placement groups of this driver, including ending ones.
-
-    Args:
-        owner: name of the driver; "" for a process that is no driver, which gets 0.
-    """
+    """Return a number above those of the stage actors and placement groups of this driver, ending ones included."""
     return 1 + max((*_named(owner), *_places(owner)), default=-1) if owner else 0
 
 
@@ -140,11 +136,7 @@ def release_orphans(owner: str) -> None:
 
 
 def release_ended(owner: str) -> None:
-    """Remove a dead driver's placement groups, except groups with a living stage actor; no effect if the driver lives.
-
-    Args:
-        owner: name of the driver.
-    """
+    """Remove the groups of the driver of this name that have no living stage actor, if the driver is dead."""
     with contextlib.suppress(RayError):
         try:
             ray.get_actor(owner, namespace=NAMESPACE)
@@ -165,21 +157,13 @@ def release_abandoned() -> None:
 
 
 def release_unused(owner: str) -> None:
-    """Remove a driver's placement groups that have no living stage actor, pending groups included.
-
-    Args:
-        owner: name of the driver.
-    """
+    """Remove the placement groups of the driver of this name that have no living stage actor, pending ones included."""
     here = living(owner)
     release([place for number, place in _places(owner).items() if number not in here])
 
 
 def owner_of(actor: str | None) -> str:
-    """Return the name of the driver to which a stage actor belongs; "" if ``actor`` is None.
-
-    Args:
-        actor: Ray's name of the stage actor, which begins with the driver's name.
-    """
+    """Return the driver's name, with which the name of its stage actor begins; "" if ``actor`` is None."""
     return (actor or "").partition(f"/{_ACTOR}")[0]
 
 
