@@ -104,7 +104,7 @@ class Segment:
         return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval, spec)
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
-        """Return (step, position of its first sample in the epoch's order, samples) of the micro-batch with this number."""
+        """Return (step, position of the first sample in the epoch's order, samples) of a micro-batch of the run."""
         minibatch, index = divmod(microbatch - self.first_microbatch, len(self.microbatch_samples))
         start = self.offset + minibatch * self.minibatch_samples + sum(self.microbatch_samples[:index])
         return self.first_step + minibatch, start, self.microbatch_samples[index]

@@ -144,8 +144,7 @@ class Checkpoints:
 
         Returns:
             True if the newest cancelled checkpoint was saved by request or by the clock. The interval in steps does not
-                save
-            it again, so the caller must request it again.
+            save it again, so the caller must request it again.
         """
         dropped = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -462,8 +462,7 @@ class Recovery:
 
         Returns:
             (steps done in that state, description of its source, position in the data). The position is None if the
-                source
-            is in-memory copies.
+            source is in-memory copies.
 
         Raises:
             StageError: there is neither a usable copy nor a checkpoint, and the initial tensors are lost.

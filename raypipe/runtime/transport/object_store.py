@@ -358,8 +358,7 @@ class ObjectStoreEndpoint:
 
         Returns:
             For a goodbye "taken", or "gone" without such a link. For a hello "welcome", "wait", or the reason of a
-                refusal.
-            For an abort "".
+            refusal. For an abort "".
         """
         channel = self._channel(letter.link)
         if letter.kind == "goodbye":

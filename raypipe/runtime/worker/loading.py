@@ -150,8 +150,7 @@ def joined(
 
     Returns:
         (source, counter of the bytes that are read from other workers, position in the stream of train_data). The
-            position
-        is None if no stage reads a stream.
+        position is None if no stage reads a stream.
     """
     wanted, moved, named = set(names), Tally(), list(copies)
     stages = {copy.stage for copy in named if copy.piece == COMMON and wanted.intersection(copy.names)}

@@ -133,10 +133,7 @@ class _StageActor:
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store a pickled Charter and the initial tensors of these names.
-
-        Another driver needs both to resume the run.
-        """
+        """Store a pickled Charter, and the initial tensors of these names, with which another driver can resume."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 
