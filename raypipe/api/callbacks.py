@@ -16,7 +16,11 @@ from raypipe.ir.report import StepRecord
 
 
 def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
-    """Return the trainer's callbacks, followed by those of a ray.train.RunConfig, in the order of their calls.
+    """Return the trainer's callbacks, followed by the callbacks of a ray.train.RunConfig, in the order of their calls.
+
+    Args:
+        callbacks: argument of the trainer.
+        run, scaling: ray.train's RunConfig and ScalingConfig, or None.
 
     Raises:
         ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not

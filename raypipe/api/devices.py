@@ -87,7 +87,7 @@ def in_threads(resources: Mapping[str, float]) -> Callable[[int], Device]:
         resources: resources of one worker.
 
     Raises:
-        ConfigError: raised by the returned function, if this machine lacks the worker's GPU.
+        ConfigError: raised by the returned function if this machine lacks the worker's GPU.
     """
     share = gpu_share(resources)
     if not share:

@@ -41,7 +41,8 @@ class Stages:
     """Factory of running stages, and of receivers for their outputs.
 
     Attributes:
-        open: (job) -> context with a fleet of the job's stages, which hold its parameters and stop at its end.
+        open: (job) -> context with a fleet of the job's stages; they hold its parameters, and stop at the context's
+            end.
         outputs: creates an object that collects the last stage's outputs.
     """
 
@@ -51,7 +52,7 @@ class Stages:
 
 @contextmanager
 def threads(resources: Mapping[str, float]) -> Iterator[Stages]:
-    """Return a context with a factory of stages in threads of this process.
+    """Yield a factory of stages in threads of this process.
 
     Args:
         resources: resources of one worker.
@@ -61,7 +62,7 @@ def threads(resources: Mapping[str, float]) -> Iterator[Stages]:
 
 @contextmanager
 def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job], RunSetup]) -> Iterator[Stages]:
-    """Return a context with a factory of stages in Ray actors of this process, on the cluster that ``fit`` would use.
+    """Yield a factory of stages in Ray actors of this process, on the cluster that ``fit`` would use.
 
     Args:
         resources: resources of one worker.
@@ -106,14 +107,14 @@ def _as_actors(job: Job, run: RunSetup, resources: Mapping[str, float]) -> Itera
 def with_checkpoint(
     job: Job, checkpoint: str | os.PathLike[str] | None, run: Place | None, storage: Place
 ) -> tuple[Job, str]:
-    """Return the job with the weights of a checkpoint, and the path of the checkpoint.
+    """Return (the job with the weights of a checkpoint, path of the checkpoint).
 
     If ``checkpoint`` is None and ``run`` has no checkpoint, the result is (unchanged job, "").
 
     Args:
         checkpoint: a value as for init_from; None for the newest checkpoint of ``run``.
         run: folder of a run, or None.
-        storage: folder in which a run is looked up that is given by its name.
+        storage: folder of the runs, in which ``checkpoint`` is looked up if it is the name of a run.
 
     Raises:
         ConfigError: names or shapes are not those of the model.
@@ -148,7 +149,7 @@ def with_checkpoint(
 
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
-    """Compute eval_loss over the job's evaluation data, weighted as in ``fit``, and eval_<name> of each metric."""
+    """Return eval_loss over the job's evaluation data, weighted as in ``fit``, and eval_<name> of each metric."""
     with _compared(job), stages.open(job) as fleet:
         reports = list(fleet.run(iter(_orders(job)), functools.cache(job.rows)))
     if remark := remark_on(reports):
@@ -169,7 +170,7 @@ def evaluating(job: Job, data: Any) -> Job:
 
 
 def predicting(job: Job, data: Any) -> Job:
-    """Return the job changed for predictions: ``data`` are its evaluation data, and it has no codecs and metrics.
+    """Return the job changed for predictions: ``data`` are its evaluation data, without codecs and metrics.
 
     Raises:
         ConfigError: the model returns its own loss, so that the stages compute no output.
@@ -213,7 +214,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Return a context that turns a StageError into a DataError if shapes or dtypes are not those of train_data."""
+    """Turn a StageError inside the context into a DataError if shapes or dtypes differ from train_data."""
     try:
         yield
     except StageError as error:

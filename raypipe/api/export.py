@@ -31,7 +31,7 @@ _TOGETHER = "model.safetensors"
 
 
 def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Find tensors that occur several times in a state_dict: map their further names to their first names.
+    """Find tensors that occur several times in a state_dict; map their further names to their first names.
 
     Two entries are one tensor if memory address, shape, strides and dtype agree. Empty tensors are ignored.
     """
@@ -107,7 +107,7 @@ def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
     """Return the tensors of a checkpoint and their aliases.
 
     Returns:
-        (name -> tensor, each tensor once; further names of shared tensors -> names in the first dict).
+        ({name: tensor}, each tensor once; {further name of a shared tensor: its name in the first dict}).
     """
     from raypipe.engine.initial.weight_files import tensors_of
     from raypipe.engine.io.checkpoint.run_checkpoints import checkpoint_at
@@ -147,7 +147,10 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write a safetensors file whose metadata maps ``shared`` names; on an error an existing file is unchanged."""
+    """Write a safetensors file, with {further name: name} of shared tensors.
+
+    An error leaves an existing file unchanged.
+    """
     from raypipe.engine.initial.weight_files import copy_tensors
     from raypipe.engine.io.storage import Place, PlaceError
 

@@ -42,12 +42,12 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
     are imported from ``sys.path``; the caller adds the working directory if necessary.
 
     Args:
-        planning: True if the trainer is only used to plan. Then Ray is not imported, only num_workers and the resources
-            of a worker are used of Ray's settings, and run_config, resume, init_from and callbacks are ignored.
-            Settings that a run would refuse are refused all the same.
+        planning: True if the trainer is only used to plan. Then Ray is not imported. Of Ray's settings, only
+            num_workers and the resources of a worker are used. run_config, resume, init_from and callbacks are ignored;
+            settings that a run would refuse are refused all the same.
 
     Raises:
-        ConfigError: a target cannot be imported or does not accept its args, or Ray refuses a setting; names
+        ConfigError: a target cannot be imported or does not accept its args, or Ray refuses a setting; the message has
             the file, the line and the key.
     """
     from raypipe.api.trainer import PipelineTrainer
@@ -97,9 +97,10 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Return the function that a target names, with its args bound; if it names a class (a loss module), an instance.
+    """Return the function that a target names, with its args bound; for a class (a loss module), an instance.
 
-    ``taking`` is the number of positional arguments with which the function will be called.
+    Args:
+        taking: number of positional arguments with which the function will be called.
     """
     target = _imported(run, path, setting)
     bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else taking)
@@ -116,7 +117,10 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """Return the target with its args bound, if its signature accepts them beside ``taking`` positional arguments."""
+    """Return the callable that a target names, with its args bound; refuse args that its signature does not accept.
+
+    ``path`` is the key of the target in the file; ``taking`` is the number of positional arguments of later calls.
+    """
     target = _imported(run, path, setting)
     args = setting.get("args") or {}
     try:
@@ -157,7 +161,7 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """Return scaling_config's fields that a plan needs; refuse all settings of Ray that a run would refuse."""
+    """Return the fields of scaling_config that a plan needs; refuse all settings of Ray that a run would refuse."""
     scaling = run.values.get("scaling_config", {})
     _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
@@ -177,7 +181,7 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """Create an object of Ray Train such as ScalingConfig from the file's values; None if the file has none there."""
+    """Create an object of Ray Train, such as ScalingConfig, from the values under ``path``; None without values."""
     values: Any = run.values
     for key in path:
         values = values.get(key)

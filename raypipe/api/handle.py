@@ -66,7 +66,7 @@ class RunHandle:
     Args:
         name: name of the run.
         connection: connection to the run.
-        ended: called once, in ``close``, which ``wait`` calls at the end of the run.
+        ended: called once, by ``close``; ``wait`` calls ``close`` at the end of the run.
     """
 
     def __init__(self, name: str, connection: RunConnection, ended: Callable[[], None] = lambda: None) -> None:
@@ -92,10 +92,10 @@ class RunHandle:
         return self._table().to_pandas()
 
     def timeline(self) -> Timeline | None:
-        """Return the predicted timeline of one step of the current plan.
+        """Return the predicted timeline of one step of the current plan; None if the plan has no predicted times.
 
-        None if that plan has no predicted times: it was made without a profile, or replicas were lost or have joined.
-        The measured timeline is written to the run's folder at the end of the run.
+        Times are missing if the plan was made without a profile, or if replicas were lost or have joined. The measured
+        timeline is written to the run's folder at the end of the run.
         """
         return self._connection.predicted()
 
@@ -273,7 +273,7 @@ class RunHandle:
 def attach(name: str) -> RunHandle:
     """Connect to a run that is training: in threads of this process, else on the Ray cluster.
 
-    It serves another process, a later notebook, or one whose handle was lost.
+    Use it in another process, in a later notebook, or if the handle of a run was lost.
 
     Args:
         name: name of the run, or the path or address of its folder, as in ``Result.path``.

@@ -52,12 +52,12 @@ PICKLED = (".pt", ".pth", ".bin")
 
 
 class InitialWeights:
-    """Callable that builds the user's model with the weights of init_from. It never changes the user's own module.
+    """Callable that builds the user's model with the weights of init_from. The user's own module is never changed.
 
     Args:
         model: nn.Module, of which a copy gets the weights, or a function that builds one.
         source: value of init_from.
-        storage: folder in which a run is looked up that is given by its name.
+        storage: folder of the runs, in which ``source`` is looked up if it is the name of a run.
 
     Attributes:
         digest: {"sha256": checksum of the weights} of the model that was built; None before.
@@ -84,7 +84,7 @@ class InitialWeights:
         return built
 
     def note(self, run: str | None, resume: bool | None) -> str:
-        """Describe the effect of init_from in a sentence of the plan's notes.
+        """Describe the effect of init_from, in a sentence for the plan's notes.
 
         Args:
             run: name of the run; None without a name.
@@ -103,7 +103,7 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """Read {name: tensor} of a run, a checkpoint or a file.
 
     Args:
-        source, storage: as in ``InitialWeights``.
+        source, storage: see ``InitialWeights``.
         title: name of the argument that has this value, for messages.
 
     Raises:
@@ -151,7 +151,10 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
 
 
 def located(source: str, storage: Place, title: str = "init_from") -> Place:
-    """Find the path of a run, a checkpoint or a file: as a path or an address, else as the name of a run.
+    """Find a run, a checkpoint or a file: ``source`` is a path or an address, else the name of a run in ``storage``.
+
+    Args:
+        title: name of the argument that has this value, for messages.
 
     Raises:
         ConfigError: not found.
@@ -187,7 +190,7 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop weights that the model lacks and may ignore: extra state of modules, and names that transformers ignores."""
+    """Drop weights that the model (``own``) lacks and may ignore: extra state, and names that transformers ignores."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {
         name: value
@@ -205,15 +208,15 @@ def matched(
     shared: Mapping[str, str] | None = None,
     equal: Callable[[Any, Any], bool] = torch.equal,
 ) -> dict[str, T]:
-    """Match weights to the names of a model. A tensor that the model shares needs only one of its names.
+    """Match weights to the names of a model. A shared tensor of the model needs only one of its names.
 
     Args:
         own: the model's tensors, or objects with dtype and shape, under all their names.
         weights: the weights by name, as tensors or such objects too.
         title: argument and value, for messages: ``init_from='x'``.
         model: name of the model, for messages.
-        shared: further names of shared tensors -> their first names; None finds them by memory address.
-        equal: returns True if two of the weights have equal values; called for two names of a shared tensor.
+        shared: {further name of a shared tensor: its first name}; None finds them by memory address.
+        equal: returns True if two weights have equal values; called for two names of a shared tensor.
 
     Returns:
         {name: weight} for every name in ``own``.
@@ -241,10 +244,13 @@ def matched(
 def _held(
     own: Iterable[str], weights: Mapping[str, Any], first: Mapping[str, str], equal: Callable[[Any, Any], bool]
 ) -> tuple[dict[str, str], list[str]]:
-    """Map the first name of each tensor of the model to a name of it in ``weights``, for ``matched``.
+    """Map the first name of each tensor of the model to one of its names in ``weights``; see ``matched``.
+
+    Args:
+        first: {further name of a shared tensor: its first name}.
 
     Returns:
-        The map, and descriptions of pairs of names whose weights differ although the model shares one tensor.
+        (the map, descriptions of pairs of names whose weights differ although the model shares one tensor).
     """
     held: dict[str, str] = {}
     unequal = []
@@ -265,7 +271,7 @@ def _other_shapes(own: Mapping[str, Any], weights: Mapping[str, Any]) -> list[st
 
 
 def _fits(there: Any, here: Any) -> bool:
-    """Return True if shapes agree, and both tensors are floating-point, both complex, or both neither.
+    """Return True if shapes agree, and both tensors are floating-point, both complex, or neither is.
 
     Another floating-point precision fits, because it is converted later.
     """
@@ -278,7 +284,10 @@ def _kind(tensor: Any) -> str:
 
 
 def _hint(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Describe a prefix that all names of one side have, if most names would agree without it; else ""."""
+    """Describe a prefix that all names of one side have, if most names would match without the prefix.
+
+    Else return "".
+    """
     for these, others, words in ((weights, own, "there"), (own, weights, "in the model")):
         prefix = next(iter(these), "").partition(".")[0] + "."
         bare = {name.removeprefix(prefix) for name in these}
@@ -306,17 +315,17 @@ BuildModel = nn.Module | Callable[[], nn.Module]
 
 
 class WorkerWeights:
-    """Callable that builds the user's model without weights, with the source from which workers load or make them.
+    """Callable that returns the user's model without weights, and the source from which the workers get its weights.
 
     Args:
-        model: a function that builds it; or, with init_from, a module on the meta device.
-        source: the value of init_from; None if the workers call the initialisers of the modules.
-        storage: folder in which a run is looked up that is given by its name.
+        model: function that builds the model; or, with init_from, the model itself on the meta device.
+        source: value of init_from; None if the workers call the initialisers of the model's modules.
+        storage: folder of the runs, in which ``source`` is looked up if it is the name of a run.
         seed: seed of the run.
 
     Attributes:
-        digest: {"sampled_sha256": checksum of headers and some bytes of the files}, once the model was built; None
-            before, and without init_from.
+        digest: {"sampled_sha256": checksum of the headers and of some bytes of the weight files}; None before the first
+            call, and without init_from.
 
     Raises:
         ConfigError: ``model`` is a module with weights.
@@ -347,7 +356,7 @@ class WorkerWeights:
         return Unfilled(model, (ModuleInit.of(model, seen[-1], self.seed),))
 
     def note(self, run: str | None, resume: bool | None) -> str:
-        """Describe the source of the workers' weights for a note of the plan; arguments as in InitialWeights."""
+        """Describe the source of the workers' weights for a note of the plan; for the arguments see InitialWeights."""
         unseen = "This process holds no weights, so that verify='first_step' compares nothing."
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is not None:
@@ -365,7 +374,7 @@ def weights_for(
     """Choose the source of a run's initial weights.
 
     Returns:
-        InitialWeights to load them in this process, WorkerWeights for the workers, None if the model has its own.
+        InitialWeights if this process loads them, WorkerWeights if the workers do, None if the model has its own.
     """
     initial = None if init_from is None else InitialWeights(model, init_from, storage)
     source = None if initial is None else initial.source
@@ -379,7 +388,7 @@ def weights_for(
 def begun_with(
     model: BuildModel, weights: InitialWeights | WorkerWeights | None
 ) -> tuple[BuildModel, WorkerWeights | None]:
-    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, a result of ``weights_for``."""
+    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, the result of ``weights_for``."""
     if isinstance(weights, WorkerWeights):
         return model, weights
     return weights or model, None
@@ -395,8 +404,8 @@ def files_for(
     """Create the source from which stages read their own tensors in files.
 
     Args:
-        own, weights, title, model: as in ``matched``.
-        aliases: further names of shared tensors -> their first names.
+        own, weights, title, model: see ``matched``.
+        aliases: {further name of a shared tensor: its first name}.
 
     Raises:
         ConfigError: names are missing or surplus, or shapes or kinds differ.
@@ -439,7 +448,7 @@ def _files_of(model: nn.Module, weights: Mapping[str, StoredTensor], title: str)
 def _too_many(model: Any, source: str, storage: Place) -> bool:
     """Return True if init_from names safetensors files with more bytes than half of this process's memory.
 
-    It is False if ``model`` is a module, and for sources other than safetensors files.
+    The result is False if ``model`` is a module, and for sources other than safetensors files.
     """
     if isinstance(model, nn.Module) or source.endswith(PICKLED):
         return False

@@ -19,14 +19,14 @@ class RunSummary:
     """Summary of one run.
 
     Attributes:
-        name: name of the run, which is that of its folder.
-        state: "finished", "stopped" or "failed", as recorded by the run. Without a recorded end it follows from the
-            lease, which the run's process holds while it trains: "running" if held, "killed" if the holder is dead,
-            "failed" if released, "unknown" if missing or unreadable. A holder on another machine is never found dead.
+        name: name of the run, which is the name of its folder.
+        state: "finished", "stopped" or "failed", as recorded by the run. Without a recorded end, the state follows from
+            the lease, which the run's process holds while it trains: "running" if held, "killed" if the holder is dead,
+            "failed" if released, "unknown" if missing or unreadable. A holder on another machine never counts as dead.
         step: optimizer steps done, as far as they were written to the folder.
-        num_steps: total number of steps wanted; 0 if unknown.
-        last_write_s: time of the last write to the run's files, in seconds since 1970; None if the storage does not
-            report it.
+        num_steps: total number of steps of the run; 0 if unknown.
+        last_write_s: time of the last write to the run's files, in Unix seconds; None if the storage does not report
+            it.
         folder: path or address of its folder.
     """
 
@@ -42,8 +42,8 @@ def runs_in(storage: Place, *, deeper: bool = False) -> list[RunSummary]:
     """List the runs in a folder by the time of their last write, the newest last.
 
     Args:
-        deeper: True to list also the runs in folders of this folder that are not runs themselves: jobs with a relative
-            storage_path put their runs there.
+        deeper: True to list also runs one level deeper, in subfolders that are not runs themselves: jobs with a
+            relative storage_path put their runs there.
 
     Raises:
         CheckpointError: the storage cannot be reached.
@@ -77,7 +77,7 @@ def summary_of(folder: Place) -> RunSummary:
 
 
 def last_word(folder: Place) -> dict[str, Any] | None:
-    """Return name, path and state of a run, with the fields of the event that ended it; None if it has not ended.
+    """Return name, path and state of a run, with the fields of the event that ended it; None before the end.
 
     Raises:
         ConfigError: events.jsonl cannot be read.

@@ -19,7 +19,7 @@ def run_html(status: RunStatus, losses: Points) -> str:
     """Render the status of a run as HTML: name, state, progress bar, a table, and a chart of the loss.
 
     Args:
-        losses: (number of the step, from 1; loss) of the newest steps.
+        losses: (number of the step from 1, loss) of the newest steps.
     """
     share = status.step / status.num_steps if status.num_steps else 0.0
     minutes, seconds = divmod(round(status.seconds_left), 60)
@@ -52,8 +52,8 @@ def result_html(
     """Render the result of a run as HTML.
 
     Args:
-        metrics, path, stopped, alerts: as in ``Result``.
-        losses: (number of the step, from 1; loss) of all steps.
+        metrics, path, stopped, alerts: see ``Result``.
+        losses: (number of the step from 1, loss) of all steps.
     """
     numbers = {
         name: f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -113,7 +113,7 @@ class LiveView:
 
 
 def _in_notebook() -> bool:
-    """Return True if this process is a Jupyter kernel, as far as IPython was imported already."""
+    """Return True if this process is a Jupyter kernel; False if IPython was not imported yet."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None

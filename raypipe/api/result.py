@@ -70,7 +70,7 @@ class Records(Sequence[StepRecord]):
 
 
 def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | None]) -> pa.Table:
-    """Build a table with one row per step of the run.
+    """Create a table with one row per step of the run.
 
     Args:
         last: records of the newest steps.
@@ -94,13 +94,13 @@ class Result:
     """Result of a finished run.
 
     Attributes:
-        metrics: numbers of the last step, and those of the last evaluation: eval_loss, and eval_<name> of each metric.
-            "step" is the number of steps done, counted from 1. A number that is not known is None, such as tokens of
-            data without token ids.
-        records: one record per step, those of earlier submissions of the run included. ``record.step`` counts from 0.
+        metrics: numbers of the last step and of the last evaluation: eval_loss, and eval_<name> of each metric. "step"
+            is the number of steps done, counted from 1. A number that is not known is None, such as tokens of data
+            without token ids.
+        records: one record per step, including steps of earlier submissions of the run. ``record.step`` counts from 0.
         checkpoint: folder of the last checkpoint, for ``raypipe.load_state_dict``; "" without a checkpoint.
         path: the run's folder, with plan, config, metrics, events and timeline.
-        stopped: why the run ended before its last step; "" if it did not.
+        stopped: reason why the run ended before its last step; "" if it did not.
         error: error of a failed run that was read with ``from_path``; else None, because ``fit`` and ``wait`` raise it.
         alerts: alerts of the last submission, one of each kind with its count: checkpoints that failed, callbacks that
             raised, files that could not be written, stages that were lost.
@@ -136,7 +136,7 @@ class Result:
         return self.records.table.to_pandas()
 
     def get_best_checkpoint(self, metric: str, mode: str, *, storage_filesystem: Any = None) -> str:
-        """Return the folder of the best checkpoint among those that were kept, for ``raypipe.load_state_dict``.
+        """Return the folder of the best kept checkpoint, for ``raypipe.load_state_dict``.
 
         Args:
             metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
@@ -144,7 +144,7 @@ class Result:
             storage_filesystem: storage_filesystem of the run's RunConfig, if that was set.
 
         Raises:
-            ConfigError: ``mode`` is neither, or no checkpoint has this metric; names the metrics that exist.
+            ConfigError: ``mode`` is neither, or no checkpoint has this metric; the message has the metrics that exist.
             CheckpointError: the run has no checkpoint.
         """
         return best_checkpoint(Place.of(self.path, storage_filesystem), metric, mode)
@@ -163,12 +163,12 @@ class Result:
 
 
 def losses_of(table: pa.Table) -> list[tuple[float, float]]:
-    """Return (number of the step, from 1; loss) of every row of a table of steps."""
+    """Return (number of the step from 1, loss) of every row of a table of steps."""
     return [(step + 1.0, loss) for step, loss in zip(table["step"].to_pylist(), table["loss"].to_pylist(), strict=True)]
 
 
 def result_of(status: RunStatus, outcome: Outcome, records: Records) -> Result:
-    """Build the result of a run that has just ended."""
+    """Create the result of a run that has just ended."""
     metrics = _metrics(records) | dict(outcome.evaluation)
     return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped, alerts=status.alerts)
 

@@ -30,7 +30,7 @@ class Stop:
     """Signal handler that requests the end of a run at the first signal, and raises KeyboardInterrupt at the second.
 
     Attributes:
-        received: first signal that was received, or the one that ended the run at once; None before.
+        received: first signal that was received, or the signal that ended the run at once; None before.
         signals: signals that it handles.
     """
 
@@ -51,7 +51,7 @@ class Stop:
                 signal.signal(number, self)
 
     def watch(self, handle: RunHandle) -> None:
-        """Set the run to stop; if a signal was received while the run was being started, request its end now."""
+        """Set the run to stop; if a signal was received while the run was being started, request the run's end now."""
         self._handle = handle
         self.install()
         if self.received is not None:
@@ -88,7 +88,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[Stop]:
-    """Stop a run on signals while the context lasts; at its end, raise the exception that the signal requires.
+    """Stop a run on signals inside the context; at its end, raise the exception that the received signal requires.
 
     The context yields the handler, whose ``watch`` sets the run. Outside the main thread no signal is handled.
 

@@ -184,7 +184,8 @@ class PipelineTrainer:
         Raises:
             RaypipeError: the model could not be profiled; the message is one paragraph with the fix.
         """
-        return profile(*self._for_planning(self._arguments, self._pipeline))
+        rates = gpu_rates(self._resources(), self._pipeline.precision)
+        return profile(self._arguments, self._pipeline, most_workers(self._scaling), rates)
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
@@ -294,7 +295,7 @@ class PipelineTrainer:
             return predictions(job, stages)
 
     def _forward_job(self) -> Job:
-        """Return a planned job, verified by ``_check``, whose stages have an evaluation mode.
+        """Return a planned and verified job (see ``_check``) whose stages have an evaluation mode.
 
         Without eval_data, train_data are used to capture the model in evaluation mode.
         """
@@ -307,7 +308,10 @@ class PipelineTrainer:
         return job
 
     def _own_run(self) -> Place | None:
-        """Return the folder of the run that was started last, else of the run that ``fit`` would resume; else None."""
+        """Return the folder of the run that was started last, or of the run that ``fit`` would resume.
+
+        None without either.
+        """
         name = getattr(self._run, "name", None)
         return self._begun or (self._storage() / name if name and self._resume is not False else None)
 
@@ -335,10 +339,8 @@ class PipelineTrainer:
         return self._job
 
     def _prepare(self, pipeline: PipelineConfig, arguments: Arguments | None = None, **more: Any) -> Job:
-        return prepare(*self._for_planning(arguments or self._arguments, pipeline), **more)
-
-    def _for_planning(self, arguments: Arguments, pipeline: PipelineConfig) -> tuple[Any, ...]:
-        return arguments, pipeline, most_workers(self._scaling), gpu_rates(self._resources(), pipeline.precision)
+        rates = gpu_rates(self._resources(), pipeline.precision)
+        return prepare(arguments or self._arguments, pipeline, most_workers(self._scaling), rates, **more)
 
     def _continued(self) -> PipelineConfig:
         pipeline = on_devices(self._pipeline, self._resources())
@@ -387,13 +389,13 @@ class PipelineTrainer:
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
-        """Verify that the stages compute the same as the whole model, unless ``job`` was the last to be verified."""
+        """Verify that the stages compute the same as the whole model, unless ``job`` was verified last."""
         if self._checked is not job:
             job.check()
             self._checked = job
 
     def _blueprint(self, job: Job, num_steps: int, *, local: bool) -> Blueprint:
-        """Build the blueprint of a run of ``num_steps`` steps in total."""
+        """Create the blueprint of a run of ``num_steps`` steps in total."""
         spec = self._spec(job, num_steps)
         setup = job.run_setup(spec.place, None if local else self._pipeline)
         return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local, resources=dict(self._resources()))

@@ -26,7 +26,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="name, folder or address
 
 
 def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
-    """Read the settings of a file. From now on Python imports from the working directory, as with ``python -m``."""
+    """Read the settings of a run's file, and add the working directory to Python's path, as ``python -m`` does."""
     from raypipe.runfile.run_file import read_runfile
 
     here = str(Path.cwd())
@@ -36,7 +36,7 @@ def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
 
 
 def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
-    """Create the trainer of these settings. This imports torch, and also Ray unless ``planning``."""
+    """Create the trainer of these settings. This imports torch, and Ray too unless ``planning`` is True."""
     from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)
@@ -60,7 +60,7 @@ def known_folder(run: str) -> Place | None:
 
 
 def check_output(path: Path | None) -> None:
-    """Raise an error if an output file cannot be written, before time is spent on its content."""
+    """Raise ConfigError if an output file cannot be written, before time is spent on its content."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -89,7 +89,7 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Return a context that discards standard error, that of C++ libraries too; errors are printed by the caller."""
+    """Discard standard error inside the context, also that of C++ libraries; errors are printed by the caller."""
     sys.stderr.flush()
     own = os.dup(_STDERR)
     try:

@@ -116,7 +116,13 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 class CostBudget(NamedTuple):
-    """Length of the run for a cost: steps (0 if unknown), deadline as text, tokens per sample (0 counts samples)."""
+    """Length of the run for a cost.
+
+    Attributes:
+        num_steps: number of steps; 0 if unknown.
+        deadline: deadline as text, such as "12 h"; None without a deadline.
+        tokens_per_sample: tokens of a sample; 0 counts samples instead of tokens.
+    """
 
     num_steps: int
     deadline: str | None
@@ -124,7 +130,7 @@ class CostBudget(NamedTuple):
 
     @property
     def deadline_s(self) -> float | None:
-        """Deadline in seconds, of "12 h" and the like; None without a deadline.
+        """Deadline in seconds; None without a deadline.
 
         Raises:
             ConfigError: the text is no time, or the number of steps is unknown.
@@ -142,7 +148,13 @@ class CostBudget(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """Result of planning for one cluster: the plan with its cost, or the reason why no plan is possible."""
+    """Result of planning for one cluster.
+
+    Attributes:
+        file: the cluster's file.
+        plan, cost: the plan and its cost; None if no plan is possible.
+        refused: reason why no plan is possible; "" if one is.
+    """
 
     file: Path
     plan: Plan | None
@@ -151,7 +163,7 @@ class _Tried(NamedTuple):
 
 
 def compared(files: Sequence[Path], plan: Callable[[Any], Plan], budget: CostBudget, *, as_json: bool) -> str:
-    """Return a table of all clusters and the name of the cheapest one, as text or as JSON.
+    """Plan for all clusters; return a table and the name of the cheapest cluster, as text or as JSON.
 
     Args:
         plan: (cluster) -> plan.

@@ -179,14 +179,17 @@ def _attached(run: str) -> Any:
 
 
 def _folder(run: str) -> Place:
-    """Return a run's folder: at this path or address, of this name in ~/ray_results, or known to the Ray cluster."""
+    """Return a run's folder, from its path, its address, its name in ~/ray_results or its name on the Ray cluster."""
     from raypipe.engine.io.storage import Place
 
     return known_folder(run) or Place.of(_attached(run).path)
 
 
 def _tell_folder(folder: Place, json: bool) -> None:
-    """Describe a run that is not on this cluster: it may be in threads, on another cluster, or killed."""
+    """Print the state of a run that is not on this cluster, from its folder.
+
+    The run may be in threads of another process, on another cluster, or killed.
+    """
     from raypipe.api.listing import summary_of
     from raypipe.run.status import steps_done
 

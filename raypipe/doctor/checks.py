@@ -15,7 +15,7 @@ LEAST_SHM_BYTES = 256 << 20
 
 
 class Finding(NamedTuple):
-    """One line of the report. ``cure`` is the fix; "" if nothing is wrong."""
+    """One line of the report: level, subject such as "ports", what was found, and the fix ("" if nothing is wrong)."""
 
     level: Literal["ok", "warning", "problem"]
     subject: str
@@ -37,12 +37,14 @@ class NodeFacts:
         versions: versions of python, torch, ray and raypipe; "" for a package that cannot be imported.
         ray_cpus, ray_gpus: CPUs and GPUs that Ray assigns there.
         object_store_bytes: size of Ray's object store; 0 without Ray.
-        gpus: number of GPU device files; torch sees ``cuda_gpus`` of them.
+        gpus: number of GPU device files.
+        cuda_gpus: number of GPUs that torch sees.
         visible: CUDA_VISIBLE_DEVICES of the process that started Ray; None if not set.
         cuda_build: CUDA version for which torch was built; "" without CUDA.
         cuda_driver: newest CUDA version that the driver runs; "" if its library is not found.
         cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
-        port: port on which the node could listen; 0 if it could listen on no port, for ``port_error``.
+        port: port on which the node could listen; 0 if it could listen on none.
+        port_error: reason why the node could listen on no port; "" if it could.
         unreachable: {"address:port" of a listener to which the node could not connect: reason}.
         storage_error: reason why the storage folder cannot be written; "" if it can.
         storage_shared: True if the storage folder is the same as that of this process.
@@ -109,7 +111,7 @@ class Facts:
         error: Ray's message if the connection failed; else "".
         kind: kind of that failure: "authentication", "silence", or the name of an exception.
         auth_mode: effective RAY_AUTH_MODE, "token" or "disabled".
-        token: source of this machine's token; "" without a token.
+        token: place of this machine's token; "" without a token.
     """
 
     address: str
@@ -142,7 +144,7 @@ _Complaints = Iterator[tuple[Any, ...]]
 
 
 def _connection(facts: Facts) -> Iterator[Finding]:
-    """Check that the cluster accepts this process, and that it refuses processes without a token."""
+    """Check that the cluster accepts this process, and warn if the cluster accepts processes without a token."""
     if not facts.address:
         text = "no cluster: this machine only (--address or RAY_ADDRESS names one)"
         yield Finding("ok", "cluster", text)
@@ -246,7 +248,10 @@ LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 
 
 def _driver(node: NodeFacts) -> tuple[str, str]:
-    """Return (reason, fix) if torch with CUDA finds no GPU, although CUDA_VISIBLE_DEVICES hides none."""
+    """Return (reason, fix) for a machine whose torch is built for CUDA and finds too few GPUs.
+
+    CUDA_VISIBLE_DEVICES, which is checked before, does not hide them.
+    """
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:
         text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
@@ -276,7 +281,11 @@ def _nccl(node: NodeFacts) -> _Complaints:
 
 
 def _cupy(node: NodeFacts, *, needed: bool) -> _Complaints:
-    """Check that CuPy, which runs the codecs' kernels, is installed if ``needed``, once, and for torch's CUDA."""
+    """Check the installed CuPy packages, which run the codecs' kernels on GPUs.
+
+    Yields a warning if a package for another CUDA major version than that of torch is installed, or if CuPy is
+    ``needed`` and missing. The package "cupy", which is built on the machine itself, fits every version.
+    """
     fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     extra = fits.removeprefix("cupy-").removesuffix("x")
     others = [name for name in node.cupy if name not in (fits, "cupy")]  # "cupy" is built for what is there
@@ -335,7 +344,7 @@ _CHECKS: Mapping[str, Callable[[list[NodeFacts], Facts, Requirements], _Complain
 
 
 def _all_well(subject: str, nodes: list[NodeFacts], facts: Facts, needs: Requirements) -> str:
-    """Describe in one line the facts of a subject, such as "ports", for which no check found a problem."""
+    """Describe a subject, such as "ports", in one line, if no check found a problem with it."""
     if not nodes:
         return "not known: no node answered"
     ray_gives = bool(facts.address) and not facts.error

@@ -30,9 +30,10 @@ TIMEOUT_S = 180.0
 
 
 def requirements_of(run: RunFile | None, ports: tuple[int, int] | None) -> Requirements:
-    """Return the requirements of a run file; without a run file, a writable default storage folder only.
+    """Return the requirements of a run file.
 
     Args:
+        run: None for no run, which requires only that the default storage folder is writable.
         ports: (lowest, highest) port, instead of the run's link_ports; None for link_ports.
     """
     values = {} if run is None else run.values
@@ -55,6 +56,7 @@ def collect(address: str, needs: Requirements, devices: str = "/dev", timeout_s:
 
     Args:
         address: address of the cluster.
+        needs: requirements of the run; ports and storage folder are tried.
         devices: folder of the device files.
         timeout_s: seconds without an answer after which the cluster counts as unreachable.
     """
@@ -134,7 +136,7 @@ def cluster_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the facts of every node of a cluster.
 
     Args:
-        request: as for local_facts, with "address".
+        request: see ``local_facts``; with "address" in addition.
 
     Returns:
         {"error": reason of a failed connection or "", "kind": its kind or "", "nodes": facts of each node}.
@@ -174,7 +176,7 @@ def _query_nodes(ray: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _about(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts that Ray has of a node: address, id, resources."""
+    """Return the facts of a node that Ray knows: address, id, resources."""
     resources = node["Resources"]
     return {
         "address": node["NodeManagerAddress"],
@@ -186,7 +188,7 @@ def _about(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probe(ray: Any, node_id: str) -> Any:
-    """Start an actor on one node, which needs no raypipe there: Ray sends the code of a class defined in a function."""
+    """Start an actor on one node. The node needs no raypipe: Ray sends the code of a class defined in a function."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     class Probe:
@@ -206,7 +208,13 @@ def _probe(ray: Any, node_id: str) -> Any:
 
 
 def _gather(ray: Any, answers: list[dict[str, Any]], probes: list[Any], function: str, arguments: list[Any]) -> None:
-    """Call a function on all nodes at once, and add its results to ``answers``; "error" for a node without a result."""
+    """Call a function on all nodes at once, and add its results to ``answers``; "error" for a node without a result.
+
+    Args:
+        probes: actors of the nodes, in the order of ``answers``.
+        function: name of a function in doctor/node.py.
+        arguments: arguments of the call for each node.
+    """
     calls = [probe.call.remote(function, argument) for probe, argument in zip(probes, arguments, strict=True)]
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=NODE_TIMEOUT_S)
     for answer, ref in zip(answers, calls, strict=True):
@@ -220,7 +228,11 @@ def _gather(ray: Any, answers: list[dict[str, Any]], probes: list[Any], function
 
 
 def _gather_reach(ray: Any, answers: list[dict[str, Any]], probes: list[Any], words: list[str]) -> None:
-    """Have every node connect to every other node (a single one to itself), and add the failures to ``answers``."""
+    """Have every node connect to every other node (a single node to itself), and add the failures to ``answers``.
+
+    Args:
+        words: text that each node's listener answers.
+    """
     listening = {
         answer["node_id"]: (answer["address"], answer["port"], word)
         for answer, word in zip(answers, words, strict=True)
@@ -241,7 +253,7 @@ def _gather_reach(ray: Any, answers: list[dict[str, Any]], probes: list[Any], wo
 
 @contextlib.contextmanager
 def _marker(storage: str) -> Iterator[str]:
-    """Create a file in the storage folder while the context lasts. Nodes that see this file share the folder.
+    """Create a file in the storage folder inside the context. A node that sees this file shares the folder.
 
     If the storage folder does not exist, the file is in the nearest existing folder above it. The context yields the
     path of the file, or "" if it cannot be written; another check reports that.
@@ -257,7 +269,7 @@ def _marker(storage: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the facts that are requested as JSON in the first argument of the command line."""
+    """Print facts as JSON; the first argument of the command line is the request, as JSON too."""
     request = json.loads(sys.argv[1])
     answer: dict[str, Any] = cluster_facts(request) if request["address"] else {"nodes": [local_facts(request)]}
     answer["here"] = node_facts.versions()

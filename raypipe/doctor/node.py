@@ -87,7 +87,7 @@ def storage_facts(storage: str, marker: str) -> dict[str, Any]:
 def listen(host: str, low: int, high: int, word: str) -> dict[str, Any]:
     """Listen on the first free port from ``low`` to ``high``, and answer every connection with ``word``.
 
-    Port range 0 to 0 takes any free port.
+    With ``low`` and ``high`` 0, the system chooses a free port.
 
     Returns:
         {"port": the port, or 0 if no port is free, "port_error": reason or ""}.
@@ -156,7 +156,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Collect the facts of the machine's GPUs (device files), of torch's CUDA, the driver and CuPy."""
+    """Collect facts on GPUs (device files, torch's CUDA, driver, CuPy), as seen in an environment of variables."""
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:

@@ -29,8 +29,8 @@ class ComputeDevice:
 
     Attributes:
         name: shown in plans.
-        speed: work per second, relative to the device that the model was profiled on.
-        memory_bytes: limit for the stages on it, None for no limit.
+        speed: work per second, relative to the device on which the model was profiled.
+        memory_bytes: limit for all stages on the device; None for no limit.
         host: path of its machine, as ``rack0/host1``.
         price_per_hour: rent in any currency; None if unknown. The price of a host is the sum over its devices.
     """
@@ -77,7 +77,7 @@ class Cluster:
 
     Attributes:
         devices: at least one.
-        links: inside a host, between hosts, and so on outwards.
+        links: one for each level of the hierarchy: inside a host, between hosts, and so on outwards.
     """
 
     devices: tuple[ComputeDevice, ...]
@@ -113,7 +113,11 @@ class Cluster:
         return self.links[min(self.distance(a, b), len(self.links) - 1)]
 
     def distance(self, a: int, b: int) -> int:
-        """Return 0 inside a host, else the number of host path parts from the first that differs."""
+        """Return the level of the link between two devices: 0 inside a host, 1 between hosts of one rack, and so on.
+
+        Args:
+            a, b: positions of the devices.
+        """
         first, second = self.devices[a].host.split("/"), self.devices[b].host.split("/")
         same = next(
             (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
@@ -133,10 +137,10 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
-        """Read what ``to_json`` wrote.
+        """Read a cluster that ``to_json`` wrote.
 
         Raises:
-            PlanError: the text is not such a cluster; names what is wrong.
+            PlanError: the text is not such a cluster; the message has what is wrong.
         """
         try:
             return cls.from_dict(json.loads(text))
@@ -145,10 +149,13 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Cluster:
-        """Build a cluster from parsed YAML or JSON: ``devices`` and ``links``, each a list of mappings by field name.
+        """Create a cluster from parsed YAML or JSON.
+
+        Args:
+            fields: {"devices": ..., "links": ...}, each a list of mappings by field name.
 
         Raises:
-            PlanError: a field is missing or unknown; names it.
+            PlanError: a field is missing or unknown; the message has its name.
         """
         try:
             devices = tuple(ComputeDevice(**row) for row in fields["devices"])

@@ -35,7 +35,7 @@ class LinkProbe(NamedTuple):
 
 
 class LinkSample(NamedTuple):
-    """Measured message over one hop.
+    """Measured message over one hop (pair of neighbouring stages).
 
     Attributes:
         hop: number of the hop, which joins stage ``hop`` to stage ``hop + 1``.
@@ -43,10 +43,10 @@ class LinkSample(NamedTuple):
         step: optimizer step.
         microbatch: number of its micro-batch within the step, from 0; messages of a direction are sent in this order.
         wire_bytes: bytes on the wire, after any codec.
-        sent_at_s: time on the sender's clock when it was handed to the link, after any encoding.
+        sent_at_s: time on the sender's clock when the message was handed to the link, after any encoding.
         arrived_at_s: time on the receiver's clock when its last byte arrived, before any decoding.
         raw_bytes: bytes before any codec; 0 if they equal wire_bytes.
-        queued: number of unsent messages of this direction ahead of it in the sender's queue.
+        queued: number of earlier messages of this direction that were still in the sender's queue.
     """
 
     hop: int
@@ -62,11 +62,11 @@ class LinkSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MessageTimes:
-    """Messages that one worker received over one hop in one step, as columns of a report.
+    """Messages that one worker received over one hop (pair of neighbouring stages) in one step, as columns of a report.
 
     Attributes:
-        hop, forward: as in LinkSample.
-        wire_bytes, raw_bytes, sent_at_s, arrived_at_s: as in LinkSample, by micro-batch of the worker.
+        hop, forward: see LinkSample.
+        wire_bytes, raw_bytes, sent_at_s, arrived_at_s: see LinkSample; one item for each micro-batch of the worker.
     """
 
     hop: int
@@ -97,12 +97,14 @@ class MessageTimes:
 class StageSample(NamedTuple):
     """Measured seconds of one stage in one step, as medians over its micro-batches.
 
+    A split backward computes the gradients of the inputs (I) and of the weights (W) in two parts.
+
     Attributes:
         forward_s, backward_s: seconds of one micro-batch; backward_s is 0 if all backwards were split.
-        input_s, weight_s: seconds of the input and weight parts (I and W) of a split backward, which together may take
-            longer than a whole one; None if no backward was split.
+        input_s, weight_s: seconds of I and W of a split backward, which together may take longer than a whole backward;
+            None if no backward was split.
         step_s: seconds of the optimizer step.
-        peak_bytes: peak memory of the stage, None if not measured.
+        peak_bytes: peak memory of the stage; None if not measured.
         replica: index of the replica within its stage.
     """
 
@@ -120,9 +122,10 @@ class StageSample(NamedTuple):
 def stage_sample(
     stage: int, step: int, spans: Iterable[Span], split_backward_s: tuple[float, float] | None = None
 ) -> StageSample:
-    """Compute the sample of one stage from its executor's spans of one step; 0 s for operations that did not occur.
+    """Compute the sample of one stage in one step; 0 s for operations that did not occur.
 
     Args:
+        spans: timed actions of the stage's executor in this step.
         split_backward_s: seconds of I and W if the executor measured a split backward as one span; ignored if I and W
             have spans of their own.
     """
@@ -143,10 +146,11 @@ class LinkEstimate:
     """Estimate of one link in one direction, over a window of recent steps.
 
     Without a codec, a message of ``raw_bytes`` keeps an idle link busy for ``occupancy_s``, and arrives ``latency_s``
-    later. A message that finds the link busy waits until it is free.
+    later. A message that finds the link busy waits until the link is free.
 
     Attributes:
-        latency_s: half of the round trip that is not occupancy; the two directions cannot be separated.
+        hop, forward: see LinkSample.
+        latency_s: half of the part of the round trip that is not occupancy; the two directions cannot be separated.
         occupancy_s: median over the window.
         ewma_s: half of the round-trip time, as an exponentially weighted mean over steps.
         p90_s: 90th percentile of latency plus occupancy, over messages.
@@ -185,9 +189,9 @@ class CodecCost:
     """Measured cost of compressing one direction of a link, and the bytes that it saves.
 
     Attributes:
-        name: as in codec_forward and codec_backward.
-        ratio: bytes before over bytes on the wire.
-        encode_s_per_byte, decode_s_per_byte: seconds per byte before the codec, on the link's own thread.
+        name: name of the codec, as in codec_forward and codec_backward.
+        ratio: bytes before the codec / bytes on the wire.
+        encode_s_per_byte, decode_s_per_byte: seconds per byte before the codec, in the link's own thread.
     """
 
     name: str
@@ -202,8 +206,8 @@ class CodecCost:
     def taken_s(self, raw_bytes: float, sending_s: float) -> tuple[float, float]:
         """Return (extra latency, occupancy) of one message, in seconds.
 
-        Encoding, sending and decoding form a pipeline of three threads: the slowest part is the occupancy, the sum of
-        the other two is latency on top of it.
+        Encoding, sending and decoding form a pipeline of three threads. The slowest of them is the occupancy; the sum
+        of the other two is additional latency.
 
         Args:
             raw_bytes: size of the message before the codec.
@@ -224,15 +228,15 @@ CLOSED_AT = 1 / 8
 
 
 def chunk_bytes(lanes: int, replicas: int) -> int:
-    """Return the bytes of a chunk in one lane; equal on all replicas of a stage."""
+    """Return the bytes that replicas exchange at a time in one of the lanes (partial gradient sums) of a stage."""
     return max(64, CHUNK_BYTES // -(-lanes // replicas) // 64 * 64)
 
 
 def exchange_bytes(gradient_bytes: int, lanes: int, replicas: int) -> int:
     """Return the peak bytes that a replica holds for an exchange, in addition to its gradient sums.
 
-    In each of its lanes: a copy of the chunk, the chunks received, and their transfer buffers. In addition the sum over
-    its own lanes, and the sum over all lanes.
+    In each of its lanes (partial gradient sums) the replica holds a copy of the chunk, the chunks received, and their
+    transfer buffers. In addition it holds the sum over its own lanes, and the sum over all lanes.
 
     Args:
         gradient_bytes: gradients of the stage in one lane.

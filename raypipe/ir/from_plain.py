@@ -11,15 +11,18 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def from_plain(kind: Any, value: Any, path: str = "") -> Any:
-    """Build a value of a type: lists become tuples, objects dataclasses; fields with a default may be missing.
+    """Convert parsed JSON to a value of the type ``kind``.
 
-    A dataclass that was built already stays as it is.
+    Lists become tuples, and objects become dataclasses, whose fields with a default may be missing. An instance of such
+    a dataclass is returned unchanged.
 
     Args:
+        kind: the type, with the types of its parts.
+        value: parsed JSON.
         path: path of the value in its document, for messages.
 
     Raises:
-        ValueError: names the path and the value.
+        ValueError: the value does not fit the type; the message has path and value.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any or (value is None and type(None) in arguments):
@@ -57,7 +60,7 @@ def _fields(kind: Any, value: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 @cache
 def _hints(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of the fields, and the names of those without a default."""
+    """Return ({name of a field: its type}, names of the fields without a default)."""
     listed = fields(kind)
     needed = frozenset(f.name for f in listed if f.default is MISSING and f.default_factory is MISSING)
     hints = get_type_hints(kind)

@@ -24,12 +24,12 @@ Lines = tuple[tuple[int, int], ...]
 
 
 def most(lines: Iterable[tuple[int, int]], samples: int) -> int:
-    """Return the largest value of any line at ``samples`` samples, in bytes; at least 0."""
+    """Return the largest value of any of these lines at ``samples`` samples, in bytes; at least 0."""
     return max((fixed + samples * per_sample for fixed, per_sample in lines), default=0)
 
 
 def pruned(lines: Iterable[tuple[int, int]]) -> Lines:
-    """Remove lines that are dominated by another line or never above zero."""
+    """Remove lines that nowhere exceed another line, and lines that are never above zero."""
     kept: list[tuple[int, int]] = []
     for fixed, per_sample in sorted(set(lines), key=lambda line: (-line[1], -line[0])):
         if max(fixed, per_sample) > 0 and (not kept or fixed > kept[-1][0]):
@@ -51,19 +51,18 @@ class Node:
 
     Attributes:
         name: unique in the graph.
-        module: dotted name of the module that it belongs to, "" for the model itself.
-        param_names: canonical names of the parameters that it reads first (a shared one counts once).
+        module: dotted name of the module to which the operation belongs; "" for the model itself.
+        param_names: canonical names of the parameters of which this node is the first user; a shared one counts once.
         param_bytes: bytes of param_names.
-        cut_bytes: bytes that would cross a cut right after this node for one sample; None if
-            no cut is possible.
+        cut_bytes: bytes that would cross a cut right after this node for one sample; None if no cut is possible.
         forward_s, backward_input_s, backward_weight_s: seconds per micro-batch; 0 until profiled.
         activation_bytes: bytes that its backward keeps, for one sample; 0 until profiled.
         output_bytes: bytes of its output for one sample.
         frozen_bytes: the part of param_bytes without gradient and optimizer state.
-        buffer_bytes: bytes of the module buffers that it is the first to use.
+        buffer_bytes: bytes of the module buffers of which this node is the first user.
         source: source of the seconds: "measured", "estimated", or "" until profiled.
-        workspace: temporary bytes while it runs, forward or backward, besides the activations that it and earlier nodes
-            keep; () until profiled.
+        workspace: temporary bytes during its forward or backward, in addition to the activations that this and earlier
+            nodes keep; () until profiled.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ModelGraph:
-    """Nodes in execution order; a stage is a run of them.
+    """Nodes in execution order; a stage is a contiguous range of them.
 
     Attributes:
         nodes: in an order in which they can run.
@@ -140,10 +139,10 @@ class ModelGraph:
 
     @classmethod
     def from_json(cls, text: str) -> ModelGraph:
-        """Read what ``to_json`` wrote.
+        """Read a graph that ``to_json`` wrote.
 
         Raises:
-            PlanError: the text is not such a graph; names what is wrong.
+            PlanError: the text is not such a graph; the message has what is wrong.
         """
         try:
             body = json.loads(text)
@@ -163,9 +162,9 @@ def link_nodes(
     together: Iterable[tuple[int, int]] = (),
     before: Iterable[tuple[int, int]] = (),
 ) -> ModelGraph:
-    """Build a graph whose ``cut_bytes`` follow from edges and ``output_bytes``.
+    """Create a graph; compute the nodes' ``cut_bytes`` from edges and ``output_bytes``.
 
-    A cut that would separate a pair of ``together`` is impossible (None). Nothing crosses after the last node.
+    ``cut_bytes`` is None where a cut would separate a pair of ``together``, and 0 after the last node.
     """
     linked, pairs, joined = list(nodes), tuple(edges), tuple(together)
     last = list(range(len(linked)))
@@ -186,7 +185,7 @@ def link_nodes(
 
 
 def merge_nodes(nodes: Sequence[Node]) -> Node:
-    """Merge nodes into one, with the ``cut_bytes`` and the output of the last."""
+    """Merge consecutive nodes into one node, which has ``cut_bytes`` and output of the last."""
     first, last = nodes[0], nodes[-1]
     if len(nodes) == 1:
         return first
@@ -211,7 +210,7 @@ def merge_nodes(nodes: Sequence[Node]) -> Node:
 
 
 def _joint_workspace(nodes: Sequence[Node]) -> Lines:
-    """Compute the workspace of a merged node: during a node's backward, activations of later nodes are released."""
+    """Compute the workspace of a merged node: in a node's backward, activations of later nodes are released already."""
     after = 0
     lines: list[tuple[int, int]] = []
     for node in reversed(nodes):
@@ -221,7 +220,7 @@ def _joint_workspace(nodes: Sequence[Node]) -> Lines:
 
 
 def _common(modules: set[str]) -> str:
-    """Return the innermost module that contains all modules."""
+    """Return the dotted name of the innermost module that contains all these modules."""
     parts = [name.split(".") for name in modules]
     shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
     return ".".join(column[0] for column in shared)

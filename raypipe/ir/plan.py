@@ -18,12 +18,14 @@ from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 class StagePrediction:
     """Predicted time and memory of one stage on each of its devices; a worker may be the device of several stages.
 
+    F, B and W are the forward, the backward, and the part of a backward that computes gradients of weights.
+
     Attributes:
         devices: names of its devices, one per replica.
         forward_s, backward_s: seconds per micro-batch. If replicas share a row of the schedule, they are divided by the
             number of replicas, and include the all-reduce.
-        weight_s: the part of backward_s that no other stage waits for (W).
-        in_flight: most micro-batches between their F and their B, or W.
+        weight_s: the part of backward_s for which no other stage waits (W).
+        in_flight: largest number of micro-batches between their F and their B, or W.
         fullest_at: the action at peak memory, as ``0F3``.
         memory: bytes on one device at the peak, by purpose.
         recompute: activation recomputation; its second forward is included in backward_s.
@@ -55,11 +57,11 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class HopPrediction:
-    """Predicted cost of a hop: the activation message, and the gradient that returns.
+    """Predicted cost of a hop (pair of neighbouring stages): the activation message, and the gradient that returns.
 
     Attributes:
         message_bytes: size for one micro-batch, before any codec.
-        latency_s: seconds in addition to occupancy_s until arrival: latency of the link, and the rest of the codec.
+        latency_s: seconds until arrival in addition to occupancy_s: latency of the link, and the rest of the codec.
         occupancy_s: seconds for which the link, the encoder or the decoder is busy, whichever is longest.
         back_s: (latency, occupancy) of the gradient; None if equal.
     """
@@ -83,7 +85,13 @@ class HopPrediction:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Simulated step of N micro-batches of b samples, and the bound that rejects them ("" if feasible)."""
+    """Simulated step for one number of micro-batches.
+
+    Attributes:
+        num_microbatches, microbatch_size: number of micro-batches, and samples of each.
+        predicted_s: seconds of the step.
+        refused: the limit that rejects this number; "" if it is feasible.
+    """
 
     num_microbatches: int
     microbatch_size: int
@@ -99,15 +107,16 @@ class Prediction:
         step_s: simulated seconds including all messages, without the optimizer's own time.
         bubble_fraction: share of worker time without computation.
         samples_per_s: training throughput.
-        one_f_one_b_s: the step with schedule 1f1b; None if the schedule is 1f1b, with one stage, or if workers hold
-            several stages, for which 1f1b would need another partition or more workers.
+        one_f_one_b_s: seconds of the step with schedule 1f1b. None if the schedule is 1f1b, with one stage, and if
+            workers hold several stages, for which 1f1b would need another partition or more workers.
         bound: the bottleneck of the step, in words.
         source: origin of the nodes' seconds: "measured", "estimated" or "mixed".
         links: origin of bandwidths and latencies.
-        stages, hops: in the order of the pipeline.
+        stages, hops: predictions in the order of the pipeline.
         curve: steps of other numbers of micro-batches with the same cut and schedule; empty if the number was given.
-        optimum, low, high, epsilon: the number in the curve with the shortest step, and the numbers between which a
-            step is at most a share of epsilon longer; 0 if the number was given.
+        optimum: the number in the curve with the shortest step; 0 if the number was given.
+        low, high, epsilon: between ``low`` and ``high`` micro-batches, the step is longer than the shortest by at most
+            the share ``epsilon``; 0 if the number was given.
         decided_by: the bound that decided the number of micro-batches: "model", "memory", "simulation", "given" or
             "rule".
     """
@@ -131,13 +140,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Best plan of one shape, a row of the table of compared shapes.
+    """Best plan of one shape (number of workers of each stage): a row of the table of compared shapes.
 
     Attributes:
         workers: number of workers of each stage.
         step_s: predicted seconds of a step; 0 if rejected.
         memory_bytes: peak of the fullest worker; 0 if rejected.
-        num_microbatches, microbatch_size: the fastest ones; 0 if rejected.
+        num_microbatches, microbatch_size: those of the fastest plan; 0 if rejected.
         refused: reason for rejection, "" if feasible.
         chosen: True if this shape became the plan.
     """
@@ -162,13 +171,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage: a contiguous run of the model's nodes.
+    """Stage: a contiguous range of the model's nodes.
 
     Attributes:
         index: position in the pipeline.
         start, stop: its nodes are graph.nodes[start:stop], in the partition's order if it has one.
-        first_node, last_node: their names.
-        param_bytes: bytes of the parameters that it is the first to use.
+        first_node, last_node: names of its first and last node.
+        param_bytes: bytes of the parameters of which this stage is the first user.
         input_bytes: bytes per sample that arrive from the stage before.
         devices: positions in the cluster, one per replica; empty if not assigned.
         period_s: predicted seconds per micro-batch, divided by the number of replicas; 0 if unknown.
@@ -194,7 +203,8 @@ class Partition:
     Attributes:
         stages: stages in the order of the pipeline.
         reason: explanation of the cuts, for reports.
-        order: node positions, permuted so that every stage is contiguous; empty for execution order.
+        order: permutation of the nodes in which every stage is contiguous, as positions in execution order; empty for
+            execution order.
         bottleneck_s: predicted seconds per micro-batch of the slowest stage or cut; 0 if unknown.
     """
 
@@ -228,12 +238,12 @@ class Plan:
 
     Attributes:
         partition: the stages.
-        schedule: compute actions only; lowering adds the rest.
+        schedule: compute actions only; messages and optimizer steps are added when the schedule is lowered.
         minibatch_size: samples per optimizer step.
         microbatch_size: samples per micro-batch; the last one of a mini-batch may be smaller.
         num_microbatches: ceil(minibatch_size / microbatch_size).
         transport: transport of boundary tensors, as in PipelineConfig.
-        generation: counts re-plans; messages of an older one are dropped.
+        generation: number of the plan in its run; messages of an older plan are dropped.
         notes: warnings about this plan, one sentence each.
         reasons: (choice, reason) pairs, the verdict before the first semicolon; also facts: ("stage 0", its modules),
             ("loss", the items that it averages over).
@@ -273,10 +283,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what ``to_json`` wrote; a plan of an earlier release has no spec and does not recompute.
+        """Read a plan that ``to_json`` wrote; a plan of an earlier release has no spec and does not recompute.
 
         Raises:
-            PlanError: the text is no such plan; names what is wrong.
+            PlanError: the text is no such plan; the message has what is wrong.
         """
         try:
             body = json.loads(text)
@@ -288,9 +298,9 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
-        """Summarize in four lines (stages, step, memory, why) and the notes; if ``explained``, return ``explain()``.
+        """Summarize in four lines (stages, step, memory, why) and the notes.
 
-        If several shapes were compared, their table follows.
+        Return ``explain()`` if ``explained`` is True. If several shapes were compared, their table follows.
         """
         from raypipe.viz.plan_text import candidate_lines, summary
 
@@ -324,7 +334,7 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Count the most micro-batches that each stage holds between their F and their B, or W, on one worker."""
+    """Return, for each stage, the largest number of micro-batches between their F and their B, or W, on one worker."""
     peaks = [0] * schedule.num_stages
     for row in schedule.rows():
         held = [0] * schedule.num_stages
@@ -338,7 +348,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
-    """Return the idle share of worker time for equal stages, free links and whole backwards.
+    """Return the idle share of worker time for equal stages, messages that take no time, and whole backwards.
 
     Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
     with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).

@@ -32,7 +32,7 @@ class Cost:
         step_s: predicted seconds of a step.
         samples: samples per step.
         num_steps: steps of the whole run; 0 if unknown.
-        tokens_per_sample: 0 if unknown.
+        tokens_per_sample: tokens of a sample; 0 if unknown.
     """
 
     per_hour: float
@@ -92,7 +92,7 @@ def cheapest(costs: Sequence[Cost | None], deadline_s: float | None) -> int | No
 
     Args:
         costs: one per cluster; None for a cluster on which the run does not fit.
-        deadline_s: None for no deadline.
+        deadline_s: seconds that the run may take; None for no deadline.
     """
     in_time = [
         (cost.run or cost.step, position)

@@ -26,13 +26,13 @@ class Profile:
     """A profiled model.
 
     Attributes:
-        graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source; the sum of the seconds
-            is the whole model's, its loss included.
+        graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source. The seconds of all nodes
+            add up to those of the whole model, including its loss.
         microbatch_size: samples at which the seconds were taken.
         seconds_by_size: (samples, forward and backward seconds of the whole model), sorted by samples, which may exceed
             ``microbatch_size``; with fewer than two entries, seconds are assumed proportional to samples.
-        raw_ratio: (forward, backward) sums of the nodes before scaling over the whole model; 1 if not scaled.
-        device: description of the device that it was measured on.
+        raw_ratio: (forward, backward) sum of the nodes before scaling / seconds of the whole model; 1 if not scaled.
+        device: description of the device on which the model was measured.
         notes: warnings, one sentence each.
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None if
             nodes were measured at one size only.
@@ -68,10 +68,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read what ``to_json`` wrote.
+        """Read a profile that ``to_json`` wrote.
 
         Raises:
-            PlanError: the text is not such a profile; names what is wrong.
+            PlanError: the text is not such a profile; the message has what is wrong.
         """
         try:
             body = json.loads(text)

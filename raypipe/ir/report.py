@@ -40,10 +40,12 @@ class Norms:
 
 
 class CopyReport(NamedTuple):
-    """In-memory copy of a stage's state on another worker (or on its own, if no other worker may hold it).
+    """Report on the newest in-memory copy of a stage's state.
+
+    The copy is on another worker, or on the stage's own if no other worker may hold it.
 
     Attributes:
-        step: step after which it was taken.
+        step: step after which the copy was made.
         copied_s: seconds of copying.
         sent_s: seconds from the first byte sent to the last.
     """
@@ -128,13 +130,13 @@ class StepRecord:
 
     Attributes:
         step: index of the step, from 0; progress, status and checkpoints count completed steps, from 1.
-        samples, loss, grad_norm: as in StepReport.
+        samples, loss, grad_norm: see StepReport.
         seconds: from the end of the previous step to the end of this one.
         bubble_fraction: share of worker time without computation; if steps overlap, correct on average only.
         link_bytes_per_s: bytes over all links and both directions, per second.
         peak_in_flight: maximum over the stages.
         schedule: name of the schedule, as ``ScheduleSpec.name``.
-        skipped: loss or gradient norm was not finite, and no stage took the step.
+        skipped: True if loss or gradient norm was not finite, so that no stage updated its parameters.
         lr: learning rate of the first parameter group in this step; None if the optimizer computes it itself, as
             Adafactor with lr=None; 0 in runs of older releases.
         tokens: token ids of the mini-batch, padding included; 0 if the data has none.
@@ -180,7 +182,7 @@ def mean_loss(averages: Sequence[Averages], *, sums: bool) -> float:
         sums: True to add the losses, False to average each part weighted by its items.
 
     Raises:
-        DataError: no item counts.
+        DataError: no item counts in the loss.
     """
     total = 0.0
     for part in zip(*averages, strict=True):
@@ -239,7 +241,7 @@ _SPARE = 8
 
 
 class KeptRecords(Sequence[StepRecord]):
-    """Tail of a growing list of records. Items are created on access; a slice is a KeptRecords too.
+    """Newest records of a growing list, stored in columns. Items are created on access; a slice is a KeptRecords too.
 
     Args:
         records: initial records.
@@ -259,7 +261,7 @@ class KeptRecords(Sequence[StepRecord]):
 
     @property
     def end(self) -> int:
-        """Index of the newest record plus one, counted over all records, those that were dropped too."""
+        """Number of records that were ever added, including dropped ones; index of the next record."""
         return self.first + len(self)
 
     def append(self, record: StepRecord) -> None:

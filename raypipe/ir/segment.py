@@ -1,10 +1,10 @@
-"""Segments and orders. To a training pipeline the driver sends orders only; it receives reports.
+"""Segments and orders. The driver of a training pipeline sends orders only, and receives reports.
 
     synchronous     | whole | whole | whole |               one mini-batch each, the pipeline runs empty between them
     asynchronous    | fill | steady | steady | drain |      micro-batches of the next mini-batch are in flight between
 
-A segment is the unit of work in an order. It *completes* the mini-batches whose last backward it contains; their first
-forwards may be in the segment before.
+An order is a command to all workers to run a segment. A segment *completes* the mini-batches whose last backward it
+contains; their first forwards may be in the segment before.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class Phase(Enum):
 
 
 class RowsKey(NamedTuple):
-    """Key of the rows that a segment runs; workers receive each set of rows once.
+    """Key of the rows (lists of actions, one for each worker) that a segment runs.
+
+    Workers receive each set of rows once.
 
     Attributes:
         num_microbatches: micro-batches per mini-batch.
         num_minibatches: mini-batches completed by the rows.
         training: False for evaluation.
-        update_interval: as in Segment; part of the key, because a smaller last mini-batch may have equally many
+        update_interval: see Segment; part of the key, because a smaller last mini-batch may have equally many
             micro-batches.
         spec: schedule if it differs from the plan's; None for the plan's own.
     """
@@ -58,7 +60,7 @@ class RowsKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One order to all workers: complete these mini-batches.
+    """Mini-batches that all workers complete together, and the part of the schedule that completes them.
 
     Micro-batch numbers are global to the run, in actions, in message keys and in randomness.
 
@@ -70,7 +72,7 @@ class Segment:
         num_minibatches: mini-batches completed, all with the same micro-batch sizes.
         phase: part of the schedule; unless it ends empty, it also begins the next mini-batch, which has the samples
             that follow and the same micro-batch sizes.
-        update_interval: micro-batches per update of the parameters, None for the whole mini-batch.
+        update_interval: micro-batches per update of the parameters; None for the whole mini-batch.
         generation: number of the plan.
         spec: schedule if it differs from the plan's own; WHOLE segments only.
     """
@@ -102,14 +104,14 @@ class Segment:
         return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval, spec)
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
-        """Return (step, position of the first sample in the epoch's order, samples) of a global micro-batch."""
+        """Return (step, position of the first sample in the epoch's order, samples) of a micro-batch of the run."""
         minibatch, index = divmod(microbatch - self.first_microbatch, len(self.microbatch_samples))
         start = self.offset + minibatch * self.minibatch_samples + sum(self.microbatch_samples[:index])
         return self.first_step + minibatch, start, self.microbatch_samples[index]
 
 
 class Order(NamedTuple):
-    """Order to execute a segment.
+    """Command to all workers to run a segment.
 
     Attributes:
         training: False for evaluation.
@@ -117,7 +119,8 @@ class Order(NamedTuple):
         save_to: checkpoint folder below the run's folder; every stage takes a snapshot after the segment and writes it
             there while training continues. "" for no checkpoint.
         measure: report the seconds of actions and messages.
-        codecs: codecs of all messages from this segment on, by hop: (forward, backward); empty for the configured ones.
+        codecs: codecs of all messages from this segment on, by hop (pair of neighbouring stages): (forward, backward);
+            empty for the configured codecs.
         keep_copy: every stage copies its state after the segment to memory, for a rollback.
     """
 

@@ -4,8 +4,8 @@
     version  0  |   1   |   2   |   3             version v is the result of v updates
 
 A micro-batch's backward always uses the version that its forward used (weight stashing, PipeDream, SOSP'19, 3.3).
-The rules differ in which version a forward takes; k counts micro-batches from the last empty pipeline, u is the
-update interval, and w_s are the forwards that stage s runs ahead of its backwards.
+The rules differ in the version that a forward uses; k counts micro-batches from the last empty pipeline, u is the
+update interval, and w_s is the number of forwards that stage s runs ahead of its backwards.
 
     NEWEST    newest on the stage:        max(0, (k - w_s) // u)     stashing; differs between stages
     STAMPED   newest on stage 0:          max(0, (k - w_0) // u)     vertical sync: the same on every stage
@@ -34,16 +34,16 @@ class WeightPolicy:
 
     Attributes:
         rule: version that a forward uses.
-        interval: u, micro-batches per update; None for one update per mini-batch with an empty pipeline around it.
-        intervals: u_s by stage, if stages update more often than every ``interval``, which is a multiple of all;
-            empty otherwise.
+        interval: u, micro-batches per update; None for one update per mini-batch, before and after which the pipeline
+            is empty.
+        intervals: u_s by stage if stages update at different intervals, all of which divide ``interval``; else empty.
         capacities: maximum number of versions by stage; empty for one. An update without a free slot is deferred, and
             its gradients are added to those of the next.
         ahead: w_0, forwards that stage 0 runs ahead of its backwards.
-        norm_per_stage: every stage computes the norm of its own gradients without waiting for others, and clips to
-            max_grad_norm times the square root of its share; False uses the norm of the whole model.
+        norm_per_stage: True if every stage computes the norm of its own gradients without waiting for others, and clips
+            to max_grad_norm times the square root of its share; False uses the norm of the whole model.
         shares: each stage's share of the trainable parameters.
-        puts_off: some stage may have to defer an update.
+        puts_off: True if some stage may have to defer an update.
     """
 
     rule: VersionRule = VersionRule.NEWEST
@@ -56,7 +56,7 @@ class WeightPolicy:
     puts_off: bool = False
 
     def interval_of(self, stage: int) -> int:
-        """Return the micro-batches per update of a stage of an asynchronous schedule."""
+        """Return the number of micro-batches per update of a stage; only for an asynchronous schedule."""
         assert self.interval is not None
         return self.intervals[stage] if self.intervals else self.interval
 
@@ -86,6 +86,10 @@ def versions_needed(rule: VersionRule, interval: int, warmups: Sequence[int], st
 
     Just before an update the micro-batches in flight use ceil(w / u) versions, with w = w_s, or w_0 for STAMPED; the
     update adds one.
+
+    Args:
+        interval: u, micro-batches per update.
+        warmups: w_s by stage.
     """
     if rule is VersionRule.DELAYED:
         return 2

@@ -1,6 +1,6 @@
-"""Identity of a run for settings.json: labels and values that decide the bits of its steps.
+"""Identity of a run for settings.json: labels and values that determine the results of its steps bit by bit.
 
-    config      fields that decide bits; partition, schedule and links decide none unless the schedule is asynchronous
+    config      fields that change results; partition, schedule and links do so only with an asynchronous schedule
     data        a few rows: the first ones, some of the middle, the last ones
     optimizer   groups and options of an optimizer that is built for the whole model, and takes no step
     scheduler   class, options, and the learning rates of a new scheduler after 1, 2, 4, ... steps
@@ -54,7 +54,7 @@ _TURNED = ("base_lrs", "last_epoch", "verbose")
 def settings_of(
     job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mapping[str, str] | None = None
 ) -> RunIdentity:
-    """Build the identity of a planned run.
+    """Create the identity of a planned run.
 
     Args:
         weights: checksum of init_from by its kind, "sha256" of all bytes or "sampled_sha256"; None without init_from.
@@ -100,7 +100,7 @@ def settings_of(
 
 
 def _lateness_labels(plan: Plan) -> dict[str, Any]:
-    """Return the labels of an asynchronous plan that decide which weight version each micro-batch is computed with.
+    """Return the labels of an asynchronous plan that determine the weight version of each micro-batch.
 
     These are the numbers of stages and replicas, and the slack between stages: forwards that a stage runs ahead of the
     next. Cuts are added if forwards use the newest weights, or if each stage clips by its own gradient norm.
@@ -164,7 +164,7 @@ def _held(module: torch.nn.Module, title: str) -> dict[str, Any]:
 
 
 def source_labels(title: str, source: Source) -> dict[str, Any]:
-    """Describe the number of samples, columns, and a few samples of the first epoch. Labels begin with ``title``."""
+    """Describe number of samples, columns, and some samples of the first epoch; all labels begin with ``title``."""
     count, columns = source.num_samples, source.columns
     labels: dict[str, Any] = {
         f"{title}, number of samples": count,
@@ -187,7 +187,7 @@ def optimizer_labels(
     """Describe optimizer and scheduler, built for all trained parameters of the model.
 
     Returns:
-        (fixed labels, free labels): only free ones may change when a run resumes. Both are empty if the optimizer
+        (fixed labels, free labels): only free labels may change when a run resumes. Both are empty if the optimizer
         cannot be built for all parameters at once; errors are reported when a stage builds its own optimizer.
     """
     try:
@@ -236,7 +236,7 @@ def _scheduler_labels(optimizer: torch.optim.Optimizer, make: MakeScheduler | No
 
 
 def _rates(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Iterable[tuple[str, Any]]:
-    """Yield (label, learning rate) of each group after 1, 2, 4, ... steps, in 9 digits, on which processors agree."""
+    """Yield (label, learning rate) of each group after 1, 2, 4, ... steps; 9 digits, on which all processors agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scheduler steps without the optimizer, and past its end
         for done in range(1, LATEST_UPDATE + 1):
@@ -275,7 +275,7 @@ def _value(value: Any) -> Any:
 def _content(value: torch.Tensor) -> Any:
     """Describe the content of a tensor: integers by a digest, floating-point numbers by two weighted sums.
 
-    "size" is the sum of absolute values, relative to which the sums are compared: processors round differently.
+    "size" is the sum of absolute values. The sums are compared relative to it, because processors round differently.
     """
     if not value.is_floating_point():
         data = value.contiguous()

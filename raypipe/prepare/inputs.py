@@ -74,8 +74,11 @@ class Opened:
 def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
     """Open the data, build and capture the model, and try one forward and backward.
 
+    Args:
+        num_workers: number of workers to plan for; None leaves it open.
+
     Raises:
-        RaypipeError: an argument is not possible; names the fix.
+        RaypipeError: an argument is not possible; the message has the fix.
     """
     built, unfilled = arguments.unfilled() if arguments.unfilled else Unfilled(build_model(arguments.model), ())
     loss_fn, evaluates = arguments.loss_fn, arguments.eval_data is not None
@@ -127,7 +130,7 @@ def _try_evaluation(
     columns: tuple[Any, ...],
     metrics: Mapping[str, Any] | None,
 ) -> tuple[str, ...]:
-    """Try the evaluation of a few rows; return the names of the metrics' numbers, if they are known."""
+    """Try the evaluation of a few rows; return the names of the metrics' numbers, or () without metrics."""
     source = sources["eval"]
     check_columns(columns, source, sources["train"])
 
@@ -162,10 +165,12 @@ def _eval_source(data: Any, seed: int, collate: Collate | None) -> Source:
 
 
 def refuse_stateful_data(source: Source) -> None:
-    """Read a few items of a map-style dataset twice and compare the Python state of dataset and collate_fn.
+    """Raise DataError if reading an item changes the Python state of a map-style dataset or of its collate_fn.
+
+    A few items are read twice. State that only the first read changes is a cache, and is allowed.
 
     Raises:
-        DataError: the second read changed state too, so this state is no cache; names what changed.
+        DataError: the second read changed state too; the message has what changed.
     """
     if not isinstance(source, MapSource) or source.is_tensors:
         return
@@ -187,7 +192,7 @@ def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfi
     """Replace minibatch_size="auto" by a DataLoader's batch size, and schedule="auto" by "slack" for compiled stages.
 
     Raises:
-        ConfigError: the loader has another size than the pipeline.
+        ConfigError: the DataLoader's batch size is not the configured minibatch_size.
     """
     size = batch_size_of(train_data, pipeline.minibatch_size)
     if size != pipeline.minibatch_size:
@@ -199,10 +204,10 @@ def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfi
 
 
 def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Return the module, or build it by calling the function.
+    """Return ``model`` if it is a module; else call it, and return the module that it builds.
 
     Raises:
-        ConfigError: it cannot be built, or is not a module.
+        ConfigError: the call fails, or its result is not a module.
     """
     if isinstance(model, torch.nn.Module):
         return model
@@ -221,7 +226,7 @@ def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch
 
 
 def check_columns(columns: Sequence[Any], source: Source, train: Source, name: str = "eval_data") -> None:
-    """Refuse data (argument ``name``) that lack one of these columns of train_data, or have it at another index."""
+    """Raise DataError if data (argument ``name``) lack one of these columns of train_data, or have it elsewhere."""
     numbered = all(isinstance(name, int) for name in columns)
     there = tuple(range(len(source.columns))) if numbered else source.columns
     missing = [name for name in columns if name not in there]
@@ -242,7 +247,7 @@ def check_columns(columns: Sequence[Any], source: Source, train: Source, name: s
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:
-    """Read the first samples by column, at least two of them.
+    """Read the first samples, at least two, as {column: tensor}.
 
     Raises:
         DataError: the data has no target for the loss_fn.
@@ -320,10 +325,10 @@ def _codec(name: str) -> CodecCost:
 
 
 def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:
-    """Return the setting ``recompute`` as the planner takes it: True (always), False (never), None (planner decides).
+    """Return the configured ``recompute`` as the planner takes it: True (always), False (never), None (open).
 
     Returns:
-        One value for all stages, or one value for each stage if the field was given by stage.
+        One value for all stages, or a tuple with one value for each stage if the field was given by stage.
     """
     recompute = pipeline.recompute
     if isinstance(recompute, str):
@@ -337,7 +342,7 @@ _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Read the first samples, at least two: return (columns in order, their tensors as a tuple or a dict by column)."""
+    """Read the first samples, at least two; return (columns in order, their tensors as a tuple or a dict by column)."""
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))

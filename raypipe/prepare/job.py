@@ -91,7 +91,7 @@ class Job:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of shared tensors in the state_dict -> names that raypipe uses."""
+        """{further name of a shared tensor in the state_dict: name that raypipe uses}."""
         first, wanted = canonical_names(self.opened.model), self.opened.model.state_dict().keys()
         return {name: first[name] for name in first if first[name] != name and name in wanted}
 
@@ -110,20 +110,23 @@ class Job:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that hold a stage: fewer than stages if workers hold several, more with replicas."""
+        """Number of workers: fewer than stages if workers hold several stages, more if stages have replicas."""
         return self.plan.schedule.wiring.num_workers
 
     @property
     def flow(self) -> Flow | None:
-        """Flow of mini-batches in an asynchronous schedule; None for a synchronous one, which flushes every step."""
+        """Flow of mini-batches in an asynchronous schedule.
+
+        None for a synchronous one, whose pipeline drains every step.
+        """
         return flow_of(self.plan)
 
     @property
     def copy_interval_steps(self) -> int:
-        """Steps between two in-memory copies of the state, of a run that survives failures.
+        """Steps between two in-memory copies of the state, for a run that survives failures.
 
         An asynchronous schedule drains the pipeline before each copy, which changes later weight versions and so the
-        bits. Therefore the interval does not depend on machines or submissions.
+        results. Therefore the interval does not depend on machines or submissions.
         """
         return COPY_EVERY if self.flow is None else DRAIN_EVERY
 
@@ -134,7 +137,7 @@ class Job:
         return dataclasses.replace(self, basis=basis, planned=dataclasses.replace(self.planned, plan=plan))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """Return the checked schedule of a step with so many micro-batches: a row of actions for each worker."""
+        """Return the checked schedule of a step with this number of micro-batches: a row of actions for each worker."""
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
@@ -142,7 +145,7 @@ class Job:
         return rows_for(self.plan, key)
 
     def run_setup(self, place: Place | None, links: PipelineConfig | None = None) -> RunSetup:
-        """Build the workers' configuration for the run, independent of the plan.
+        """Create the workers' configuration for the run, independent of the plan.
 
         Args:
             place: folder of the run; None for a run without a folder.
@@ -170,7 +173,7 @@ class Job:
         )
 
     def generation_setup(self) -> GenerationSetup:
-        """Build the part of the workers' configuration that changes with the plan."""
+        """Create the part of the workers' configuration that changes with the plan."""
         return generation_setup(self.plan, self.programs, self.codecs)
 
     def steps(self, num_steps: int | None, num_epochs: int | None) -> int:
@@ -200,8 +203,8 @@ class Job:
         If stages leave out checks in forward, these are made on the first mini-batch.
 
         Raises:
-            RaypipeError: they differ, a check fails, or the model has tensors on the meta device without sources of
-                their values.
+            RaypipeError: their results differ, a check fails, or the model has tensors on the meta device and no sources
+                of their values.
         """
         opened, captured, source, size = (
             self.opened,

@@ -66,9 +66,12 @@ def is_plain(value: Any) -> bool:
 
 
 class _Walk:
-    """Collector of the labels of all functions that the forward methods of some classes call, directly or indirectly.
+    """Collector of labels of all functions that the forward methods of some classes call, directly or indirectly.
 
-    A name that a function reads is resolved in its globals, its closure, and the methods of all classes.
+    A name that a function reads is resolved in its globals, in its closure, and in the methods of all classes.
+
+    Args:
+        classes: classes of the model's modules.
 
     Attributes:
         found: label -> {"file": name, "sha256": a digest for each function of this label}, or a plain value.
@@ -104,7 +107,7 @@ class _Walk:
             self._thing(vars(base).get(name))
 
     def _helper(self, cls: type) -> None:
-        """Follow all methods of a class other than a module, such as a torch.autograd.Function."""
+        """Follow all methods of a class that is not a module, such as a torch.autograd.Function."""
         if cls not in self._seen and not issubclass(cls, nn.Module) and _is_own_class(cls):
             self._seen.add(cls)
             for part in vars(cls).values():
@@ -150,7 +153,10 @@ class _Walk:
 
 
 def _functions_in(thing: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a value is or wraps: of methods, properties, decorators and partial."""
+    """Yield the functions that a value is or wraps.
+
+    Methods, properties, decorators and functools.partial are unwrapped.
+    """
     if isinstance(thing, property):
         things: tuple[Any, ...] = (thing.fget,)
     elif isinstance(thing, functools.partial):
@@ -170,7 +176,7 @@ def _functions_in(thing: Any) -> Iterator[FunctionType]:
 
 @functools.lru_cache(maxsize=4096)
 def _file_of(cls: Any) -> str:
-    """Return the file of a class, or of its methods for a class in a notebook; "" for a built-in class."""
+    """Return the file of a class; in a notebook, the file of its methods; "" for a built-in class."""
     try:
         return inspect.getfile(cls)
     except (OSError, TypeError):
@@ -193,7 +199,7 @@ def _is_own_class(cls: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _digests(file: str) -> Mapping[int, str]:
-    """Map the first line of every function in a file to a digest of its syntax tree; empty without source."""
+    """Return {first line of a function in this file: digest of its syntax tree}; empty without source."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # edited after it was imported
@@ -223,7 +229,7 @@ def _canonical(node: Any) -> Any:
 
 
 def _short(values: list[Any]) -> Any:
-    """Return the repr of the first value if all are equal, else of all values; a digest if the repr is long."""
+    """Return the repr of the first value if all are equal, else of all values; instead of a long repr, its digest."""
     text = repr(values[0] if all(value == values[0] for value in values) else values)
     return text if len(text) <= _LONGEST else {"sha256": _digest(text)}
 

@@ -43,7 +43,7 @@ def profile_of(
         larger: more samples by column, for micro-batches above the example's size; used only with ``by_size``.
         by_size: True to measure the seconds of other micro-batch sizes too.
         budget_s: seconds of processor time for measuring.
-        rates: rates of the device that stages compute on, for which seconds are estimated; None for this CPU.
+        rates: speed of the device on which stages compute, for which seconds are estimated; None for this CPU.
 
     Raises:
         StageError: the model can neither be run nor estimated.
@@ -66,7 +66,10 @@ def profile_of(
 
 
 def shared_processors() -> int | None:
-    """Count this process's processors if all workers will be on this machine; None if they may be elsewhere."""
+    """Return the number of processors of this process if all workers will be on this machine.
+
+    None if not, or unknown.
+    """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return processors if _alone() else None
 
@@ -80,7 +83,7 @@ def _alone() -> bool:
 
 
 def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
-    """Refuse a profile of a model with other operations."""
+    """Raise PlanError if ``profiled`` is the profile of a model with other operations."""
     own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
     if own != other:
         at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
@@ -91,10 +94,11 @@ def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
 
 
 def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
-    """Step the optimizer once on the model's smallest matrix, to measure the size of its state.
+    """Step the optimizer once on the model's smallest matrix, and measure the size of its state.
 
     Returns:
-        (bytes of state per byte of parameters, class name); (ADAM_FACTOR, "") if no single parameter can be stepped.
+        (bytes of state per byte of parameters, class name of the optimizer); (ADAM_FACTOR, "") if the optimizer cannot
+        be stepped for a single parameter.
     """
     optimizer = _tried(make_optimizer, captured)
     if optimizer is None:
@@ -108,7 +112,7 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
 
 
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
-    """Build the user's optimizer for a copy of one parameter and take one step; None if either fails."""
+    """Create the user's optimizer for a copy of one parameter and take one step; return None if either fails."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
     name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
     if like is None:

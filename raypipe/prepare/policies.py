@@ -22,7 +22,7 @@ from raypipe.run.spec import CheckpointPolicy, EvaluationPolicy
 
 
 def checkpoint_policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
-    """Build the policy of checkpoints from PipelineConfig's interval and a ray.train.CheckpointConfig or None."""
+    """Create the policy of checkpoints from PipelineConfig's interval and a ray.train.CheckpointConfig or None."""
     interval = pipeline.checkpoint_interval_steps
     return CheckpointPolicy(
         None if interval == "auto" else interval,
@@ -36,13 +36,13 @@ def evaluations_of(
     pipeline: PipelineConfig, metrics: Mapping[str, Any] | None, early_stopping: EarlyStopping | None, *,
     evaluates: bool,
 ) -> EvaluationPolicy:  # fmt: skip
-    """Build the policy of evaluations from PipelineConfig's interval and the trainer's arguments.
+    """Create the policy of evaluations from PipelineConfig's interval and the trainer's arguments.
 
     Args:
         evaluates: True if eval_data was given.
 
     Raises:
-        ConfigError: an argument would have no effect, or a metric or early_stopping is not one.
+        ConfigError: an argument would have no effect, or a metric or early_stopping has the wrong type.
     """
     check_metrics(metrics or {})
     names = ("eval_loss", *(f"eval_{name}" for name in metrics or ())) if evaluates else ()
@@ -67,7 +67,7 @@ def evaluations_of(
 
 
 def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPolicy:
-    """Put the names of all results of an evaluation into the policy: eval_loss, and eval_<name> of each metric.
+    """Return the policy with the names of all results of an evaluation: eval_loss, and eval_<name> of each metric.
 
     The names are those that the metrics returned for a few rows. If no metric was called, the policy is unchanged.
 
@@ -93,7 +93,10 @@ def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPoli
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
-    """Refuse a range of workers for an asynchronous plan with replicas: their number decides the weight versions."""
+    """Raise PlanError for an elastic number of workers with an asynchronous plan that has replicas.
+
+    The number of replicas determines the weight versions, so it must not change during the run.
+    """
     wiring, shown = plan.schedule.wiring, "-".join(map(str, plan.partition.replicas))
     if not wiring.replicated or plan.weights.synchronous:
         return
@@ -106,7 +109,7 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
 
 
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
-    """Refuse arguments that threads of one process do not support."""
+    """Raise ConfigError for arguments that threads of one process do not support."""
     if detached:
         raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
     workers = worker_range(scaling)
@@ -125,7 +128,7 @@ def free_name(storage: Place, name: str) -> str:
 
 
 def _kept_plan(place: Place) -> Mapping[str, Any]:
-    """Read the plan of the run in this folder, as JSON; empty if no checkpoint exists to resume from."""
+    """Read the plan of the run in this folder, as JSON; return {} if there is no checkpoint to resume from."""
     try:
         newest, _ = find_checkpoint(place)
         plan = json.loads(place.read_bytes("plan.json")) if newest is not None else {}
@@ -135,10 +138,11 @@ def _kept_plan(place: Place) -> Mapping[str, Any]:
 
 
 def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
-    """Replace "auto" for the numbers of micro-batches and lanes by those of the plan of the run to resume.
+    """Replace "auto" numbers of micro-batches and of lanes by the numbers in the plan of the run that is resumed.
 
-    A new profile might lead to other numbers, and so to other bits. A lane is one of the partial sums into which
-    micro-batches add their gradients in turn.
+    With a new profile the planner might choose other numbers, and the results would no longer be bitwise equal. A lane
+    is a partial sum of gradients; micro-batches are assigned to the lanes round-robin. Without a run to resume,
+    ``pipeline`` is returned unchanged.
 
     Args:
         name: name of the run; None for a new run.

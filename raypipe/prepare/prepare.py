@@ -73,13 +73,14 @@ def prepare(
     """Open the data, capture the model, profile it if the plan needs that, and make the plan.
 
     Args:
-        rates: rates of the GPUs on which stages compute; None if they compute on CPUs like this one.
+        num_workers: number of workers to plan for; None leaves it to the planner.
+        rates: speed of the GPUs on which stages compute; None if they compute on CPUs like this one.
         cluster: cluster to plan for; None for ``num_workers`` equal workers.
         profiled: profile of this model; None measures a profile here if one is needed.
         predict: True to measure a profile even if the plan itself needs none, so that step time can be predicted.
 
     Raises:
-        RaypipeError: no run is possible with these arguments; names the fix.
+        RaypipeError: no run is possible with these arguments; the message has the fix.
     """
     with shown_while("tracing the model"):
         opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
@@ -142,7 +143,7 @@ def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch) -> Profi
 
 
 def _notes(job: Job, counted: str) -> list[str]:
-    """List notes on the model, some of them empty; ``counted`` is what the loss averages over."""
+    """List notes on the model, some of them empty; ``counted`` is a sentence on what the loss averages over."""
     opened = job.opened
     return [
         note_on_modes(turned_on(opened.model)),
@@ -178,7 +179,7 @@ def _on_checks(lines: Sequence[str]) -> str:
 
 
 def _on_forgotten(buffers: Sequence[str]) -> str:
-    """Return a note on buffers that training changes and no checkpoint holds; "" without such buffers."""
+    """Return a note on buffers that training changes and no checkpoint holds; "" if ``buffers`` is empty."""
     if not buffers:
         return ""
     more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
@@ -206,10 +207,13 @@ def _on_extra_state(model: torch.nn.Module) -> str:
 def profile(
     arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None, rates: Rates | None = None
 ) -> Profile:
-    """Measure seconds and bytes of every operation on this machine; with ``rates``, estimate seconds for such a GPU.
+    """Measure seconds and bytes of every operation on this machine.
+
+    Args:
+        rates: speed of a GPU for which seconds are estimated instead; None for this CPU.
 
     Raises:
-        RaypipeError: the model cannot be captured or run; names the fix.
+        RaypipeError: the model cannot be captured or run; the message has the fix.
     """
     opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
     return _measured(opened, pipeline, rates, by_size=True)
@@ -255,7 +259,7 @@ def _basis(
 
 
 def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
-    """Return the samples on which the loss is tried: a micro-batch, or MANY_ROWS if micro-batches must be weighted."""
+    """Return the samples on which the loss is tried: one micro-batch, or MANY_ROWS if micro-batches are weighted."""
     weighed = pipeline.several_microbatches or opened.captured.model.eval is not None
     count = max(MANY_ROWS, 2 * (opened.captured.one_size or 0))
     if weighed and len(next(iter(opened.example.values()))) < count:
@@ -267,7 +271,7 @@ def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor
 def _job(
     arguments: Arguments, opened: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, reduction: Any
 ) -> Job:
-    """Build the stages of the plan, try their optimizers, and return the job."""
+    """Create the stages of the plan, try their optimizers, and return the job."""
     captured, plan = opened.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)

@@ -13,6 +13,7 @@
             reporting.py   events.jsonl, alerts, callbacks
             journal.py     status and newest records, for any number of readers
 
-``lease.py`` ensures that one process at a time trains a run. ``same_run.py`` refuses to resume a run whose settings
-differ. ``threads.py`` runs the loop in a thread of this process.
+An *order* is a command to all stages to run one or several mini-batches. A *submission* is one call of fit or start. A
+*generation* is the number of a plan. ``lease.py`` ensures that one process at a time trains a run. ``same_run.py``
+refuses to resume a run whose settings differ. ``threads.py`` runs the loop in a thread of this process.
 """

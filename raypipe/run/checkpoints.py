@@ -1,5 +1,7 @@
 """Checkpoints on the driver's side: when one is due, and how it is completed while training continues.
 
+An order is a command to the stages to run one or several steps; ``save_to`` names the checkpoint to save after them.
+
     loop     order 99 (save_to=step_0000100) ... order 100 ... order 101
     stages            snapshot, write in the background
     driver                      wait for the entries of all stages, write the manifest, delete surplus checkpoints,
@@ -91,7 +93,10 @@ class Checkpoints:
         return self._last is not None and not self._last[1].done()
 
     def begin(self, step: int) -> str:
-        """Return the folder to which the stages must save the state of ``step``; the clock for ``overdue`` restarts."""
+        """Return the folder in which the stages must save the state after ``step`` steps.
+
+        Restart ``overdue``'s clock.
+        """
         self._begun_s = time.monotonic()
         return self._files(step)
 
@@ -107,7 +112,7 @@ class Checkpoints:
         self._scored = end.step if scored else 0
 
     def score(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the results of an evaluation to the manifest of the checkpoint of ``step``, unless it has results.
+        """Add the results of an evaluation to the manifest of the checkpoint of ``step``, unless it already has them.
 
         The manifest is changed in the background, after the checkpoint was committed.
         """
@@ -116,7 +121,7 @@ class Checkpoints:
             self._pool.submit(self._score, step, dict(metrics))
 
     def finish(self, step: int) -> None:
-        """Wait for all checkpoints in the background; failures of those before ``step`` are ignored.
+        """Wait for all checkpoints in the background; a failure is ignored if the checkpoint is of an earlier step.
 
         Raises:
             CheckpointError: the checkpoint of ``step`` could not be written.
@@ -138,8 +143,8 @@ class Checkpoints:
         """Cancel checkpoints that are not complete, because the run resumes from ``step``.
 
         Returns:
-            True if the newest of them was saved by request or by the clock. Then it is not saved again by the interval
-            in steps, and the caller must order it anew.
+            True if the newest cancelled checkpoint was saved by request or by the clock. The interval in steps does not
+            save it again, so the caller must request it again.
         """
         dropped = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -206,8 +211,8 @@ class Checkpoints:
         """Remove the files of a failed checkpoint if this process holds the lease; errors are ignored.
 
         Args:
-            times_forgotten: calls of ``forget_after`` when the checkpoint began. If there were more since, nothing is
-                removed, because the run may be saving the same step again.
+            times_forgotten: number of calls of ``forget_after`` before the checkpoint began. Nothing is removed if
+                there were more calls since, because the run may be saving the same step again.
         """
         with self._discarding, contextlib.suppress(CheckpointError, LeaseError):
             if times_forgotten == self._times_forgotten:

@@ -1,4 +1,4 @@
-"""Evaluations of a run: when they are due, how stages carry them out, their results, and early stopping.
+"""Evaluations of a run: when they are due, how stages run them, their results, and early stopping.
 
     record of step 199    evaluation = (("eval_loss", 0.31), ("eval_accuracy", 0.90))
                           one column per number in metrics.parquet; also in the manifest of a checkpoint of step 200
@@ -6,7 +6,7 @@
 The results are kept in the record of the step before the evaluation. These records alone decide if an evaluation is
 due, and if the run ends early. So a resumed run repeats or omits no evaluation, and it ends at the same step as without
 the interruption. Early stopping therefore counts only the evaluations at the configured interval: others, at the end of
-a submission or for a scored checkpoint, depend on how the run was divided into submissions.
+a submission (one call of fit) or for a scored checkpoint, depend on how the run was divided into submissions.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Evaluations:
         return self._any and step > 0 and due
 
     def make(self, fleet: AnyFleet, plan: PlanInForce, halted: Callable[[], bool]) -> tuple[Numbers, str] | None:
-        """Evaluate all samples of eval_data on the stages; None if the evaluation was interrupted.
+        """Evaluate all samples of eval_data on the stages; return None if the evaluation was interrupted.
 
         Args:
             halted: returns True if the stages were halted, for example by a stop.
 
         Returns:
-            Results by name, and a remark; the remark is "" if every loss is finite.
+            (results by name, remark). The remark is "" if every loss is finite.
         """
         spec = self._spec
         orders = evaluation_orders(
@@ -68,16 +68,16 @@ class Evaluations:
         return numbers_of(reports, sums=spec.sums_losses), remark_on(reports)
 
     def at(self, position: Position) -> Numbers:
-        """Return the results of the evaluation at this position; empty if it was not made, or a later step was done."""
+        """Return the results of the evaluation at this position; empty if it was not made or a later step was done."""
         last = self._metrics.recent[-1:]
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
     def lacking(self, at: Position, saved: int) -> bool:
-        """Return True if an evaluation is due here and was not done; ``saved`` is the step of the newest checkpoint."""
+        """Return True if an evaluation is due here and was not made; ``saved`` is the step of the newest checkpoint."""
         return not self.at(at) and self.after(at.step, saves=saved == at.step)
 
     def verdict(self) -> str:
-        """Return why early stopping ends the run now; "" if the run continues."""
+        """Return the reason why early stopping ends the run now; "" if the run continues."""
         policy = self._policy.early_stopping
         return "" if policy is None else policy.verdict(self._values(policy.metric))
 
@@ -116,11 +116,11 @@ def remark_on(reports: Sequence[Sequence[Sequence[StepReport]]]) -> str:
 def evaluation_orders(
     num_samples: int, minibatch_size: int, microbatch_size: int, first: int = 0, *, generation: int = 0
 ) -> list[Order]:
-    """Create the orders that evaluate all samples once, in sequence, forward only.
+    """Create the orders (commands to the stages) that evaluate all samples once, in sequence, forward only.
 
     Args:
         minibatch_size, microbatch_size: in samples.
-        first: number of the first micro-batch, which is the number of those in the run's earlier evaluations.
+        first: number of the first micro-batch: how many micro-batches earlier evaluations of the run had.
         generation: number of the plan that the workers run.
     """
     segments = evaluation_segments(num_samples, minibatch_size, microbatch_size, first)
@@ -132,7 +132,7 @@ class Outputs(Protocol):
 
     @property
     def give(self) -> Callable[[Any], torch.Tensor]:
-        """Function that the last stage calls with the output of each micro-batch, in order; returns a scalar tensor."""
+        """Function (output) -> scalar tensor; the last stage calls it with the output of each micro-batch, in order."""
 
     def take(self) -> list[Any]:
         """Return all outputs that were received, by micro-batch."""
@@ -159,5 +159,5 @@ class ListOutputs:
 
 
 def with_outputs(programs: tuple[StageProgram, ...], outputs: Outputs) -> tuple[StageProgram, ...]:
-    """Replace the last stage by one that passes its output to ``outputs`` instead of computing a loss."""
+    """Replace the last stage's program: the new one passes its output to ``outputs`` instead of computing a loss."""
     return (*programs[:-1], giving(programs[-1], outputs.give))

@@ -32,8 +32,8 @@ class News(NamedTuple):
         records: new records in order. If the run was rolled back, a step occurs again; the reader then drops its
             earlier record of this step and all records of later steps.
         status: current status.
-        outcome, error: one of them is set once the run has ended; both are None before.
-        end: number of records ever written, these included; argument ``since`` of the reader's next call.
+        outcome, error: exactly one is set once the run has ended; both are None before.
+        end: number of records ever written, including these; argument ``since`` of the reader's next call.
     """
 
     records: list[StepRecord]
@@ -76,7 +76,7 @@ class Journal:
         """Publish that the run resumes after ``step`` steps.
 
         Args:
-            records: records of the newest steps before that.
+            records: records of the newest of these steps.
             checkpoint: path of the newest checkpoint.
             source: origin of the state as text: "from .../step_0000100".
             stages: facts of the workers that have the state of this step.
@@ -121,7 +121,7 @@ class Journal:
         """Ignore an increment of a metric (see raypipe.metrics), which a journal does not keep."""
 
     def begins(self, doing: str = "", **changes: Any) -> None:
-        """Publish a phase of the start of a run; after a stop request, state and message stay.
+        """Publish a phase of the start of a run. After a stop request, state and message are not changed.
 
         Args:
             doing: what the run is doing, as text; "" once the stages are ready, which sets the state to "running".
@@ -187,8 +187,8 @@ class Journal:
     def news(self, since: int, wait_s: float) -> News:
         """Wait up to ``wait_s`` seconds for a record, an alert or the end of the run, and return the new records.
 
-        After the first record it waits GATHER_S seconds for more, because one reply per step would cost more than a
-        short step. With ``wait_s`` 0 it returns at once.
+        After the first record the call waits GATHER_S seconds for more, because one reply per step would cost more than
+        a short step. With ``wait_s`` 0 it returns at once.
 
         Args:
             since: number of records that the reader has received or skipped: ``end`` of its last call, at first 0.

@@ -68,7 +68,10 @@ class Holder(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """True if the holder is a dead process of this machine, or this process without its lease; False if unknown."""
+        """True if the holder is a dead process of this machine, or this process under an old lease.
+
+        False if unknown.
+        """
         if not self.machine or self.machine != _machine():
             return False
         if self.pid == os.getpid() and self.started == _started(self.pid):
@@ -83,7 +86,7 @@ def myself() -> Holder:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks since the boot; "" if no live process has this id."""
+    """Return the time when a process began, in the kernel's ticks since the boot; "" if no live process has this id."""
     try:
         # The name in parentheses may hold anything, so fields count from the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -94,7 +97,7 @@ def _started(pid: int) -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return boot id and process namespace; "" if they cannot be read, so that ``Holder.is_gone`` is always False."""
+    """Return boot id and process namespace of this machine; "" if unreadable, so that no holder counts as dead."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -121,8 +124,8 @@ class Held(NamedTuple):
 
     Attributes:
         holder: process that holds the lease, or held it last.
-        generation: number of holders so far, this one included.
-        since: time when it was taken, in seconds since 1970 by the holder's clock, for messages.
+        generation: number of holders so far, including this one.
+        since: time when the lease was taken, in Unix seconds of the holder's clock, for messages.
         renewals: number of renewals by this holder.
         released: True if the holder has released the lease.
     """
@@ -174,7 +177,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     Attributes:
         held: content of lease.json when the lease was taken.
-        taken_from: description of the previous holder, if it did not release the lease; else "".
+        taken_from: description of the previous holder if that holder did not release the lease; else "".
     """
 
     def __init__(self, place: Place, name: str, held: Held, taken_from: str) -> None:
@@ -199,12 +202,14 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         """Take the lease on the run in this folder. If its holder may be alive, its renewals are observed first.
 
         Args:
-            report: called with a message when this has to wait.
+            place: the run's folder.
+            name: name of the run, for messages.
+            report: called with a message when this call has to wait.
             dead: ``Held.generation`` of a holder that is known to have ended; None if unknown.
             patience_s: seconds to retry while the storage is full, forbidden or unreachable.
 
         Raises:
-            LeaseError: another process trains the run; names the process and the start of its lease.
+            LeaseError: another process trains the run; the message has the process and the start of its lease.
             CheckpointError: the storage is full, forbidden or unreachable.
         """
         deadline_s = time.monotonic() + patience_s
@@ -250,10 +255,11 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
     def check(self) -> None:
         """Raise LeaseError if another process has taken the lease, as of the last reading by the renewing thread.
 
-        If that is older than ASLEEP_S seconds, for example after the process was suspended, the lease is read now.
+        If that reading is older than ASLEEP_S seconds, for example after the process was suspended, the lease is read
+        now.
 
         Raises:
-            LeaseError: the lease was taken; names the new holder.
+            LeaseError: the lease was taken; the message has the new holder.
         """
         if time.monotonic() - self._looked_s > ASLEEP_S:
             with contextlib.suppress(CheckpointError, LeaseError):
@@ -267,7 +273,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Return a context for a write that only the holder of the lease may make: it locks and checks the lease.
+        """Lock and check the lease, and keep the lock inside the context: for writes that only the holder may make.
 
         Raises:
             LeaseError: another process has taken the lease.
@@ -279,7 +285,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
             yield
 
     def release(self) -> None:
-        """Release the lease, so that the next process need not wait. Safe to call twice."""
+        """Release the lease, so that the next process does not have to wait. Safe to call twice."""
         if self._over.is_set():
             return
         self._over.set()
@@ -311,7 +317,9 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 
 def _wait_and_see(place: Place, name: str, report: Callable[[str], None], dead: int | None) -> Held | None:
-    """Observe the lease until it may be taken, and return its content; None if no lease exists. See ``Lease.take``.
+    """Observe the lease until it may be taken, and return its content; None if no lease exists.
+
+    For the arguments see ``Lease.take``.
 
     Raises:
         LeaseError: the holder is alive: it renewed the lease MOVES times.
@@ -351,7 +359,7 @@ def _write(place: Place, held: Held) -> None:
 
 @contextlib.contextmanager
 def _locked(place: Place) -> Iterator[None]:
-    """Hold the lock of a run's folder while the context lasts; no effect on storage without locks.
+    """Hold the lock of a run's folder inside the context; no effect on storage without locks.
 
     Raises:
         CheckpointError: the folder cannot be written, or another process held the lock for LOCK_TIMEOUT_S seconds.

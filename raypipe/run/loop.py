@@ -48,12 +48,12 @@ class LoopSetup:
         fleet: stages, configured for ``plan``.
         watcher: object that records steps, status and alerts.
         requests: requests of clients, such as a stop.
-        make_controller: (``plan.retune``, state that an earlier submission saved, or "") -> controller thread; called
-            only if ``plan.retune`` is not None.
+        make_controller: called with (``plan.retune``, state that an earlier submission saved, or "") if ``plan.retune``
+            is not None; returns the controller thread.
         lease: lease on the run's folder; None if no other process can access it.
-        recovery: carries out transitions of the stages; None if stages cannot fail separately, as in threads.
-        lost: error if this driver has taken over the stages of a driver that was lost; the run then begins with a
-            recovery. It is a StageLostError, which counts as a failure, if stages were lost too. Else None.
+        recovery: makes transitions of the stages; None if stages cannot fail separately, as in threads.
+        lost: None, or an error if this driver has taken over the stages of a driver that was lost. Then the run begins
+            with a recovery. A StageLostError counts as a failure: stages were lost too.
     """
 
     fleet: AnyFleet
@@ -68,7 +68,7 @@ class LoopSetup:
 
 
 def run_loop(setup: LoopSetup) -> Outcome:
-    """Carry out a submission of a run: resume from the newest checkpoint, train, evaluate, save.
+    """Run one submission (call of fit or start): resume from the newest checkpoint, train, evaluate, save.
 
     Metrics are written on failure too.
 
@@ -94,7 +94,7 @@ class _Loop:
     """State of one call of run_loop.
 
     Attributes:
-        metrics: records of the steps, those of earlier submissions included.
+        metrics: records of the steps, including steps of earlier submissions.
     """
 
     def __init__(self, setup: LoopSetup) -> None:
@@ -129,7 +129,8 @@ class _Loop:
     def run(self) -> Outcome:
         """Train to the end, and recover from failures.
 
-        The start is the newest checkpoint, or the in-memory copies of stages that were taken over from a lost driver.
+        Training starts from the newest checkpoint, or from the in-memory copies on stages that were taken over from a
+        lost driver.
         """
         lost = self._lost
         self._resume() if lost is None else self._resume_from_copies(lost)
@@ -198,7 +199,7 @@ class _Loop:
         return Outcome(self._evaluation, latest, progress.at.step, stopped)
 
     def _measured_spans(self) -> Sequence[Span]:
-        """Return the timed actions of the traced step; empty without such a step, or, with an alert, on an error."""
+        """Return the timed actions of the traced step; empty without such a step, or after an error, with an alert."""
         if not self._ordering.traced:
             return ()
         try:
@@ -228,7 +229,7 @@ class _Loop:
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
     def close(self, end: RunEnd | None) -> None:
-        """Close all components, even if one raises. ``end`` is the argument of ``on_end``; None omits that call."""
+        """Close all components, even if one raises; ``end`` is the argument of ``on_end``, and None omits that call."""
         with ExitStack() as last:  # called in reverse order
             last.callback(self._log_alerts)
             last.callback(lambda: self._reporter.callbacks.end(end))
@@ -311,8 +312,8 @@ class _Loop:
 
         Args:
             news: reports of each order, by worker and by step of the order, as ``AnyFleet.run`` yields them.
-            may_hand_over: True to carry out a request to hand the run over to another driver; False while the pipeline
-                drains or stages recover.
+            may_hand_over: True if a request to hand the run over to another driver may be granted; False while the
+                pipeline drains or stages recover.
         """
         progress = self._progress
         for reports in news:
@@ -367,11 +368,11 @@ class _Loop:
         self._checkpoints.complete(end, {**last, **scores}, scored=bool(scores))
 
     def _end_step(self) -> None:
-        """Carry out what is due after the current step and was not done yet: checkpoint, evaluation, early stopping.
+        """Do what is due after the current step and was not done yet: checkpoint, evaluation, early stopping.
 
-        A checkpoint that has no manifest yet, because it waits for an evaluation, is completed afterwards. One that was
-        dropped by a failure or a change of the stages is saved again. Early stopping is decided at each call, because
-        the run may have rolled back.
+        A checkpoint that has no manifest yet, because it waits for an evaluation, is completed afterwards. A checkpoint
+        that was dropped by a failure or a change of the stages is saved again. Early stopping is decided at each call,
+        because the run may have rolled back.
         """
         progress, step = self._progress, self._progress.at.step
         if progress.empty and progress.saved < step and self._checkpoints.due_at(step):
@@ -392,7 +393,7 @@ class _Loop:
         return not self._requests.stop_reason and self._evaluations.after(step, saves=saves)
 
     def _evaluates_again(self) -> bool:
-        """Return True if a request to change the stages has halted this evaluation, which is repeated afterwards."""
+        """Return True if a request to change the stages has halted this evaluation, so that it has to be repeated."""
         return self._requests.wants_change and self._evaluations.lacking(self._progress.at, self._progress.saved)
 
     def _evaluate(self) -> None:

@@ -1,4 +1,5 @@
-"""Orders of a run. Each has a segment (one or several mini-batches), settings, and what stages save, copy or trace.
+"""Orders of a run, the commands to the stages. Each has a segment (one or several mini-batches), settings, and what
+stages save, copy or trace.
 
 position --next_segment--> segment --+-- a checkpoint is due ------> save_to
                                      +-- a copy is due ------------> keep_copy
@@ -37,10 +38,10 @@ class CopyTimes:
     """Schedule of a run's in-memory copies of parameters and optimizer state, which recoveries load.
 
     Args:
-        least_steps: minimum number of steps between two copies; None takes no copies.
+        least_steps: minimum number of steps between two copies; None makes no copies.
 
     Attributes:
-        interval: steps between two copies, chosen from the measured cost of a copy; 0 until that is known.
+        interval: steps between two copies, chosen from the measured cost of a copy; 0 until the cost is known.
     """
 
     def __init__(self, least_steps: int | None) -> None:
@@ -54,11 +55,11 @@ class CopyTimes:
         self._costs_s: deque[float] = deque(maxlen=WINDOW_COPIES)
 
     def empties(self, step: int) -> bool:
-        """Return True if an asynchronous pipeline has to drain after ``step``, so that a copy can be taken there."""
+        """Return True if an asynchronous pipeline has to drain after ``step`` steps, so that a copy can be made."""
         return self._least_steps is not None and step % self._least_steps == 0
 
     def due(self, step: int) -> bool:
-        """Return True if a copy is to be taken after ``step``."""
+        """Return True if a copy is to be made after ``step`` steps."""
         if self._least_steps is None:
             return False
         since = step - self._at
@@ -66,11 +67,14 @@ class CopyTimes:
         return since >= max(self._least_steps, self.interval) and (self._arrived or failed)
 
     def ordered(self, step: int) -> None:
-        """Record that a copy was ordered after ``step``, which may be an earlier step than before, after a rollback."""
+        """Record that a copy after ``step`` steps was requested.
+
+        ``step`` may be lower than before, after a rollback.
+        """
         self._at, self._arrived, self._copying_s = step, False, []
 
     def soon(self) -> None:
-        """Make a copy due after the next step, whatever the previous one; called when workers have left or joined."""
+        """Make a copy due after the next step, regardless of the previous copy; called when the workers changed."""
         self._at, self._arrived, self._copying_s = -MOST_STEPS, True, []
         self._into_new_memory = NEW_MEMORY_COPIES
 
@@ -105,13 +109,13 @@ SETTLED_STEPS = 10
 
 
 class Ordered(NamedTuple):
-    """Segment (one or several mini-batches) that was ordered, and what was ordered with it.
+    """Segment (one or several mini-batches) that was sent to the stages in an order, and what the order requests.
 
     Attributes:
         after: data position of the run after the segment.
         setting: settings with which the segment runs.
-        counts: False if the duration is not representative: at the first order of a sequence, with a checkpoint or a
-            trace, and directly after such an order.
+        counts: False if the duration is not representative: for the first order of a sequence, for an order with a
+            checkpoint or a trace, and for the order after it.
         saves: True if every stage writes a checkpoint of the state after the segment.
         copies: True if every stage copies that state to memory.
         once: True if the checkpoint was requested or due by the clock, so that repeating the step would not save it.
@@ -129,7 +133,7 @@ class Ordered(NamedTuple):
 
 
 class Ordering:
-    """Source of the run's orders, which keeps those that were issued and have not been carried out.
+    """Source of the run's orders; keeps the orders that were issued and are not completed.
 
     Args:
         pauses_after: (step, saves=...) -> True if an evaluation follows that step, so that orders must end there;
@@ -167,7 +171,7 @@ class Ordering:
         return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
 
     def cancel_pending_saves(self) -> None:
-        """Drop saves and copies of orders that were not carried out by all stages.
+        """Drop the saves and copies of orders that not all stages have completed.
 
         A dropped checkpoint that the interval in steps would not repeat is requested again.
         """
@@ -175,7 +179,7 @@ class Ordering:
         self._ordered = {step: ordered._replace(saves=False, copies=False) for step, ordered in self._ordered.items()}
 
     def take(self, step: int) -> Ordered:
-        """Remove and return the order that was carried out and begins with ``step``."""
+        """Remove and return the completed order that begins with ``step``."""
         ordered = self._ordered.pop(step)
         self.traced = self.traced or ordered.traced
         return ordered
@@ -186,7 +190,10 @@ class Ordering:
         self.traced, self.traced_step = False, min(last, began_at + max(2, (last + 1 - began_at) // 2))
 
     def save_soon(self) -> None:
-        """Request a checkpoint; an asynchronous run saves it when it drains for a copy, since a drain changes bits."""
+        """Request a checkpoint; an asynchronous run saves it when it drains for a copy.
+
+        A drain of its own would change the results.
+        """
         if self.plan.flow is None:
             self._save_requested = True
         else:
@@ -196,7 +203,7 @@ class Ordering:
         """Drop outstanding orders, because the run resumes from ``step``.
 
         Dropped checkpoints that the interval in steps would not repeat are requested again. Another step is traced if
-        the chosen one was traced by earlier workers or is before ``step``.
+        the chosen step was traced by earlier workers or is before ``step``.
         """
         self._save_what_was_ordered()
         self._ordered.clear()
@@ -269,7 +276,7 @@ class Ordering:
         return saves or self._empties_after(step) or self._pauses_after(step, saves=saves)
 
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
-        """Yield each next segment from position ``at``, the position after it, and the controller's settings then."""
+        """Yield (next segment, position after it, the controller's settings at that time), from position ``at`` on."""
         spec, generation = self._spec, self.plan.plan.generation
         if self.plan.flow is not None:
             flowing = flowing_segments(

@@ -66,14 +66,14 @@ MOST_BYTES = 1 << 16
 
 
 class CopyPosition(NamedTuple):
-    """Data position of an in-memory copy of the state, and ``Progress.skipped`` at that position."""
+    """Data position of an in-memory copy of the state, and the value of ``Progress.skipped`` at that position."""
 
     position: Position
     skipped: int
 
 
 class CopyPositions:
-    """Data positions of a run's newest in-memory copies, at most MOST_COPIES; ``write`` keeps them in its folder."""
+    """Data positions of a run's newest in-memory copies, at most MOST_COPIES; ``write`` saves them to its folder."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -88,7 +88,7 @@ class CopyPositions:
         return self._by_step[step]
 
     def add(self, position: Position, skipped: int) -> None:
-        """Add the position of a copy that every stage has or is making, and drop all but the newest MOST_COPIES."""
+        """Add the position of a copy that every stage has or is making; keep only the newest MOST_COPIES."""
         self._by_step[position.step] = CopyPosition(position, skipped)
         for step in self.steps[:-MOST_COPIES]:
             del self._by_step[step]
@@ -98,7 +98,7 @@ class CopyPositions:
         self._by_step = {at: position for at, position in self._by_step.items() if at <= step}
 
     def write(self) -> None:
-        """Write the positions for the next driver; records of the steps before them must have been written.
+        """Write the positions for the next driver; before, the caller must write the records of the steps before them.
 
         Raises:
             CheckpointError: the storage is full, forbidden or unreachable.
@@ -127,11 +127,11 @@ class Progress:
 
     Attributes:
         at: position in the data after the last step that every stage has finished.
-        skipped: number of steps skipped, for a loss or gradient that is not finite, since the checkpoint that was
-            loaded last.
+        skipped: number of steps since the loaded checkpoint that were skipped for a loss or gradient that is not
+            finite.
         empty: True if the pipeline holds no micro-batches of later steps.
         end_s: end of the last step, in seconds; None if the next step's duration is not measured from there.
-        saved: step of the newest checkpoint whose files the stages were ordered to write.
+        saved: step of the newest checkpoint that the stages were requested to write.
         completed: step of the newest checkpoint whose completion, with a manifest, was started.
         copies: positions of the in-memory copies of the state.
         copied: True if all stages have copied the state with which they began or to which they rolled back.
@@ -155,7 +155,8 @@ class Progress:
     def roll_back(self, step: int, position: Position | None) -> None:
         """Roll back to the step whose state the stages have loaded, and drop copies and goodput of later steps.
 
-        ``position`` is that of a loaded checkpoint; None if the stages loaded in-memory copies.
+        Args:
+            position: position in the loaded checkpoint; None if the stages loaded in-memory copies.
         """
         self.at, self.skipped = self.copies[step] if position is None else (position, 0)
         self.copies.forget_after(self.at.step)

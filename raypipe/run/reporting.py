@@ -41,7 +41,7 @@ class Reporter:
     """Publisher of one submission's events.
 
     Args:
-        watcher: object that shows alerts: one for each failed write and each failed callback.
+        watcher: object that shows alerts, such as the alert of a failed write or a failed callback.
 
     Attributes:
         folder: the run's folder.
@@ -73,12 +73,12 @@ class Reporter:
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
-        """Append a line to events.jsonl, and queue the call of the callbacks with this event."""
+        """Append a line to events.jsonl, and queue a call of the callbacks with this event."""
         self.log(decision, reason, **numbers)
         self.callbacks.event(decision, reason, numbers)
 
     def complain(self, kind: str, message: str, step: int, in_a_row: int = 0) -> None:
-        """Raise an alert (arguments as in ``Journal.alert``) and write it to events.jsonl.
+        """Raise an alert and write it to events.jsonl; for the arguments see ``Journal.alert``.
 
         If ``in_a_row`` is not 0, only the first alert of its kind is written.
         """
@@ -114,7 +114,7 @@ class CallbackThread:
         self._thread = threading.Thread(target=self._work, name="raypipe callbacks", daemon=True)
 
     def start(self, run: RunStart) -> None:
-        """Start the thread and queue the calls of ``on_start``; calls that were requested before are dropped."""
+        """Start the thread and queue the calls of ``on_start``; events before this call are ignored."""
         if self._callbacks and not self._begun:
             self._begun, self._path = True, run.path
             self._thread.start()
@@ -130,7 +130,7 @@ class CallbackThread:
         self._put("on_checkpoint", step, step, path)
 
     def event(self, decision: str, reason: str, numbers: Mapping[str, Any]) -> None:
-        """Queue the call of ``on_recovery``, if ``decision`` is one of FAILURES, else of ``on_decision``."""
+        """Queue a call of ``on_recovery`` if ``decision`` is one of FAILURES, else of ``on_decision``."""
         event = Event(int(numbers.get("step", 0)), str(decision), reason, numbers)
         self._put("on_recovery" if decision in FAILURES else "on_decision", event.step, event)
 
@@ -212,7 +212,7 @@ class CallbackThread:
 
 
 def _modules_of(callback: Any) -> list[nn.Module]:
-    """List the nn.Module objects that a callback refers to: in attributes, and in closures and globals of methods."""
+    """List the nn.Module objects in a callback's attributes, and in the closures and globals of its methods."""
     held = list(getattr(callback, "__dict__", {}).values())
     for method in METHODS:
         if inspect.isfunction(called := getattr(type(callback), method, None)):
@@ -235,7 +235,7 @@ def name_of(callback: Any) -> str:
 
 
 def start_of(spec: RunSpec, step: int) -> RunStart:
-    """Build the argument of ``on_start`` for a submission that begins after ``step`` steps."""
+    """Create the argument of ``on_start`` for a submission that begins after ``step`` steps."""
     known = {**spec.settings.fixed, **spec.settings.free}
     settings = {
         label: value

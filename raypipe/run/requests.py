@@ -25,7 +25,7 @@ class Resize:
         num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
         done: event that is set once the request was answered.
         error: reason why the resize was refused or failed; None if it was done, and before the answer.
-        withdrawn: message to the caller who has stopped waiting, so that nothing is changed any more; "" before.
+        withdrawn: message to a caller that no longer waits; nothing is changed then. "" if the request is valid.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Resize:
 
 
 class Requests:
-    """Queue of requests from threads that serve clients to the thread that runs the loop.
+    """Queue of requests to the thread that runs the loop, from threads that serve clients.
 
     Attributes:
         stop_reason: reason to end the run after the current order (one step or a few); "" without a request.
@@ -137,7 +137,7 @@ class Requests:
             raise resize.error
 
     def _withdraw(self, resize: Resize, timeout_s: float) -> bool:
-        """Withdraw a resize and answer it with a PlanError; return False if the loop has taken it and not yet answered.
+        """Withdraw a resize and answer it with a PlanError; return False if the loop is already making the resize.
 
         A withdrawn resize stays in the queue: its request has halted the fleet, which continues when the loop takes it.
         """
@@ -154,7 +154,8 @@ class Requests:
     def _halt_for(self, fleet: _Haltable, wanted: Callable[[], bool]) -> None:
         """Halt the fleet for a request, unless the loop has taken the request already.
 
-        The loop lets a halted fleet continue after it has carried out the request. A later halt would never end.
+        The loop lets a halted fleet continue once the request is done. A halt after the loop has taken it would never
+        end.
 
         Args:
             wanted: returns True while the loop has not taken the request.
@@ -164,7 +165,7 @@ class Requests:
                 fleet.halt()
 
     def leave(self, nodes: Collection[str]) -> None:
-        """Request that stages move away from these nodes (Ray node ids), which are about to be removed."""
+        """Request that stages move away from these nodes (Ray's ids), which are about to be removed."""
         with self._lock:
             self._leaving.update(nodes)
             served = self._fleet is not None
@@ -194,14 +195,14 @@ class Requests:
             self._joining = True
 
     def hand_over(self, go: Callable[[], None]) -> None:
-        """Request that the loop calls ``go`` after a step: it ends this driver, and another one takes the stages."""
+        """Request that the loop calls ``go`` after a step, which ends this driver, so that another takes the stages."""
         with self._lock:
             self._hand_over = go
 
     def take_hand_over(self) -> Callable[[], None] | None:
         """Return the argument of ``hand_over`` and remove the request; None without a request.
 
-        The request is kept, with the result None, while a stop, a checkpoint, a move or a resize is requested: those
+        While a stop, a checkpoint, a move or a resize is requested, the result is None and the request stays: those
         requests would be lost with this driver.
         """
         with self._lock:
@@ -234,19 +235,19 @@ class Requests:
             return self._resize is not None or bool(self._leaving) or self._offer is not None or self._joining
 
     def take_leaving(self) -> frozenset[str]:
-        """Return the nodes that are about to be removed, and clear them; empty without a request."""
+        """Return the nodes that are about to be removed, and clear the request; empty without a request."""
         with self._halting, self._lock:
             nodes, self._leaving = frozenset(self._leaving), set()
         return nodes
 
     def take_resize(self) -> Resize | None:
-        """Return the resize, which the caller must answer, and remove the request; None without a request."""
+        """Return the resize and remove the request; None without a request. The caller must answer the resize."""
         with self._halting, self._lock:
             resize, self._resize = self._resize, None
         return resize
 
     def end(self) -> None:
-        """Mark the run as over: further resizes are refused, and a waiting one is answered with a PlanError."""
+        """Mark the run as over: later resizes are refused, and a waiting resize is answered with a PlanError."""
         with self._lock:
             self._over, self._fleet = True, None
             resize, self._resize = self._resize, None
@@ -259,7 +260,7 @@ class Requests:
 
     @property
     def wants_checkpoint(self) -> bool:
-        """True if a checkpoint is requested, and ``take_checkpoint`` was not called since."""
+        """True if a checkpoint was requested since the last ``take_checkpoint``."""
         return self._checkpoint.is_set()
 
     def take_checkpoint(self) -> bool:

@@ -88,7 +88,7 @@ class Compared(NamedTuple):
     """Differences between two RunIdentity, as {label: line of text}.
 
     Attributes:
-        fixed: differences that make it another run.
+        fixed: differences that make the run another run.
         free: differences that resume=True accepts.
         note: sentence on values that could not be compared; "" if all were.
     """
@@ -99,14 +99,19 @@ class Compared(NamedTuple):
 
 
 class GoingOn(NamedTuple):
-    """Changes of a resumed run so far, new ones included, and a sentence on changed versions; "" if they are equal."""
+    """Result of ``goes_on`` for a run that may be resumed.
+
+    Attributes:
+        changes: changes of the run so far, including new ones.
+        versions: sentence on changed versions; "" if they are equal.
+    """
 
     changes: tuple[SettingsChange, ...] = ()
     versions: str = ""
 
 
 class SavedSettings(NamedTuple):
-    """Content of settings.json: the run's identity, and changes of it that the user has accepted since."""
+    """Content of settings.json: the run's identity, and the changes that the user has accepted since."""
 
     settings: RunIdentity
     changes: tuple[SettingsChange, ...]
@@ -115,8 +120,8 @@ class SavedSettings(NamedTuple):
 def compare(was: RunIdentity, now: RunIdentity) -> Compared:
     """List the differences between two identities, without those that other versions of raypipe or torch may cause.
 
-    Models with equal operations are equal, whatever their code. If operations differ under equal versions, it is
-    another model. If versions differ, or the model has no graph, the code is compared instead; ``resume=True`` accepts
+    Models with equal operations are equal, whatever their code. If operations differ and versions are equal, the models
+    differ. If versions differ, or the model has no graph, the code is compared instead; ``resume=True`` accepts
     differences of the code.
     """
     equal = was.versions == now.versions
@@ -145,7 +150,8 @@ def compare(was: RunIdentity, now: RunIdentity) -> Compared:
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, equal_versions: bool = True) -> dict[str, str]:
     """Describe the differences as {label: line of text}, without those that follow from another difference.
 
-    Without ``equal_versions``, a label on one side only is left out if another version may have added or dropped it.
+    Args:
+        equal_versions: False leaves out a label on one side only, if another version may have added or dropped it.
     """
     pairs = {
         label: (was.get(label, _DEFAULTS.get(label)), now.get(label, _DEFAULTS.get(label)))
@@ -168,7 +174,10 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
     """Check that the run in this folder may be resumed, and return its earlier changes together with the new ones.
 
     Args:
+        place, name: folder and name of the run.
+        now: identity of the submitted run.
         done: optimizer steps of the run's newest checkpoint.
+        num_steps: steps that the submission requests.
         resume: as in the trainer; None resumes if nothing differs, True accepts new values of free settings.
 
     Raises:
@@ -210,7 +219,10 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
 
 
 def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: str) -> str:
-    """Describe changed versions, and the step from which the new ones apply, followed by ``note``; "" if all agree."""
+    """Describe changed versions, and the step from which the new ones apply, followed by ``note``.
+
+    "" if all are equal.
+    """
     if was == now:
         return ""
     new, old = (" and ".join(f"{n} {one[n]}" for n in one if was.get(n) != now.get(n)) for one in (now, was))
@@ -218,7 +230,7 @@ def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: s
 
 
 def _thaws(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if a parameter differs only in being frozen."""
+    """Return True if the parameter named by ``label`` differs only in being frozen."""
     one, other = (str(settings.get(label, "")).removesuffix(", frozen") for settings in (was, now))
     return label.startswith("parameter ") and one == other
 
@@ -238,7 +250,10 @@ def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, st
 
 
 def fresh_after(changes: Iterable[SettingsChange], step: int) -> FreshOptions:
-    """Return the options changed at ``step`` or later: their new values replace those in a checkpoint of that step."""
+    """Return the options that were changed after ``step`` steps or later.
+
+    Their new values replace the values in a checkpoint of that step.
+    """
     fresh = FreshOptions()
     for change in changes:
         if change.step >= step:
@@ -247,7 +262,7 @@ def fresh_after(changes: Iterable[SettingsChange], step: int) -> FreshOptions:
 
 
 def fresh_options(place: Place, step: int) -> FreshOptions:
-    """Return ``fresh_after`` for ``step`` and the changes that settings.json in this folder lists.
+    """Return the options that the user changed after ``step`` steps or later, as listed in this folder's settings.json.
 
     Raises:
         ConfigError: settings.json is damaged.
@@ -383,7 +398,7 @@ def _what(labels: Iterable[str]) -> str:
 
 
 class Beginning(NamedTuple):
-    """Point from which a submission (one call of fit or start) begins.
+    """Start of a submission (one call of fit or start).
 
     Attributes:
         checkpoint: checkpoint to restore; None for a new run.
@@ -396,7 +411,7 @@ class Beginning(NamedTuple):
     changes: tuple[SettingsChange, ...] = ()
 
     def keep(self, spec: RunSpec) -> None:
-        """Write settings.json, once the stages have restored the checkpoint."""
+        """Write settings.json; called once the stages have restored the checkpoint."""
         write_settings(spec.place, spec.settings, self.changes, spec.num_steps)
 
 
@@ -409,11 +424,14 @@ def stopped_at(spec: RunSpec, reason: str) -> Outcome:
 
 
 def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
-    """Find the newest good checkpoint of this run, after checking that it is the same run.
+    """Find the newest intact checkpoint of this run, after checking that the folder has the same run.
+
+    Args:
+        folder: receives events about refused checkpoints and changed settings.
 
     Raises:
-        ConfigError: the folder is that of another run; one line for each difference.
-        CheckpointError: no checkpoint is good, and at least one of them is damaged.
+        ConfigError: the folder has another run; one line for each difference.
+        CheckpointError: no checkpoint is intact, and at least one of them is damaged.
     """
     checkpoint, refused = find_checkpoint(spec.place)
     for name, reason in refused:
@@ -445,10 +463,9 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
 
 
 def refuse_another_run(place: Place, name: str, settings: RunIdentity, num_steps: int, resume: bool | None) -> None:
-    """Refuse the folder of another run before anything is started; ``beginning`` verifies checksums later.
+    """Raise ConfigError if the folder has another run, with one line for each difference, before anything is started.
 
-    Raises:
-        ConfigError: the folder is that of another run; one line for each difference.
+    ``beginning`` verifies checksums later. For ``num_steps`` and ``resume`` see ``goes_on``.
     """
     done = newest_step(place)
     if done is not None:

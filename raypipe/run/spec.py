@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class AnyFleet(Protocol):
-    """Protocol of a fleet: the stages of a run, in actors or threads, which carry out orders."""
+    """Protocol of a fleet: the stages of a run, in actors or threads, which run the segments that orders request."""
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
@@ -92,7 +92,7 @@ class EvaluationPolicy:
     """Policy of evaluations: interval, metrics, early stopping.
 
     Attributes:
-        interval_steps: as PipelineConfig.eval_interval_steps.
+        interval_steps: see PipelineConfig.eval_interval_steps.
         names: names of all numbers that an evaluation returns.
         early_stopping: condition to end the run early; None trains to the last step.
     """
@@ -109,8 +109,8 @@ class RunIdentity:
     Attributes:
         fixed: values that cannot change in a run that has begun.
         free: values that ``resume=True`` may change.
-        versions: versions of raypipe and torch. They are not compared themselves, but they decide how the rest is
-            compared: another version may derive another graph from the same model.
+        versions: versions of raypipe and torch. Other versions alone are not another run, but they change the
+            comparison of the rest: another version may derive another graph from the same model.
         given: user input from which other values are derived: code and options of the model, loss_reduction.
     """
 
@@ -179,7 +179,7 @@ class Planned:
     Attributes:
         budgets: memory budget of each stage, within which the controller may change the schedule.
         microbatch_seconds: (number of micro-batches, seconds) for each number that the controller may choose, as in
-            planner.controller.ControllerConfig; empty if it may not change the number.
+            planner.controller.ControllerConfig; empty if the controller may not change the number.
     """
 
     plan: Plan
@@ -188,7 +188,13 @@ class Planned:
 
 
 class RequestedSize(NamedTuple):
-    """Size of the plan of ``handle.resize``: stages, workers that it uses, and replicas by stage (empty: one each)."""
+    """Size that the user requested by ``handle.resize``.
+
+    Attributes:
+        num_stages: number of stages.
+        workers: number of workers that its plan uses.
+        replicas: replicas by stage; empty for one each.
+    """
 
     num_stages: int
     workers: int
@@ -206,7 +212,7 @@ class PlanInForce:
     Attributes:
         planned: plan, which is saved as plan.json, and its memory budgets.
         setup: configuration of the workers.
-        schedules: actions of all workers, by key; ``rows`` adds those of further keys.
+        schedules: actions of all workers, by key; ``rows`` adds schedules of further keys.
         predicted: simulated timeline of one step, for the trace; None if the plan was made without a profile.
         predicted_step_s: predicted seconds of one step, in the steady state if asynchronous; 0 if unknown.
         flow: flow of mini-batches of an asynchronous schedule; None if the pipeline drains after every step.
@@ -226,7 +232,7 @@ class PlanInForce:
         return self.planned.plan
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Return the actions of all workers for a kind of segment; they are derived from the plan on first use."""
+        """Return the actions of all workers for a kind of segment; they are derived at the first call with a key."""
         if key not in self.schedules:
             self.schedules[key] = rows_for(self.plan, key)
         return self.schedules[key]

@@ -75,7 +75,10 @@ class Meter:
         return self._price * self._count
 
     def read(self) -> Spent:
-        """Add the cost since the last call and return the total; it is written at most every KEEP_EVERY_S seconds."""
+        """Add the cost since the last call and return the total.
+
+        The total is written to cost.json at most every KEEP_EVERY_S seconds.
+        """
         now_s, count = self._clock(), self._workers()
         # Workers that came or left meanwhile count for half of the time.
         self._add((self._count + count) / 2, now_s - self._last_s)

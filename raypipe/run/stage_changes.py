@@ -27,7 +27,7 @@ from raypipe.run.position import Progress
 from raypipe.run.reporting import Reporter
 from raypipe.run.requests import Requests
 from raypipe.run.spec import RunSpec
-from raypipe.run.transitions import Change, Join, Move, Recovered, Regroup, Rollback, Transitions
+from raypipe.run.transitions import Change, Join, Move, Recovered, Transitions
 
 IN_THREADS = "Stages in threads of one process stay as they are; start the run with local=False."
 UNLIMITED = -1
@@ -42,7 +42,7 @@ Follow = Callable[[Iterator[list[list[StepReport]]]], None]
 
 
 def detection_delay(error: BaseException) -> dict[str, float]:
-    """Return {"seconds": seconds since the error was raised on a stage}, a field of an event; {} if unknown."""
+    """Return {"seconds": seconds since the error was raised on a stage} for an event; {} if the time is unknown."""
     at_s = getattr(error, "raised_at_s", None)
     return {} if at_s is None else {"seconds": round(max(0.0, time.time() - at_s), 3)}
 
@@ -51,15 +51,15 @@ class Failures:
     """Counter of failures, limited by ``FailureConfig(max_failures)``: -1 is no limit, 0 survives none.
 
     A deterministic failure, such as an exception in user code or a non-finite loss, is retried once. A loss of a
-    process or link is retried a few times if the run makes no progress. So is an out-of-memory failure, each time with
-    a plan that needs less memory.
+    process or link is retried a few times if the run makes no progress. An out-of-memory failure is retried equally
+    often, each time with a plan that needs less memory.
 
     Args:
         most: ``max_failures``.
         count: number of failures that earlier drivers survived.
 
     Attributes:
-        count: number of failures so far, those of earlier drivers included.
+        count: number of failures so far, including failures of earlier drivers.
     """
 
     def __init__(self, most: int, count: int = 0) -> None:
@@ -69,7 +69,7 @@ class Failures:
         self._again = self._here = 0
 
     def survivable(self, error: RaypipeError) -> bool:
-        """Return True if the run may recover from an error of this type; the number of failures is not checked."""
+        """Return True if a run may recover from this type of error; ``counted`` checks the number of failures."""
         return self._most != 0 and isinstance(error, StageError | LinkError)
 
     def counted(self, error: RaypipeError, step: int) -> str:
@@ -102,7 +102,7 @@ class Changing:
 
     Attributes:
         lease: lease on the run's folder; None if no other process can access the folder.
-        recovery: carries out the transitions; None if stages cannot fail separately, as in threads.
+        recovery: makes the transitions; None if stages cannot fail separately, as in threads.
     """
 
     spec: RunSpec
@@ -153,8 +153,7 @@ class Changing:
                 if in_place and self._recover_in_place(self.recovery, follow, begin_s):
                     return
                 was, self._torn = max(was, progress.at.step), True
-                back = self.recovery.carry_out(Rollback(progress.copies.steps), progress.at.step)
-                assert back is not None, "a failure changes something"
+                back = self.recovery.roll_back(progress.copies.steps)
                 self._roll_back(back)
                 if back.stopped:
                     progress.copied = True  # no workers are left to copy
@@ -177,8 +176,7 @@ class Changing:
             return False
         self.ordering.cancel_pending_saves()
         follow(iter(steps))
-        back = recovery.carry_out(Regroup(), self.progress.at.step)
-        assert back is not None, "a failure changes something"
+        back = recovery.regroup(self.progress.at.step)
         self._stay(back)
         replicas = "-".join(map(str, self.ordering.plan.plan.partition.replicas))
         reason = f"the run goes on with {replicas} workers"
@@ -186,14 +184,14 @@ class Changing:
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish a recovery: ``decision`` "recovery" for a rollback, "regroup" if lost replicas were dropped."""
+        """Publish a recovery that began at ``begin_s``: "recovery" is a rollback, "regroup" a loss of replicas."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))
         self._watcher.counted("recovery_seconds", took_s)
 
     def change(self) -> None:
-        """Carry out the requested changes between two steps: resize, move, join, re-partition."""
+        """Make the requested changes between two steps: resize, move, join, re-partition."""
         requests = self.requests
         if (resize := requests.take_resize()) is not None:
             self._make("resize", resize.reason, resize, resize.answer, num_stages=resize.num_stages)
@@ -221,7 +219,7 @@ class Changing:
         answer: Callable[[RaypipeError | None], None] = lambda error: None,
         **numbers: Any,
     ) -> float | None:
-        """Carry out a change; return the seconds without training, or None if nothing was changed.
+        """Make a change; return the seconds without training, or None if nothing was changed.
 
         Args:
             decision, reason: for events.
@@ -258,7 +256,7 @@ class Changing:
         return took_s
 
     def on_step(self, record: StepRecord, of_step: Sequence[StepReport]) -> None:
-        """Note a step's duration."""
+        """Record a step's duration."""
         if not any(report.copying for report in of_step):
             self._step_s = record.seconds
 
@@ -296,7 +294,7 @@ class Changing:
         self._watcher.counted("failures")
 
     def _use_less_memory(self, error: RaypipeError, recovery: Transitions) -> None:
-        """Re-partition after an out-of-memory failure, so that the worker holds less; no effect after other failures.
+        """Plan less memory for the worker that ran out of it; no effect after other failures.
 
         If no plan needs less, a worker whose process was killed is replaced with the same plan, because other
         processes may have used the memory.
@@ -331,7 +329,7 @@ class Changing:
         progress.saved = progress.completed = min(self.checkpoints.latest_step, progress.at.step)
 
     def _stay(self, back: Recovered) -> None:
-        """Resume at the current step on other workers; orders that were not carried out are issued again."""
+        """Resume at the current step on other workers; orders that were not completed are issued again."""
         progress = self.progress
         progress.empty, progress.end_s, progress.copied = True, None, True
         self._take_plan_of(back)
@@ -341,7 +339,7 @@ class Changing:
         progress.saved = progress.completed = self.checkpoints.latest_step
 
     def _save_dropped(self) -> None:
-        """Request a new checkpoint if the change dropped an unfinished one that the interval would not repeat."""
+        """Request a new checkpoint if the change dropped an unfinished one that the interval would not save again."""
         progress, checkpoints = self.progress, self.checkpoints
         # The manifest waits for the evaluation, which may be what failed.
         step = progress.saved
@@ -352,7 +350,8 @@ class Changing:
     def _take_plan_of(self, back: Recovered) -> None:
         """Adopt the new plan of a transition, if it has one, and restart the controller.
 
-        If workers were replaced under the same plan, only stages are measured anew: links and schedule are the same.
+        If workers were replaced under the same plan, only the stages are measured anew, because their measurements are
+        of the lost workers; links and schedule are the same.
         """
         plan = back.plan
         if plan is None:

@@ -48,9 +48,12 @@ class Alert:
         return f"{self.in_a_row} times in a row" + f", {self.count} in all" * (self.count > self.in_a_row)
 
     def since(self, shown: int) -> str:
-        """Describe the events that a reader has not seen, who has seen the first ``shown`` ones.
+        """Describe the events that a reader has not seen yet.
 
         The text is the message alone if that is one event, and not one of several consecutive failures.
+
+        Args:
+            shown: number of events that the reader has seen, from the first on.
         """
         return (
             self.message
@@ -60,9 +63,11 @@ class Alert:
 
 
 def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
-    """Return the alerts ``known``, one of each kind, with one more event after ``step`` steps counted.
+    """Return ``known``, which has one alert of each kind, with one more event added.
 
-    ``in_a_row`` is the number of consecutive failures; 0 for events that are not failures.
+    Args:
+        step: steps done at the event.
+        in_a_row: number of consecutive failures; 0 for events that are not failures.
     """
     for at, alert in enumerate(known):
         if alert.kind == kind:
@@ -113,22 +118,22 @@ class RunStatus:
     Attributes:
         name: name of the run.
         path: the run's folder.
-        step, num_steps: optimizer steps done, and total number wanted (0 before it is known).
+        step, num_steps: optimizer steps done, and total number of the run (0 before it is known).
         first_step: steps that the run had done when this submission began.
         source: checkpoint or stages from which the run resumed, as text.
         loss, bubble_fraction, lr, goodput: numbers of the last step, as in StepRecord; goodput is 0 if unknown.
         step_s: seconds per step, a moving average; seconds_left is derived from it.
         samples_per_s, tokens_per_s: samples and tokens of the last step, divided by step_s; 0 if unknown.
         checkpoint: path of the newest complete checkpoint.
-        checkpoint_error: why the last checkpoint could not be saved; "" if it was.
+        checkpoint_error: reason why the last checkpoint could not be saved; "" if it was saved.
         schedule: schedule of the last step, if the controller may change it; else "".
         retunes: number of changes by the controller in this submission.
         recovery: kind of the last recovery: "roll back" of all stages, or "regroup" without the lost replicas; ""
             before the first.
         message: what the run waits for, or why it stopped or failed.
         cost: cost so far, in the currency of PipelineConfig(worker_price_per_hour); None if that is not set.
-        stages: host, process id and versions of each worker that made the last step, or that has its state since a
-            recovery, a resize or a move.
+        stages: host, process id and versions of each worker that made the last step, or, after a recovery, a resize or
+            a move, of each worker that has the state of this step.
         alerts: alerts of this submission, one of each kind: checkpoints that failed, callbacks that raised, files that
             could not be written, stages that were lost.
     """

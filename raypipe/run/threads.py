@@ -23,7 +23,7 @@ _RUNNING: dict[int, ThreadConnection] = {}
 
 
 class ThreadConnection:
-    """Connection to a run that is executed in a thread of this process.
+    """Connection to a run in a thread of this process.
 
     Args:
         blueprint: part of the run that does not depend on the plan.

@@ -28,12 +28,13 @@ class Recovered:
         step: optimizer steps done in this state.
         source: description of the copies or the checkpoint from which the state was loaded, for events.
         position: data position saved in the checkpoint; None if the state comes from in-memory copies.
-        replaced: titles of stages whose process was replaced; empty if only links had failed.
+        replaced: names of workers whose process was replaced; empty if only links had failed. In a move: the hosts that
+            workers have left.
         seconds: duration of each phase of the recovery, by name.
         stages: host, process id and versions of each worker, for the status.
         plan: new plan in force; None if it is unchanged.
         moved_bytes: bytes of state that workers read from copies of other workers.
-        lost: titles of workers that the run continues without.
+        lost: names of workers without which the run continues.
         stopped: True if the run was stopped while it waited for workers. Then no stage is ready, and the run ends at
             this checkpoint.
     """
@@ -78,37 +79,22 @@ class Laps:
         self._then_s = now_s
 
 
-class Rollback(NamedTuple):
-    """Rollback after a failure: all stages load the state of the newest step whose state each of them can load.
-
-    Attributes:
-        steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load the
-            newest checkpoint.
-    """
-
-    steps: Collection[int]
-
-
-class Regroup(NamedTuple):
-    """Regrouping after a failure and a successful ``Transitions.catch_up``: training resumes without lost replicas."""
-
-
 class Join(NamedTuple):
-    """Joining of spare workers to stages that lack replicas."""
+    """Request that spare workers join stages that lack replicas."""
 
 
 class Move(NamedTuple):
-    """Move of stages away from nodes that are about to be removed.
+    """Request that stages move away from nodes that are about to be removed.
 
     Attributes:
-        nodes: Ray node ids.
+        nodes: Ray's ids of the nodes.
     """
 
     nodes: Collection[str]
 
 
-Change = Rollback | Regroup | Join | Move | Resize | Offer
-"""Kind of a transition; the last four occur between two steps, when all stages have the state of the same step."""
+Change = Join | Move | Resize | Offer
+"""Request for a transition between two steps, when all stages have the state of the same step."""
 
 
 class Transitions(Protocol):
@@ -123,13 +109,13 @@ class Transitions(Protocol):
     replanning: Replanning | None
 
     def keep_copy(self, step: int) -> None:
-        """Have every stage copy its state after ``step`` steps to memory."""
+        """Have every stage make an in-memory copy of its state after ``step`` steps."""
 
     def lighten(self, ran_out: RanOut) -> None:
-        """Re-partition at the next rollback, so that the worker that ran out of memory holds less.
+        """Make the plan of the next rollback, in which the worker that ran out of memory holds less.
 
         Raises:
-            PlanError: no such plan exists; names worker, bytes and fields.
+            PlanError: no such plan exists; the message has worker, bytes and fields.
         """
 
     def catch_up(self, step: int) -> Steps | None:
@@ -140,22 +126,40 @@ class Transitions(Protocol):
 
         Returns:
             Reports of the steps since then. None if that is impossible: the run has no replicas, a stage has no worker
-            left, or a step would be lost.
+            left, or the reports of a step are lost.
 
         Raises:
             StageError, LinkError: something failed meanwhile.
         """
 
-    def carry_out(self, change: Change, step: int) -> Recovered | None:
-        """Carry out a transition; return None if nothing has to change.
+    def roll_back(self, steps: Collection[int]) -> Recovered:
+        """Roll all stages back, after a failure, to the state of the newest step that all of them can load.
 
         A rollback that waits for workers ends early if the run is stopped; see ``Recovered.stopped``.
+
+        Args:
+            steps: steps of the in-memory copies whose data position is known. If no copy can be loaded, the stages load
+                the newest checkpoint.
+
+        Raises:
+            PlanError: too few workers became available before the deadline.
+            StageError, LinkError: the rollback failed; another one must follow.
+        """
+
+    def regroup(self, step: int) -> Recovered:
+        """Continue without the lost replicas, after ``catch_up`` has brought the others to ``step``.
+
+        Raises:
+            StageError, LinkError: the transition failed half-way; a rollback must follow.
+        """
+
+    def carry_out(self, change: Change, step: int) -> Recovered | None:
+        """Apply a change of the stages between two steps; return None if nothing has to change.
 
         Args:
             step: steps that every stage has done.
 
         Raises:
-            PlanError: no such plan exists, or no workers for it; the run can continue unchanged. After a failure: too
-                few workers became available before the deadline.
+            PlanError: no such plan exists, or no workers for it; the run can continue unchanged.
             StageError, LinkError: the transition failed half-way; a rollback must follow.
         """

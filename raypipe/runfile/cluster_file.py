@@ -52,7 +52,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster's YAML file.
 
     Raises:
-        ConfigError: names file, line and field, and the possible values.
+        ConfigError: the message has file, line and field, and the possible values.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -173,6 +173,7 @@ def parse_quantity(value: Any, kind: str) -> float:
     """Parse "24 GiB" and the like: memory in bytes, bandwidth in bytes per second, latency or deadline in seconds.
 
     Args:
+        value: text, or a number without a unit.
         kind: "memory", "bandwidth", "latency" or "deadline".
 
     Raises:

@@ -42,6 +42,7 @@ def describe(
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
         functions: the other arguments of the trainer, by name.
         name: name of the run.
+        num_steps: length of the run.
     """
     content: dict[str, Any] = {part: _part(part, value) for part, value in functions.items() if value is not None}
     settings = {f.name: getattr(pipeline, f.name) for f in dataclasses.fields(pipeline)}
@@ -79,7 +80,10 @@ def _part(part: str, value: Any) -> Any:
 
 
 def _callbacks(callbacks: Sequence[Any]) -> Any:
-    """Return a target for each callback, with the fields that differ from their defaults, or one description."""
+    """Return a target for each callback, with the fields that differ from their defaults.
+
+    If a callback cannot be written as a target, return one {"unnamed": description} instead of the list.
+    """
     targets: list[dict[str, Any]] = []
     for callback in callbacks:
         target = _target(type(callback))

@@ -48,7 +48,7 @@ class RunFile:
     Attributes:
         name: name of the file, for messages.
         values: the file's settings with all overrides.
-        origins: place where each key was set, by the key's path: "line 7" or "--set".
+        origins: {path of a key: where it was set}, such as "line 7" or "--set".
     """
 
     name: str
@@ -57,7 +57,7 @@ class RunFile:
 
     @property
     def length(self) -> dict[str, int]:
-        """num_steps or num_epochs, as fit() and start() take it.
+        """{"num_steps": number} or {"num_epochs": number}: arguments of fit() and start().
 
         Raises:
             ConfigError: both are missing.
@@ -72,11 +72,11 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a YAML file and check it.
 
     Args:
-        overrides: "pipeline.schedule=kfkb" and the like, with YAML values, which replace those of the file. num_steps
+        overrides: "pipeline.schedule=kfkb" and the like, with YAML values, which replace values of the file. num_steps
             and num_epochs replace one another.
 
     Raises:
-        ConfigError: names file, line and key, and the nearest name of an unknown key.
+        ConfigError: the message has file, line and key, and the nearest name of an unknown key.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -92,7 +92,7 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def to_yaml(run: RunFile) -> str:
-    """Format the settings, overrides included, as YAML that ``read_runfile`` reads to equal settings."""
+    """Format the settings, including overrides, as YAML that ``read_runfile`` reads as equal settings."""
     return dump(run.values)
 
 
@@ -106,7 +106,7 @@ def as_begun(run: RunFile, name: str) -> RunFile:
 
 
 def with_name(run: RunFile, name: str) -> RunFile:
-    """Return the settings with this name of the run, unless they have a name."""
+    """Return the settings with this name of the run; settings that have a name keep it."""
     settings = {"name": name, **{k: v for k, v in run.values.get("run_config", {}).items() if v is not None}}
     return RunFile(run.name, {**run.values, "run_config": settings}, run.origins)
 
@@ -133,7 +133,7 @@ def is_target(value: object) -> bool:
 def refuse(run: RunFile, path: KeyPath, complaint: str) -> NoReturn:
     """Raise a ConfigError that begins with the file, the line and the key.
 
-    The line is that of the innermost key on the path that the file has.
+    The line is that of the innermost key on ``path`` that is in the file.
     """
     places = (run.origins.get(path[:end]) for end in range(len(path), 0, -1))
     place = next((f", {origin}" for origin in places if origin), "")
@@ -141,7 +141,7 @@ def refuse(run: RunFile, path: KeyPath, complaint: str) -> NoReturn:
 
 
 def refuse_unknown(run: RunFile, path: KeyPath, keys: Iterable[Any], known: Sequence[str]) -> None:
-    """Raise ConfigError for the first key under ``path`` that is not known; it names the nearest known key, or all."""
+    """Raise ConfigError for the first key under ``path`` that is not known; the message has the nearest known keys."""
     for key in keys:
         if key not in known:
             close = _nearest(str(key).lower(), known)
@@ -150,7 +150,7 @@ def refuse_unknown(run: RunFile, path: KeyPath, keys: Iterable[Any], known: Sequ
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """Return the most similar known key, or ""; names that contain the key, or are contained in it, are preferred."""
+    """Return the most similar known key, or "". Names that contain the key, or are contained in it, are preferred."""
     within = [name for name in known if min(len(name), len(key)) >= _TELLING and (name in key or key in name)]
     return next(iter(difflib.get_close_matches(key, within or known, n=1, cutoff=0.0 if within else 0.5)), "")
 
@@ -335,6 +335,6 @@ def _refused_here(run: RunFile, path: KeyPath, path_of: Callable[[str], str], te
 
 
 def name_or_path(text: str) -> str:
-    """Return the name of a run as it is, a path from the root on."""
+    """Return a path as an absolute path, and the name of a run unchanged."""
     path = absolute_path(text)
     return path if "/" in text or text.startswith(("$", "~")) or Path(path).exists() else text

@@ -71,13 +71,13 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path, int]]:
-    """Parse a file to a mapping, and the line (from 1) of every key in it, by path.
+    """Parse a file; return (its settings, {path of a key: its line, from 1}).
 
     Args:
         name: name of the file, for errors.
 
     Raises:
-        ConfigError: not YAML, not a mapping, or a duplicate key; names the line.
+        ConfigError: not YAML, not a mapping, or a duplicate key; the message has the line.
     """
     loader = _Loader(text)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from raypipe.run.journal import Journal
 from raypipe.run.loop import LoopSetup, run_loop
 from raypipe.run.plans.blueprint import assemble
 from raypipe.run.requests import Requests
-from raypipe.run.transitions import Change, Move, Recovered, Rollback
+from raypipe.run.transitions import Change, Move, Recovered
 from tests.exactness import same_bits
 from tests.run.loops import Acts, Transitions, looped
 from tests.run.plans.test_planning import trainer
@@ -46,14 +46,17 @@ class Stays(Transitions):
         self._fleet, self._during = fleet, during
         self.changes: list[str] = []
 
-    def carry_out(self, change: Change, step: int) -> Recovered | None:
-        if isinstance(change, Move):
-            self.changes.append(f"move from {', '.join(change.nodes)}")
-            self._during()
-        else:
-            assert isinstance(change, Rollback)
-            self.changes.append("recover")
-            step = max(change.steps)
+    def carry_out(self, change: Change, step: int) -> Recovered:
+        assert isinstance(change, Move)
+        self.changes.append(f"move from {', '.join(change.nodes)}")
+        self._during()
+        return self._made(step)
+
+    def roll_back(self, steps: Collection[int]) -> Recovered:
+        self.changes.append("recover")
+        return self._made(max(steps))
+
+    def _made(self, step: int) -> Recovered:
         self._fleet._halted = False  # as when stages are configured anew
         return Recovered(step, "the stages themselves")
 
@@ -236,7 +239,7 @@ class Waits(Transitions):
     def __init__(self, place: Place, requests: Requests) -> None:
         self._place, self._requests = place, requests
 
-    def carry_out(self, change: Any, step: int) -> Recovered:
+    def roll_back(self, steps: Any) -> Recovered:
         wait_until(lambda: find_checkpoint(self._place)[0] is not None, 60.0)
         self._requests.stop("enough")
         newest = find_checkpoint(self._place)[0]

@@ -6,7 +6,7 @@ no stage rolls back, or all do           |                       it is saved, ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from raypipe.ir.report import StepReport
 from raypipe.planner.segments import Position
 from raypipe.run.requests import Requests
 from raypipe.run.spec import Outcome
-from raypipe.run.transitions import Change, Recovered, Regroup, Rollback
+from raypipe.run.transitions import Recovered
 from tests.exactness import same_bits
 from tests.run.loops import Transitions, looped
 from tests.run.test_calls import Listens
@@ -81,10 +81,10 @@ class Losing(Transitions):
     def catch_up(self, step: int) -> list[Reports] | None:
         return self._unheard if self._stays else None
 
-    def carry_out(self, change: Change, step: int) -> Recovered:
-        if isinstance(change, Regroup):
-            return Recovered(step, "where it was")
-        assert isinstance(change, Rollback)
+    def regroup(self, step: int) -> Recovered:
+        return Recovered(step, "where it was")
+
+    def roll_back(self, steps: Collection[int]) -> Recovered:
         if self._back_to is None:
             newest = find_checkpoint(self._place)[0]
         else:

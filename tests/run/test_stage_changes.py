@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from raypipe.errors import (
     StageLostError,
 )
 from raypipe.run.stage_changes import MOST_LIGHTER, MOST_LOST, Changing, Failures
-from raypipe.run.transitions import Rollback
 
 pytestmark = pytest.mark.engine
 
@@ -142,7 +142,7 @@ class LosesAnother:
     def catch_up(self, step: int) -> None:
         self.calls.append("complete")
 
-    def carry_out(self, change: Rollback, step: int) -> None:
+    def roll_back(self, steps: Collection[int]) -> None:
         self.calls.append("recover")
         if len(self.calls) == 3:
             raise Enough

@@ -39,8 +39,8 @@ BACKWARD_CODECS = ("bf16",)
 def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """Return the configuration of a run's controller; None if the controller could change nothing.
 
-    That is so with one stage, an asynchronous schedule, several stages on a worker, no choice left to the controller
-    ("auto"), or retune_interval_steps=0.
+    It can change nothing with one stage, with an asynchronous schedule, with several stages on a worker, if no setting
+    is "auto", and with retune_interval_steps=0.
     """
     spec = planned.plan.spec
     # A loss over the whole mini-batch keeps the schedule.
@@ -106,7 +106,11 @@ class Charter(NamedTuple):
 
 
 def assemble(blueprint: Blueprint, planned: Planned) -> PlanInForce:
-    """Build what workers and loop need for a plan: programs, setup, schedules, controller; equal in every process."""
+    """Derive all that the workers and the training loop need to execute a plan.
+
+    The result has stage programs and the workers' setup, schedules, the predicted step, and the controller's
+    configuration. It depends on the arguments only, so all processes compute equal results.
+    """
     plan, spec = planned.plan, blueprint.spec
     # Other sizes would change bits; later plans keep them.
     assert (plan.minibatch_size, plan.microbatch_size) == (spec.minibatch_size, spec.microbatch_size)
@@ -124,7 +128,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> PlanInForce:
 
 
 def generation_setup(plan: Plan, programs: Sequence[StageProgram], codecs: Codecs) -> GenerationSetup:
-    """Build the workers' configuration for a plan."""
+    """Create the workers' configuration for a plan."""
     wiring = plan.schedule.wiring
     return GenerationSetup(
         programs, wiring.homes, plan.weights, codecs, plan.generation, recompute=plan.recompute, lanes=wiring.lanes
@@ -135,8 +139,9 @@ def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
     """Return the predicted seconds of one step; 0 if the plan was made without a profile.
 
     Args:
-        predicted: simulated timeline of a step alone.
-        overlaps: True if a step may begin before the previous one has ended on every stage, as between processes.
+        predicted: simulated timeline of one step that begins and ends with an empty pipeline.
+        overlaps: True if the next step may begin on some stages before the previous one has ended on all, as with
+            stages in separate processes; False for stages in threads, which run one step after the other.
     """
     if plan.prediction is None or predicted is None:
         return 0.0

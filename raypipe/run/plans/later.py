@@ -1,6 +1,7 @@
 """Later plans of a run: other workers, stages or replicas, with the same mini-batches, micro-batches and lanes.
 
-Lanes are partial sums of gradients; their number fixes the order of summation, and so the bits of the result.
+Lanes are partial sums of gradients; their number fixes the order of summation. Later plans keep it, so that results
+are bitwise equal.
 
 a resize, other workers, another partition --> another basis --> later_plan --> as plan_for, with PlanErrors only
 """
@@ -32,9 +33,9 @@ def another(
     cluster: Cluster | None = None,
     replicas: int | tuple[int, ...] | None = 1,
 ) -> PlanBasis:
-    """Build the input of a later plan of the same run.
+    """Create the input of a later plan of the same run.
 
-    Mini-batches and lanes (partial sums of gradients) are kept, so that no bit of the result changes.
+    Mini-batches and lanes (partial sums of gradients) are kept, so that results are bitwise equal.
 
     Args:
         basis: input of the run's first plan.
@@ -90,7 +91,7 @@ def _check_replicas(plan: Plan, replicas: int | tuple[int, ...] | None) -> None:
 
 
 def for_workers(basis: PlanBasis, plan: Plan, request: Request, workers: int) -> PlanBasis:
-    """Build the input of a plan of the same run for ``workers`` workers.
+    """Create the input of a plan of the same run for ``workers`` workers.
 
     Args:
         plan: plan of this run that has its mini-batches and lanes.
@@ -112,9 +113,12 @@ def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
 
 
 def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
-    """Make a plan for a running job, as ``plan_for``, but with PlanError in place of CaptureError.
+    """Make a plan for a running job like ``plan_for``, but raise PlanError instead of CaptureError.
 
-    A PlanError does not end a run: it continues with its old plan.
+    A PlanError does not end a run, which then continues with its old plan.
+
+    Args:
+        decision: partition and schedule to use; None lets the planner choose.
 
     Raises:
         PlanError: no such plan exists.
@@ -126,7 +130,7 @@ def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
 
 
 class MemoryLimits:
-    """Memory limits that one run has learnt from its workers that ran out of memory.
+    """Memory limits of one run's workers, lowered for workers that ran out of memory.
 
     Args:
         basis: input of the run's plans.
@@ -138,10 +142,14 @@ class MemoryLimits:
         self._most_bytes: dict[int, int] = {}
 
     def lighter(self, plan: Plan, ran_out: RanOut) -> Decision:
-        """Find a plan for the same workers with less on the one that ran out of memory; record its new limit.
+        """Find a plan for the same workers with less memory on the worker that ran out of it; record its new limit.
+
+        Args:
+            plan: plan under which the worker ran out of memory.
+            ran_out: the worker, and the bytes that it held.
 
         Raises:
-            PlanError: no such plan exists; names worker, bytes and fields.
+            PlanError: no such plan exists; the message has worker, bytes and fields.
         """
         profile, stages = self._basis.profile, plan.partition.num_stages
         if profile is None or not can_be_cut_again(plan):
@@ -157,7 +165,7 @@ class MemoryLimits:
         return decision
 
     def capped(self, planned: Planned) -> Planned:
-        """Limit micro-batches in flight, on workers that ran out of memory, to the number that the plan itself uses.
+        """Limit the micro-batches in flight of workers that ran out of memory to the number that the plan itself uses.
 
         These workers ran out of memory within their memory budgets, so the controller must not rely on the budgets.
         """
@@ -211,14 +219,14 @@ class Fitted(NamedTuple):
 def within(basis: PlanBasis, planned: Planned, offered: Sequence[Offered]) -> Fitted:
     """Return ``planned`` if its workers have enough memory, else another plan that fits.
 
-    Another plan splits mini-batches as before, so that no bit of the result changes.
+    Another plan splits mini-batches as before, so that results are bitwise equal.
 
     Args:
         planned: plan made from ``basis``; no worker runs it yet.
         offered: memory of each available worker's device; the plan may use fewer workers, or need more.
 
     Raises:
-        PlanError: no plan fits; names the devices, the bytes and the field.
+        PlanError: no plan fits; the message has the devices, the bytes and the field.
     """
     plan = planned.plan
     limits = [one.memory_bytes for one in offered if one.memory_bytes is not None]

@@ -5,8 +5,8 @@
         v
     Planned
 
-Nothing here reads a clock, the environment or a tensor. For a run that has begun, ``later.another`` makes the PlanBasis
-of its next plan.
+A *decision* is a partition and a schedule that a search has chosen. Nothing here reads a clock, the environment or a
+tensor. For a run that has begun, ``later.another`` makes the PlanBasis of its next plan.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from raypipe.run.spec import Planned
 def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partition) -> tuple[tuple[str, str], ...]:
     """Describe the modules of each stage, for Plan.reasons: ("stage 0", "first module to last module").
 
-    The names are those of the largest modules that are on this stage only. If a stage has only parts of modules, the
-    first of these modules is named; if it has only operations outside modules, the first and the last operation.
+    The names are those of the largest modules whose operations are all on this stage. If a stage has only parts of
+    modules, the first of these modules is named. If it has only operations outside modules, its first and last
+    operation are named.
 
     Args:
         classes: class name of every module of the model, by path.
@@ -61,7 +62,7 @@ def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partit
 
 
 def _ancestors(path: str) -> list[str]:
-    """List a module's path and those of the modules around it: h.0.mlp -> h, h.0, h.0.mlp; empty for the model."""
+    """List the paths of the modules around a module, and its own: h.0.mlp -> h, h.0, h.0.mlp; empty for the model."""
     names = path.split(".") if path else []
     return [".".join(names[:i]) for i in range(1, len(names) + 1)]
 
@@ -98,12 +99,13 @@ class PlanBasis:
         request: configured values, and facts of model and optimizer. The planner chooses open values.
         profile: seconds and bytes of every operation; None if no open choice depends on them.
         cluster: cluster to plan for; None for equal workers.
-        optimizer_class: class name of the optimizer; "" if it cannot be built for one parameter alone.
+        optimizer_class: class name of the optimizer; "" if it cannot be created for one parameter alone.
         retunes_microbatches: True if the controller may change the number of micro-batches.
         module_classes: class name of every module of the model, by path.
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
         whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
-        processors: number of processors, if all workers will share one machine; else, or if unknown, None.
+        processors: number of processors of the machine that all workers will share; None if they share none, or
+            unknown.
         notes: further sentences for every plan.
     """
 
@@ -121,7 +123,7 @@ class PlanBasis:
 
 
 def changing_nodes(recipe: ModelRecipe) -> tuple[int, ...]:
-    """List the indices of nodes in modules whose forward changes buffers; all nodes if such a module has no nodes."""
+    """List the indices of nodes in modules whose forward changes buffers; all indices if such a module has no nodes."""
     (whole,) = recipe.programs(())
     owners = {name.rpartition(".")[0] for name in _known_to_change(whole)}
     nodes = recipe.graph.nodes
@@ -145,7 +147,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         generation: number of plans that the run had before.
 
     Raises:
-        PlanError: nothing fits, or the stages cannot run as configured; names the field.
+        PlanError: nothing fits, or the stages cannot run as configured; the message has the field.
         CaptureError: the model cannot be partitioned like this.
     """
     if basis.profile is None:
@@ -176,7 +178,13 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
 
 
 class _Cut(NamedTuple):
-    """Plan without shares and most notes, with stage programs, memory budgets, and ``Planned.microbatch_seconds``."""
+    """Plan that lacks shares and most notes, and what was computed with it.
+
+    Attributes:
+        programs: stage programs.
+        budgets: memory budget of each stage.
+        counts: see ``Planned.microbatch_seconds``.
+    """
 
     plan: Plan
     programs: tuple[StageProgram, ...]
@@ -185,7 +193,7 @@ class _Cut(NamedTuple):
 
 
 def _by_parameters(basis: PlanBasis) -> _Cut:
-    """Plan without a profile: stages begin at the split points of the request, or have about equal parameter bytes."""
+    """Make a plan without a profile: stages begin at the request's split points, or have similar parameter bytes."""
     partition = make_partition(basis.recipe.graph, basis.request)
     programs = basis.recipe.programs(partition.cuts)
     request = dataclasses.replace(basis.request, ties=_ties(programs))
@@ -194,7 +202,7 @@ def _by_parameters(basis: PlanBasis) -> _Cut:
 
 
 def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
-    """Make a plan with the partition and schedule of a decision that was made from the profile."""
+    """Make a plan with the partition and schedule of a decision; the decision was made from the profile."""
     programs = basis.recipe.programs(decision.partition.cuts, decision.partition.order)
     decision = dataclasses.replace(decision, request=dataclasses.replace(decision.request, ties=_ties(programs)))
     notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
@@ -225,7 +233,8 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
     A synchronous plan needs no shares and is returned unchanged.
 
     Raises:
-        PlanError: stages share a parameter, and the update interval differs by stage or is too short for that.
+        PlanError: stages share a parameter, and their update intervals differ or are too short for an exchange of its
+            gradients.
     """
     interval = plan.weights.interval
     if interval is None:
@@ -264,8 +273,8 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
     """Return notes on replicas that change buffers separately, and on configured fields of replicas without effect.
 
     Raises:
-        PlanError: replicas of a stage change buffers, and replicated_buffers is False. Or it is True beside a
-            configured num_replicas, and no stage with several replicas changes a buffer.
+        PlanError: replicas of a stage change buffers, and replicated_buffers is False. Or replicated_buffers is True,
+            num_replicas is configured, and no stage with several replicas changes a buffer.
     """
     notes = []
     for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
@@ -311,7 +320,7 @@ def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
 
 
 def _known_to_change(program: StageProgram) -> tuple[str, ...]:
-    """List the buffers that the stage's forward may change in training, without those found constant in a trial."""
+    """List the buffers that the stage's forward may change in training, without those that a trial found constant."""
     constant = frozenset(program.train.tried_constant)
     return tuple(name for name in program.train.changing_buffers if name not in constant)
 
@@ -351,7 +360,10 @@ def _notes(recipe: ModelRecipe, programs: Sequence[StageProgram]) -> list[str]:
 
 
 def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
-    """Return a note on the device with speed 1.0, for a described cluster; else a note if workers share processors."""
+    """Return notes on the machine of the prediction.
+
+    With a described cluster, the note is on the device with speed 1.0; else it is on workers that share processors.
+    """
     if basis.cluster is None:
         devices = {device for stage in decision.partition.stages for device in stage.devices}
         return crowded_notes(len(devices), basis.processors)
@@ -361,7 +373,7 @@ def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
 
 
 def crowded_notes(workers: int, processors: int | None) -> list[str]:
-    """Return a note if there are more ``workers`` than ``processors`` (None: unknown), but at most MOST_EACH each."""
+    """Return a note if ``workers`` share fewer ``processors`` (None: unknown), at most MOST_EACH workers on each."""
     if processors is None or not processors < workers <= MOST_EACH * processors:
         return []
     return [

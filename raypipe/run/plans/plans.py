@@ -1,4 +1,7 @@
-"""All plans of a run, numbered by generation: 0, 1, ... Later plans compute the same mini-batches on other workers."""
+"""All plans of a run, numbered by generation: 0, 1, ... Later plans compute the same mini-batches on other workers.
+
+Lanes are partial sums of gradients, each computed by one replica; only a run with several lanes can have replicas.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from raypipe.run.spec import PlanInForce, Planned, RequestedSize
 
 
 def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> PlanInForce:
-    """Build the plan of the same stages with other numbers of replicas.
+    """Create a plan of the same stages with other numbers of replicas.
 
     Args:
         counts: replicas of each group, which are the workers that hold the same stages; see planner/elastic.py.
@@ -37,12 +40,16 @@ def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> Plan
 
 
 def wanted_workers(request: Request, plan: Plan, requested: RequestedSize | None) -> int:
-    """Return the number of workers that a run with several lanes is to have, lost ones included; 0 with one lane."""
+    """Return the number of workers that a run with several lanes should have, including lost workers; 0 with one lane.
+
+    Args:
+        requested: last requested size; None if no resize was requested.
+    """
     return sum(_wanted(request, plan, requested)) if plan.schedule.wiring.lanes > 1 else 0
 
 
 def _wanted(request: Request, plan: Plan, requested: RequestedSize | None) -> tuple[int, ...]:
-    """Return the number of workers that each group (the workers of the same stages) is to have, lost ones included.
+    """Return how many workers each group (the workers of the same stages) should have, including lost workers.
 
     Args:
         plan: plan of this run, for the values that the request leaves to the planner.
@@ -58,7 +65,7 @@ def _wanted(request: Request, plan: Plan, requested: RequestedSize | None) -> tu
 
 
 class Plans:
-    """Plans of one run. Its methods make later plans; ``made`` is set by the caller once the workers run one.
+    """Plans of one run: methods make later plans, and the caller sets ``made`` once the workers run one.
 
     A group is the set of workers that hold the same stages. A generation is the number of a plan.
 
@@ -81,7 +88,7 @@ class Plans:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Number of workers that each group is to have, lost ones included; empty if no group has several."""
+        """Number of workers that each group should have, including lost workers; empty if none has several."""
         plan = self.made.plan
         if self.requested is None and plan.partition.num_stages == self.first.partition.num_stages:
             plan = self.first
@@ -121,7 +128,7 @@ class Plans:
             replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
 
         Raises:
-            PlanError: no such plan exists, or the run cannot have it; names the field.
+            PlanError: no such plan exists, or the run cannot have it; the message has the field.
         """
         basis, workers = self._blueprint.basis, None
         lanes, configured = self.first.schedule.wiring.lanes, basis.request.replicas
@@ -143,7 +150,7 @@ class Plans:
         return self._kept(assemble(self._blueprint, planned))
 
     def for_fewer(self, workers: int) -> PlanInForce:
-        """Assemble a plan of the same stages with fewer replicas; of fewer stages if ``workers`` are too few for that.
+        """Assemble a plan for fewer workers: the same stages with fewer replicas if possible, else fewer stages.
 
         Raises:
             PlanError: no such plan exists, or the run cannot have it.
@@ -160,7 +167,7 @@ class Plans:
     def regrouped(self, counts: tuple[int, ...]) -> PlanInForce:
         """Assemble the same stages with other numbers of replicas, under the same plan number.
 
-        Under the same number the workers' in-memory copies of their state stay valid.
+        With the same number the workers' in-memory copies of their state stay valid.
 
         Args:
             counts: replicas by group, the workers that hold the same stages.
@@ -172,7 +179,7 @@ class Plans:
     def counted_anew(self, counts: tuple[int, ...]) -> PlanInForce:
         """Assemble the same stages with other numbers of replicas, under the next plan number.
 
-        Under another number replicas divide their optimizer state anew.
+        With another number the replicas divide their optimizer state anew.
 
         Args:
             counts: replicas by group, the workers that hold the same stages.

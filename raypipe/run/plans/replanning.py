@@ -23,11 +23,11 @@ from raypipe.run.plans.later import MemoryLimits, another
 
 
 def replanning_of(blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> Replanning | None:
-    """Create the replanner of a run whose partition the planner may change; None for other runs.
+    """Create the replanner of a run whose partition the planner may change; return None for other runs.
 
     Args:
         first: first plan of the run, which fixes its micro-batches.
-        limits: memory limits that later partitions keep to.
+        limits: memory limits that later partitions must not exceed.
     """
     pipeline, basis = blueprint.pipeline, blueprint.basis
     chosen = basis.request.partitioner == "parameters" or bool(basis.request.split_points)
@@ -63,7 +63,7 @@ class Replanning:
         self._offer = offer
 
     def begin(self, plan: Plan) -> None:
-        """Drop all measurements, and start measuring ``plan``, which the stages run from now on."""
+        """Drop all measurements, and start measuring steps of ``plan``, which the stages run from now on."""
         self.measures = can_be_cut_again(plan)
         if self.measures:
             self._replanner.begin(plan, self._line(plan))
@@ -75,7 +75,7 @@ class Replanning:
     def on_step(
         self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None
     ) -> RepartitionQuery | None:
-        """Process the reports of a step, and return the query of a search if one is due.
+        """Process the reports of a step with schedule ``spec``; return the query of a search if one is due.
 
         Steps that send copies are ignored.
         """
@@ -93,5 +93,8 @@ class Replanning:
             self._offer(offer)
 
     def _line(self, plan: Plan) -> Cluster:
-        """Return a plan's workers, with their memory limits, as a cluster; later plans have equal workers."""
+        """Return the workers of a plan as a cluster, with their memory limits.
+
+        Only for the first plan are they those of the described cluster; workers of later plans are equal.
+        """
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))

@@ -68,11 +68,11 @@ class RayConnection:
     def news(self, since: int, wait_s: float) -> News:
         """Return the records from number ``since`` on, and the run's status; wait up to ``wait_s`` for the first one.
 
-        If the driver lives but does not answer within ANSWER_S more seconds, there are no records, and the status has a
-        message with the duration of the silence.
+        If the driver does not answer within ANSWER_S more seconds although its process lives, the result has no
+        records, and the status has a message with the duration of the silence.
 
         Raises:
-            StageError: the driver is lost and Ray does not restart it, or it could not begin.
+            StageError: the driver is lost and Ray does not restart it, or the driver could not begin.
         """
         if self._question is None or self._question.since != since:
             self._question = _Question(since, self._driver.news.remote(since, wait_s), time.monotonic())
@@ -105,7 +105,7 @@ class RayConnection:
         return News([], dataclasses.replace(self._status, message=message), None, None, self._question.since)
 
     def _comes_back(self, error: BaseException | None) -> bool:
-        """Return True if a call failed with ``error`` although Ray still has or restarts the driver.
+        """Return True if a call failed with ``error`` although Ray still has the driver, or restarts it.
 
         When a draining node ends, pending calls fail with ActorDiedError although Ray restarts the actor. The actor's
         name still exists then. All names are listed, because Ray caches the lookup of a single name.
@@ -148,7 +148,7 @@ class RayConnection:
         return part
 
     def stop(self, reason: str) -> None:
-        """Stop the run. If Ray restarts the driver before it has stopped, ``news`` repeats the request."""
+        """Request that the run stops; ``news`` repeats the request if Ray restarts the driver before that."""
         self._stop_reason = reason
         try:
             self._answer(self._driver.stop.remote(reason))
@@ -192,10 +192,10 @@ class RayConnection:
         return self._driver
 
     def close(self) -> None:
-        """Disconnect from the driver. If this process started the run, also end the driver, and a running run's stages.
+        """Disconnect from the driver; in the owner's process, also end the driver and the stages of a running run.
 
-        After a run's end no stages are ended here: the driver has ended its own, and others under this name belong to
-        another driver.
+        After a run's end no stages are ended here: the driver has ended its own, and other stages under this name
+        belong to another driver.
         """
         if self._owner and self._driver is not None:
             with contextlib.suppress(RayError):
@@ -332,11 +332,11 @@ def _started(driver: Any) -> bool:
 
 
 def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
-    """Put the initial tensors into the object store; those of a detached run outlive this process.
+    """Put the initial tensors into the object store; the tensors of a detached run outlive this process.
 
     An object of the store dies with the process that put it there. So a detached driver makes a copy of each object (a
-    parcel of tensors) and owns it. Parcels are copied one at a time: the store never holds more than the model and one
-    parcel.
+    parcel of several tensors) and owns the copy. Parcels are copied one at a time: the store never holds more than the
+    model and one parcel.
     """
 
     def put(packed: Any) -> Any:

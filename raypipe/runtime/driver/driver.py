@@ -128,12 +128,13 @@ class _DriverActor:
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
     def _train(self, submission: Submission | None, lease: Lease) -> Outcome:
-        """Train with the stages that a lost driver left, if there are any that can continue; else with new ones.
+        """Train with the stages that a lost driver left if they can continue; else with new ones.
 
-        Stages of a submission with other settings only save a checkpoint, from which new stages resume.
+        If the submission has other settings than the lost driver's run, these stages only save a checkpoint, from which
+        new stages resume.
 
         Args:
-            submission: None in a driver that Ray has restarted; without stages that can continue, StageError is raised.
+            submission: None in a driver that Ray has restarted, which raises StageError if no stages can continue.
         """
         owner = Owner(self._name, lease.held.generation)
         left = find_left(owner.name)
@@ -204,7 +205,14 @@ class _DriverActor:
     def _go_on(
         self, spec: RunSpec, left: Left, submission: Submission | None, owner: Owner, lease: Lease, requests: Requests
     ) -> Outcome:
-        """Adopt the stages that another driver has left, and recover the run from their copies."""
+        """Adopt the stages that a lost driver has left, roll them back to their in-memory copies, and train on.
+
+        Args:
+            spec: settings of the run from now on.
+            left: state of the lost driver.
+            submission: new submission of the run, whose count of failures begins at 0; None in a restarted driver.
+            requests: requests of clients; another object, with a request to stop, if the stages only save a checkpoint.
+        """
         left.end_starting(owner.name)
         failures = left.charter.failures if submission is None else 0  # a new submission counts anew
         blueprint = replace(left.charter.blueprint, spec=spec)
@@ -239,7 +247,7 @@ class _DriverActor:
         return fleet
 
     def _waiting(self, fleet: Fleet, blueprint: Blueprint, lease: Lease, requests: Requests) -> Waiting:
-        """Create the Waiting of this run; its waits also end, by an error, if another driver takes the run's folder."""
+        """Create the Waiting of this run; its waits end with an error if another driver takes the run's folder."""
         patience, spec = blueprint.pipeline.resource_timeout_s, blueprint.spec
         if patience == "auto" and spec.workers is not None:  # the run is configured for workers that come and go
             patience = None
@@ -264,7 +272,13 @@ class _DriverActor:
         growth: Growth | None,
         waiting: Waiting,
     ) -> Recovery:
-        """Create the Recovery of this run, with Spares if ``growth`` is None (the number of workers is fixed)."""
+        """Create the Recovery of this run.
+
+        Args:
+            made: plan in force, assembled.
+            growth: starts workers if the run may change their number; None for a fixed number, for which Spares are
+                created.
+        """
         blueprint = charter.blueprint
         wanted = wanted_workers(blueprint.basis.request, made.plan, charter.requested)
         spares = growth or spares_of(fleet, blueprint.spec, wanted, self._requests.join, self._event)

@@ -82,16 +82,17 @@ class Left(NamedTuple):
     starting: list[Member]
 
     def end_starting(self, owner: str) -> None:
-        """End the actors in ``starting``, and remove the driver's placement groups without a living actor."""
+        """End the actors in ``starting``, and remove placement groups of driver ``owner`` that have no living actor."""
         for member in self.starting:
             end_member(member)
         release_unused(owner)
 
 
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
-    """Find the stages and the Charter (inputs and plan) of a lost driver; None if no stage answers with the Charter.
+    """Find the stages and the Charter (inputs and plan) of the lost driver of this name.
 
-    Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a broken link may cut them off.
+    None if no stage has a Charter. Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a
+    broken link may cut them off.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
@@ -115,7 +116,10 @@ def known_to_stages(owner: str) -> Blueprint:
 
 
 def _answered(owner: str) -> Left | None:
-    """Fetch facts and Charter of this driver's living stages; None if no stage that answers has the Charter."""
+    """Fetch facts and Charter of the living stages of the driver of this name.
+
+    None if no stage answers with a Charter.
+    """
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
     calls = [(member.actor.facts.remote(), member.actor.charter.remote()) for member in roster]
     answered, starting, stored_charter = [], [], None

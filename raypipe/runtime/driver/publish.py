@@ -63,7 +63,7 @@ class Publisher:
         ]
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        """Publish the metrics of a completed step; those by stage and link at most every DETAILS_EVERY_S."""
+        """Publish the metrics of a completed step; update metrics by stage or link at most every DETAILS_EVERY_S."""
         self._set("raypipe_step_seconds", record.seconds, self._run)
         self._set("raypipe_samples_per_second", record.samples_per_s, self._run)
         if record.tokens:

@@ -63,15 +63,16 @@ QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_
 
 @contextlib.contextmanager
 def connected(num_workers: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
-    """Connect to Ray inside the context: by the caller's connection, else to RAY_ADDRESS, else to a new local cluster.
+    """Connect this process to Ray inside the context.
 
-    The local cluster has one logical CPU for each worker, or more if workers request more; the driver needs no CPU. The
-    cluster ends with the context.
+    A connection that the caller has is used. Without one, the cluster at RAY_ADDRESS is joined. If RAY_ADDRESS is not
+    set, a local cluster is started, and ends with the context. The local cluster has one logical CPU for each worker,
+    or more if workers request more; the driver needs no CPU.
 
     Args:
         num_workers: number of workers of the run.
         resources: resources of one worker.
-        detached: the run outlives this process, so that a local cluster is refused.
+        detached: True if the run outlives this process, so that a local cluster is refused.
 
     Raises:
         ConfigError: there is no such cluster, or a local one has too few GPUs.
@@ -120,7 +121,7 @@ def _warnings_left_to_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hang_up_blocked() -> Iterator[None]:
-    """Block SIGHUP inside the context, also in processes that are started there; this process handles it afterwards.
+    """Block SIGHUP inside the context, also in processes that are started there; later this process handles the signal.
 
     When the terminal is closed, the kernel sends SIGHUP to this process's group, which includes Ray's daemons (GCS and
     raylet). The stages need these daemons to save their state. Ray protects them from SIGINT in the same way.

@@ -42,13 +42,14 @@ workers may have to roll back to a checkpoint."""
 
 
 class Configuring:
-    """Workers of a plan: assignment of members (actors) to workers, and calls to all workers at once.
+    """Workers of a plan: assigns members (actors) to worker numbers, and calls methods of all workers at once.
 
     Args:
         term: number of the driver, sent with every call; stages obey the driver of the highest term only.
+        places: list of the members (roster).
 
     Attributes:
-        places: roster of the members, and of requested placement groups for further ones.
+        places: list of the members, and of requested placement groups for further ones.
         in_use: members that are workers of the current plan, indexed by worker number.
         moved_bytes: bytes of state that workers read from other workers' copies during the last ``configure``.
     """
@@ -66,7 +67,7 @@ class Configuring:
 
     @property
     def roster(self) -> list[Member]:
-        """Members in the roster, including lost ones that were not dropped yet."""
+        """List of all members; lost members are in it until they are dropped."""
         return self.places.members
 
     def configure(
@@ -112,7 +113,7 @@ class Configuring:
     def living(
         self, step: int | None = None, *, linked: bool = True, without: Collection[str] = (), ready: bool = False
     ) -> list[Living]:
-        """List living members, workers and spares, in the planner's form.
+        """List living members, workers and spares, in the form that ``planner/state_sources.py`` takes.
 
         Args:
             step: optimizer steps done in the workers' state; None if unknown.
@@ -188,8 +189,8 @@ class Configuring:
     def copies(self) -> list[tuple[Any, CopyFacts]]:
         """List (actor, facts) of the in-memory copies on all living workers.
 
-        Copies that workers made of their own stages come before copies that they hold for others. Workers that do not
-        answer within COPIES_TIMEOUT_S are left out.
+        Copies that workers made of their own stages come before copies that they hold for other workers. Copies on
+        workers that do not answer within COPIES_TIMEOUT_S are left out.
         """
         calls = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=COPIES_TIMEOUT_S) if calls else None
@@ -234,8 +235,8 @@ class Configuring:
     def entries(self, folder: str) -> list[dict[str, Any]]:
         """Wait until all workers have written checkpoint ``folder``; return the entries for its manifest.
 
-        The first replica of a stage writes the stage. Other replicas write, and have entries, only if they hold slices
-        of the optimizer state.
+        The first replica of a stage writes the stage. Other replicas write a part, and return entries, only if they
+        hold slices of the optimizer state.
 
         Raises:
             CheckpointError: a worker failed to write its part, did not finish in time, or was configured anew.
@@ -263,7 +264,10 @@ class Configuring:
         return entries
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
-        """Load checkpoint ``folder`` on every worker; the optimizer options in ``fresh`` keep their present values.
+        """Load checkpoint ``folder`` on every worker.
+
+        Args:
+            fresh: optimizer options that keep their present values instead of the checkpoint's.
 
         Raises:
             CheckpointError: the checkpoint does not fit this model, or cannot be read.
@@ -272,13 +276,19 @@ class Configuring:
         results(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
 
     def spans(self) -> list[Any]:
-        """Return the timed actions (Span) of all stages in the last order with keep_spans."""
+        """Return the timed actions (Span) of all stages in the last segment that was run with keep_spans=True."""
         return [
             span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
         ]
 
     def keep_charter(self, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store on every worker what another driver needs to resume the run; see StageActor.keep_charter."""
+        """Store on every worker what another driver needs to resume the run.
+
+        Args:
+            charter: pickled Charter (the driver's inputs and plan).
+            tensors: initial tensors of the run.
+            names: names of the initial tensors that are in no checkpoint; only these are stored.
+        """
         shared = ray.put(charter)
         kept = [actor.keep_charter.remote(self._term, shared, tensors, list(names)) for actor in self.actors]
         results(kept, PLACE_TIMEOUT_S, "keeping what a later driver needs")

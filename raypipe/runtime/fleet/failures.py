@@ -40,7 +40,8 @@ SETTLE_TIMES = 2.0
 def settle_s(workers: Sequence[Member], planned_s: float) -> float:
     """Return the seconds that these workers may take to end their work before they count as stuck.
 
-    ``planned_s``: predicted seconds of a step's longest action; 0 without a prediction.
+    Args:
+        planned_s: predicted seconds of a step's longest action; 0 without a prediction.
     """
     longest_s = max((member.heartbeat.longest_s for member in workers if member.heartbeat is not None), default=0.0)
     return max(SETTLE_S, SETTLE_TIMES * max(longest_s, planned_s))
@@ -49,12 +50,13 @@ def settle_s(workers: Sequence[Member], planned_s: float) -> float:
 def leave_work(
     workers: Sequence[Member], works: Mapping[Any, int], term: int, links: int, planned_s: float = 0.0
 ) -> None:
-    """Have workers end their calls of ``work``; kill those that do not, and mark them lost.
+    """Have workers end their calls of ``work``; kill workers that do not, and mark them lost.
 
     Args:
-        works: worker of each call of ``work`` that may still be running, by the call's reference.
+        works: reference of each call of ``work`` that may still be running -> number of its worker.
         term: number of this driver, which grows with each driver of the run.
         links: number of the workers' links; see StageActor.configure.
+        planned_s: see ``settle_s``.
 
     Raises:
         LeaseError: a later driver has taken the workers over.
@@ -85,7 +87,7 @@ def adopted(members: Sequence[Member], term: int) -> list[tuple[Member, Attached
         term: number of this driver, higher than that of the lost one.
 
     Returns:
-        (member, numbers that it has from the lost driver) of each member that was taken over.
+        (member, numbers from its previous driver) of each member that was taken over.
 
     Raises:
         LeaseError: a driver of a higher term has adopted a member.
@@ -119,15 +121,15 @@ def root_cause(
 ) -> RaypipeError:
     """Return the failure that caused the others.
 
-    Kinds of failures, the likeliest cause first: an error in a stage, such as the user's; a death; a broken link; an
-    aborted link; a worker that does not stop. The result is of the first kind in this list that occurred; within a
-    kind, it is that of the highest worker number: if the loss is not finite, the gradients of all stages are not finite
-    either, but only the last worker has the loss.
+    There are five kinds of failures, here with the likeliest cause first: an error in a stage, such as the user's; a
+    death; a broken link; an aborted link; a worker that does not stop. The first kind that occurred is returned. If
+    several workers failed in this way, the failure of the highest worker number is returned: if the loss is not finite,
+    the gradients of all stages are not finite either, but only the last worker has the loss.
 
     Args:
-        works: worker of each call of ``work``, by the call's reference; a running call counts as not stopping.
+        works: reference of each call of ``work`` -> number of its worker; a running call counts as not stopping.
         names: names of the workers for messages, by worker.
-        segments: number of segments (orders) that every worker has carried out, for the message.
+        segments: number of segments that every worker has completed, for the message.
         explain: called with (worker, Ray's message) to find out why a worker died.
     """
     gone = (5, StageLostError("A stage died after its last segment, before its reports were fetched."))
@@ -139,7 +141,10 @@ def root_cause(
 def _failure(
     ref: Any, worker: int, name: str, segments: int, explain: Callable[[int, str], Diagnosis]
 ) -> tuple[int, RaypipeError] | None:
-    """Return (rank, failure) of a worker's call of ``work``, rank 0 the likeliest cause; None if the call succeeded."""
+    """Return (rank, failure) of a worker's call of ``work``; None if the call succeeded.
+
+    The rank is the position in the list of ``root_cause``: 0 is the likeliest cause.
+    """
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:
@@ -172,9 +177,9 @@ _MONITOR = "running low on memory"
 
 
 def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
-    """Return the resident bytes of a process that was killed for lack of memory; None for another end.
+    """Return the resident bytes of a process that was killed for lack of memory; None if it ended in another way.
 
-    0 if the bytes are unknown. For the arguments see ``ending``.
+    The result is 0 if the bytes are unknown. For the arguments see ``ending``.
     """
     if _MONITOR in message:
         return 0 if ended is None else ended.resident_bytes
@@ -182,12 +187,12 @@ def ran_out_bytes(ended: Ended | None, message: str) -> int | None:
 
 
 def ending(ended: Ended | None, message: str, host: str) -> str:
-    """Describe how a process ended, with a remedy, as the end of a sentence that begins with the stage's name.
+    """Describe how a process ended, with a remedy: the end of a sentence that begins with the stage's name.
 
     Args:
-        ended: end as its node's watcher saw it; None if unknown.
+        ended: end of the process as the watcher of its node saw it; None if unknown.
         message: Ray's message about the actor's death.
-        host: name of its node.
+        host: name of the node.
     """
     if _MONITOR in message:
         return f"was killed by Ray's memory monitor on {host}, which ran out of memory. {LESS_MEMORY}"
@@ -221,7 +226,7 @@ def ending(ended: Ended | None, message: str, host: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return the cause in Ray's message about a death: the first line that is neither its heading nor indented."""
+    """Return the cause in Ray's message about a death: the first line that is neither the heading nor indented."""
     for line in message.splitlines():
         if not line.startswith(("\t", "The actor died unexpectedly")):
             return line.strip()

@@ -1,4 +1,7 @@
-"""Fleet: starts the stage actors of a run, configures them, sends them orders, handles failures, and ends them."""
+"""Fleet: starts the stage actors of a run, configures them, sends them orders, handles failures, and ends them.
+
+An order is the driver's command to run a segment, which completes one or more mini-batches (ir/segment.py).
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ class Flight:
 
     Attributes:
         run: number of this ``Fleet.run``, with which its calls of ``StageActor.work`` are made.
-        works: worker of each running call of ``StageActor.work``, by the call's reference.
-        polls: worker of each running call of ``StageActor.reports``, by the call's reference.
-        received: reports received so far: by worker, with one item for each segment (one for each order).
+        works: reference of each running call of ``StageActor.work`` -> number of its worker.
+        polls: reference of each running call of ``StageActor.reports`` -> number of its worker.
+        received: for each worker, the reports received so far, one item for each segment.
     """
 
     run: int
@@ -71,8 +74,8 @@ class Fleet(Configuring):
         on_event: called from another thread when a member is lost or slow; must not raise.
 
     Attributes:
-        recovering: True from a failure until the next step. Spares are not started meanwhile: the imports of a process
-            take seconds of a core, which the replacement of the lost worker needs.
+        recovering: True from a failure until the next step. Meanwhile no spares are started: their imports would take
+            seconds of a core, which the replacement of the lost worker needs.
 
     Raises:
         ConfigError: the transport cannot be restricted to ``terms.link_ports``, or resources are all 0.
@@ -101,7 +104,7 @@ class Fleet(Configuring):
 
     @property
     def nodes(self) -> set[str]:
-        """Ray's ids of the nodes that members are on."""
+        """Ray's ids of the nodes on which this fleet has members."""
         return {member.facts["node"] for member in self.roster}
 
     @property
@@ -113,14 +116,14 @@ class Fleet(Configuring):
         return tuple(map(_shown, [member for member in self.in_use if member.facts] or self.roster))
 
     def makers(self, reports: Sequence[StepReport]) -> Stages:
-        """Return the ``facts`` of the workers that sent these reports; of all workers if there are no reports."""
+        """Return the ``facts`` of the workers that sent these reports; facts of all workers if there are no reports."""
         workers = {report.worker for report in reports}
         return tuple(_shown(m) for at, m in enumerate(self.in_use) if at in workers) if reports else self.facts
 
     def expect(self, predicted: Timeline | None) -> None:
-        """Set the predicted timeline of a step, from which the watch gets the duration of a step's longest action.
+        """Set the predicted timeline of a step, from which the longest action of a step is taken.
 
-        A much longer action counts as slow, then as hung. None keeps the duration of the plan before.
+        The watch reports an action that takes much longer as slow, and later as hung. None keeps the previous duration.
         """
         if predicted is not None:
             self.watch.planned_s = max(span.end_s - span.start_s for span in predicted.spans)
@@ -128,8 +131,8 @@ class Fleet(Configuring):
     def adopt(self, run: RunSetup, setup: GenerationSetup) -> None:
         """Take over the members of a lost driver as the workers of the plan that they already have.
 
-        The members end their work, and obey this driver from now on. A worker whose member is missing counts as lost.
-        The caller has to recover the run afterwards (see Recovery).
+        The members end their work, and obey this driver from now on. If the member of a worker is missing, the worker
+        counts as lost. The caller has to recover the run afterwards (see Recovery).
 
         Args:
             run: setup of the run.
@@ -152,14 +155,15 @@ class Fleet(Configuring):
     ) -> Iterator[list[list[StepReport]]]:
         """Send orders to all workers, and yield the reports of each order, regrouped by ``by_stage``.
 
-        If another thread calls ``halt``, the iterator ends early, after the same order on all workers.
+        If another thread calls ``halt``, the iterator ends early; all workers then end after the same order.
 
         Args:
-            orders: orders to carry out; each has a segment, the mini-batches to complete.
-            schedules: returns the schedule of a RowsKey; each worker gets its row once, before the first order with it.
+            orders: commands to run; each has a segment, which completes one or more mini-batches.
+            schedules: returns the schedule of a RowsKey. Each worker gets its row of a schedule once, before the first
+                order that needs it.
             ahead: maximum number of orders that were sent and whose reports were not yielded yet.
-            last: True if these orders complete steps that ``halt`` left unfinished. They are carried out although the
-                fleet is halted, and another ``halt`` does not end them.
+            last: True if these orders complete steps that ``halt`` left unfinished. They are run although the fleet is
+                halted, and another ``halt`` does not end them.
 
         Raises:
             StageError, LinkError: the root cause of the first failure; all other workers have been aborted.
@@ -191,7 +195,10 @@ class Fleet(Configuring):
         results(list(flight.works), GRACE_S, "finishing")
 
     def _begin(self, last: bool) -> Flight:
-        """Call ``work`` and ``reports`` of every worker; ``halt`` applies to the returned Flight from now on."""
+        """Call ``work`` and ``reports`` of every worker.
+
+        A later ``halt`` ends the returned Flight unless it is ``last``.
+        """
         self._run += 1
         flight = Flight(
             self._run,
@@ -219,7 +226,7 @@ class Fleet(Configuring):
                 answers([actor.finish_after.remote(self._term, flight.run, max(begun)) for actor in self.actors])
 
     def settle(self) -> None:
-        """Have every worker end its work after a failure; kill workers that do not, and mark them lost.
+        """Have every worker end its work after a failure; kill workers that do not end it, and mark them lost.
 
         Raises:
             LeaseError: a later driver has taken the workers over.
@@ -237,7 +244,8 @@ class Fleet(Configuring):
 
         Args:
             count: number of these steps.
-            last: reports of the last of these steps, by worker; only of workers that completed it after the failure.
+            last: reports of the last of these steps, by worker, as ``come_to`` returns them: only of workers that
+                completed this step after the failure.
 
         Returns:
             One item for each step, as ``run`` yields them; empty if no ``run`` has failed since the last call.
@@ -263,7 +271,7 @@ class Fleet(Configuring):
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
-        """Replace lost workers by spares; before, start new members if fewer than ``count`` are living.
+        """Let spares replace lost workers; before, start new members if fewer than ``count`` are living.
 
         Returns:
             Names of the lost workers ("Stage 1"), for messages.
@@ -280,7 +288,7 @@ class Fleet(Configuring):
         return tuple(self._names[worker] for worker in lost)
 
     def _dropped(self) -> list[int]:
-        """List the numbers of workers in use whose members are no longer in the roster."""
+        """List the numbers of workers whose actor is no longer in the roster (list of the run's stage actors)."""
         return [at for at, member in enumerate(self.in_use) if not any(member is one for one in self.roster)]
 
     @property
@@ -297,12 +305,12 @@ class Fleet(Configuring):
         results([member.actor.rehearse.remote() for member in spares], REHEARSE_TIMEOUT_S, "rehearsing")
 
     def accept_orders(self) -> None:
-        """Undo ``halt``, so that later calls of ``run`` carry out their orders."""
+        """Undo ``halt``, so that later calls of ``run`` execute their orders."""
         with self._halting:
             self._halted = False
 
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
-        """Send an order to all workers; before, send each its row of the schedule (its actions) if it has none yet."""
+        """Send an order to all workers; before, send each worker its actions (row) if their schedule is new."""
         if order.rows not in self._rows:
             schedule = schedules(order.rows)
             for worker, actor in enumerate(self.actors):
@@ -315,7 +323,7 @@ class Fleet(Configuring):
         """Wait until any worker sends reports or ends its work; add new reports to ``flight`` in place.
 
         Returns:
-            The failure that caused the others if a worker failed, else None.
+            The failure that caused the others if a worker failed; None if no worker failed.
         """
         if not flight.polls and not flight.works:  # all ended early, without an order of this driver
             return LeaseError("The stages have ended this run for another driver, which took it over. Follow that one.")
@@ -338,9 +346,9 @@ class Fleet(Configuring):
     def _release(self, flight: Flight) -> RaypipeError:
         """End the work of all workers after a failure, fetch their last reports, and return the root cause.
 
-        A worker whose stage failed closes its links after the messages already sent, and its neighbours then do the
-        same. So all workers end after the same step, or one step later if steps overlap. Workers that have not ended
-        within LEAVE_S are aborted.
+        A worker whose stage failed closes its links after the messages already sent; then its neighbours do the same.
+        So all workers end after the same step, or one step later if steps overlap. Workers that have not ended within
+        LEAVE_S are aborted.
         """
         self.recovering = True
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
@@ -350,7 +358,7 @@ class Fleet(Configuring):
             try:
                 last = member.actor.reports.remote(flight.run, flight.received[worker].end, 0.0)
                 flight.received[worker].extend(ray.get(last, timeout=GRACE_S))
-            except ActorDiedError as error:
+            except ActorDiedError as error:  # root_cause explains only deaths of workers that were still at work
                 self.watch.explain(member, str(error))
             except RayError:  # its remaining reports are lost
                 pass
@@ -367,7 +375,7 @@ class Fleet(Configuring):
                 reports, which is left out.
 
         Returns:
-            For each replica of each stage, its reports by mini-batch; ordered by stage, then by worker.
+            For each replica of each stage, its reports by mini-batch. Replicas are ordered by stage, then by worker.
         """
         pairs = enumerate(zip(self._held, by_worker, strict=True))
         by_holder = {

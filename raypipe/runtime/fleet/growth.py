@@ -47,6 +47,7 @@ class Growth:
         fleet: has no plan yet, or the plan that the previous driver left.
         workers: smallest and largest number of workers, and the interval between two decisions to grow.
         wanted: number of workers that the run's largest plan uses.
+        waiting: used to wait for workers.
         event: called with (decision, reason, ...) to record an event in events.jsonl.
         survives: True if the run survives failures, so that one more worker is kept as a spare.
     """
@@ -76,7 +77,7 @@ class Growth:
 
     @property
     def count(self) -> int:
-        """Target number of members: the workers, and one spare if the run survives failures and the range has room."""
+        """Number of members to have: the wanted workers, and a spare if the run survives failures, within the range."""
         return target_workers(self._workers, self._wanted, spare=self._survives)
 
     def least(self) -> int:
@@ -84,15 +85,15 @@ class Growth:
         return min(self._workers.least, self._wanted)
 
     def resized(self, size: RequestedSize) -> None:
-        """Record a resize, beyond whose number of workers the run does not grow; drop cached plans."""
+        """Make the size of a resize the new maximum, beyond which the run does not grow; drop cached plans."""
         self._wanted = size.workers
         self._planned.clear()
 
     def refill(self) -> None:
-        """Do nothing: the thread requests missing workers at its next check. Spares has a method of this name, too."""
+        """Do nothing: the thread requests missing workers at its next check. A caller may have a Spares instead."""
 
     def plan(self, make: Callable[[int], Planned]) -> Planned | None:
-        """Wait for enough workers and return a plan for them; None if the run was stopped.
+        """Wait for enough workers and return a plan for them; return None if the run was stopped.
 
         Args:
             make: called with a number of workers; returns a plan, or raises PlanError if more workers are needed.
@@ -114,7 +115,7 @@ class Growth:
         """Start workers as their placement groups are created, until there are enough.
 
         Args:
-            least: number of workers that are needed; without effect below the range's minimum.
+            least: number of workers that are needed; has no effect if it is below the range's minimum.
             why: reason for ``least``, for messages.
 
         Returns:
@@ -178,7 +179,7 @@ class Growth:
                     self._event("warning", f"The run could not grow: {str(error) or what}")
 
     def _leave_again(self) -> None:
-        """Request again that stages leave draining nodes, because new spares came.
+        """Request again that stages leave draining nodes, after new spares came.
 
         An earlier request may have been refused for lack of spares.
         """
@@ -190,7 +191,7 @@ class Growth:
     def _look(self, status: RunStatus) -> None:
         """Resize the run to all available workers if that pays.
 
-        If even a resize to the wanted number of workers would not pay, the present number becomes the wanted one.
+        If even a resize to the wanted number of workers would not pay, the present number becomes the wanted number.
         """
         used = len(self._fleet.in_use)
         there = min(len(self._fleet.places.staying(self._going())), self._wanted)
@@ -212,7 +213,7 @@ class Growth:
         return self._planned[workers]
 
     def _gain(self, used: int, there: int, status: RunStatus) -> Gain | None:
-        """Return the gain of a resize from ``used`` to ``there`` workers; None if a plan has no predicted times."""
+        """Estimate the gain of a resize from ``used`` to ``there`` workers; None if a plan has no predicted times."""
         now, then = (self._plan_of(workers).plan.prediction for workers in (used, there))
         if now is None or then is None:
             return None
@@ -238,7 +239,7 @@ def growth_of(
     event: Callable[..., None],
     size: RequestedSize | None = None,
 ) -> Growth | None:
-    """Create the Growth of a run that may change its number of workers; return None for other runs.
+    """Create the Growth of a run whose number of workers may change; return None for a fixed number.
 
     Args:
         size: size of the last resize, under an earlier driver; None if the run was not resized.

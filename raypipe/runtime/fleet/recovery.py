@@ -8,7 +8,7 @@ A transition applies the present plan or another one to living workers, all of w
     plan_transition   choose the members, and sources of the newest state that all of them can have
     configure         have members load that state by the names of tensors, and open new links
 
-If a synchronous run loses replicas, the remaining ones first come to the same step (engine/executor.py) and keep their
+If a synchronous run loses replicas, the remaining ones first complete the same step (engine/executor.py) and keep their
 state. Then micro-batches are distributed over them, and the unfinished step is repeated. If the optimizer state is
 sharded over replicas, slices are lost: all workers then roll back to in-memory copies, and the state is sharded anew.
 
@@ -39,7 +39,7 @@ from raypipe.run.requests import Resize
 from raypipe.run.same_run import fresh_options
 from raypipe.run.spec import PlanInForce, RequestedSize
 from raypipe.run.status import RunStatus
-from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Regroup, Rollback, Steps
+from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Steps
 from raypipe.runtime.fleet.configuring import Sources
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.growth import Growth
@@ -66,7 +66,7 @@ class Recovery:
         made: plan in force.
         tensors: initial parameters and buffers of the run.
         spares: starts further spares after one was used; a Growth if the run may change its number of workers.
-        waiting: waits for workers if no plan exists for those that are left.
+        waiting: waits for workers if there is no plan for the workers that are left.
     """
 
     def __init__(
@@ -97,21 +97,17 @@ class Recovery:
         self._spares.refill()
 
     def keep_copy(self, step: int) -> None:
-        """Have every worker copy its state after ``step`` steps to memory; see Transitions."""
+        """Have every worker make an in-memory copy of its state after ``step`` steps; see Transitions."""
         self._fleet.keep_copy(step)
 
     def lighten(self, ran_out: RanOut) -> None:
-        """Plan less memory for the worker that ran out of it, for the next rollback; see Transitions."""
+        """Plan less memory for the worker that ran out of it; the next rollback uses this plan; see Transitions."""
         made = self._plans.made
         decision = self._plans.limits.lighter(made.plan, ran_out)
         self._lighter = self._plans.of_stages(len(made.setup.programs), made.setup.num_workers, decision)
 
     def carry_out(self, change: Change, step: int) -> Recovered | None:
-        """Make a transition; return None if nothing has to change; see Transitions."""
-        if isinstance(change, Rollback):
-            return self._roll_back(change.steps)
-        if isinstance(change, Regroup):
-            return self._regroup(step)
+        """Apply a change of the workers or of the plan; return None if nothing has to change; see Transitions."""
         try:
             match change:
                 case Resize():
@@ -127,7 +123,7 @@ class Recovery:
             raise
 
     def catch_up(self, step: int) -> Steps | None:
-        """Bring remaining replicas to the newest step that one has completed; see Transitions."""
+        """Bring the remaining replicas to the newest step that one of them has completed; see Transitions."""
         fleet, made = self._fleet, self._plans.made
         # If stages do not wait for one norm, one may have stepped while another still lacks gradients of that step.
         step_alone = made.flow is not None or made.plan.schedule.wiring.norm_per_stage
@@ -146,8 +142,8 @@ class Recovery:
         # Without reports of a step there would be no record of it; reports are also missing after a driver was lost.
         return steps if len(steps) == newer - step and all(steps) else None
 
-    def _roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all can have; only copies of these ``steps`` may be used."""
+    def roll_back(self, steps: Collection[int]) -> Recovered:
+        """Roll all stages back to the newest state that all of them can have; see Transitions."""
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -180,8 +176,8 @@ class Recovery:
         clock.lap("restore")
         return self._result(step, source, clock, position=position, replaced=replaced, lost=lost)
 
-    def _regroup(self, step: int) -> Recovered:
-        """Distribute micro-batches over the remaining replicas, which ``catch_up`` has brought to this step."""
+    def regroup(self, step: int) -> Recovered:
+        """Distribute micro-batches over the remaining replicas, after ``catch_up``; see Transitions."""
         fleet, clock = self._fleet, self._settling
         remaining = left(self._plans.made.setup.homes, fleet.lost)
         lost = fleet.forget_lost()
@@ -217,8 +213,8 @@ class Recovery:
     def _smaller_replicas(self) -> PlanInForce | None:
         """Make a plan for the remaining replicas if the optimizer state is sharded over replicas; else return None.
 
-        New processes join later. None also if a stage has no replica left, if spares can replace all lost workers, if
-        the number of workers may change, or if ``lighten`` has made a plan.
+        New processes join later. Returns None also if a stage has no replica left, if spares can replace all lost
+        workers, if the number of workers may change, or if ``lighten`` has made a plan.
         """
         fleet, made = self._fleet, self._plans.made
         # A run that may change its number of workers chooses it itself; after running out of memory it has another.
@@ -250,7 +246,7 @@ class Recovery:
             yield
 
     def _resize(self, wanted: Resize, step: int) -> Recovered:
-        """Apply a plan for another number of workers: the request's plan, or one made now for the requested size."""
+        """Change the number of workers: apply the plan in the request, or make one for the requested size."""
         if wanted.withdrawn:
             raise PlanError(wanted.withdrawn)
         clock, fleet, plans, planned = Laps(), self._fleet, self._plans, wanted.planned
@@ -298,10 +294,14 @@ class Recovery:
         return self._result(step, BETWEEN_STEPS, clock)
 
     def _result(self, step: int, source: str, clock: Laps, **fields: Any) -> Recovered:
-        """Create the result of a transition; ``fields`` are further fields of Recovered.
+        """Create the result of a transition.
 
-        The result has the plan in force if the training loop does not have that plan yet. It may come from an earlier
-        transition, which failed after it had configured the workers.
+        The result has the plan in force if the training loop does not have that plan yet. The plan may come from an
+        earlier transition, which failed after it had configured the workers.
+
+        Args:
+            clock: durations of the transition's phases.
+            fields: further fields of Recovered.
         """
         fleet, made = self._fleet, self._plans.made
         plan, self._reported = None if made is self._reported else made, made
@@ -310,7 +310,7 @@ class Recovery:
         )
 
     def _plan_avoiding(self, nodes: Collection[str]) -> PlanInForce:
-        """Start missing workers outside these nodes, and return the plan in force; if that fails, a plan for fewer.
+        """Start missing workers outside these nodes, and return the plan in force, or else a plan for fewer workers.
 
         Raises:
             PlanError: workers cannot be started, and there is no plan for the workers on other nodes.
@@ -328,7 +328,7 @@ class Recovery:
                 raise PlanError(str(impossible)) from None
 
     def _copies(self, steps: Collection[int]) -> list[Copy]:
-        """List the in-memory copies of known plans on living workers, with only those of their steps in ``steps``."""
+        """List the in-memory copies on living workers, as far as their plans are known, with only these ``steps``."""
         copies = []
         for actor, facts in self._fleet.copies():
             if num_stages := self._plans.num_stages(facts.generation):
@@ -340,20 +340,26 @@ class Recovery:
     def _transition(
         self, made: PlanInForce, living: Sequence[Living], copies: Sequence[Copy], saved: int | None = None
     ) -> Transition | None:
-        """Choose members and sources of state for ``made``; see ``plan_transition``."""
+        """Choose members for plan ``made``, and the sources of their state; see ``plan_transition``.
+
+        Args:
+            saved: step of the newest checkpoint; None without a checkpoint, or if it must not be used.
+        """
         current, wanted = (Layout(one.setup.generation, one.setup.homes) for one in (self._plans.made, made))
         return plan_transition(current, wanted, living, copies, saved)
 
-    def _apply(self, made: PlanInForce, transition: Transition) -> None:
-        """Configure members for a plan; those that cannot keep their state read it from copies."""
-        step, sources = transition.step or 0, dict[int, Sources]()
-        for worker, copies in transition.sources.items():
-            sources[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
-        self._configure(made, sources, transition.members)
+    def _apply(self, made: PlanInForce, transition: Transition, sources: Sources | None = None) -> None:
+        """Make members the workers of plan ``made``, which is in force from now on; see ``Fleet.configure``.
 
-    def _configure(self, made: PlanInForce, sources: Sources | Mapping[int, Sources], members: Sequence[int]) -> None:
-        """Make members the workers of plan ``made``, which is in force from now on; see ``Fleet.configure``."""
-        self._fleet.configure(self._blueprint.setup, made.setup, sources, members)
+        Args:
+            sources: sources from which all workers read their state. None for the copies of the transition, which are
+                read by the members that cannot keep their state.
+        """
+        step, read = transition.step or 0, dict[int, Sources]()
+        for worker, copies in transition.sources.items():
+            read[worker] = [facts.remote(actor, step) for actor, facts in (copy.holder for copy in copies)]
+        given = read if sources is None else sources
+        self._fleet.configure(self._blueprint.setup, made.setup, given, transition.members)
         self._plans.made = made
         self._fleet.expect(made.predicted)
 
@@ -399,7 +405,7 @@ class Recovery:
 
         Args:
             error: reason why lost workers were not replaced, for messages.
-            made: plan with all workers, which is returned if all its workers are there again.
+            made: plan with all workers; it is returned once as many workers are there again.
 
         Raises:
             PlanError: too few workers came in time.
@@ -413,7 +419,10 @@ class Recovery:
         return None if planned is None else self._plans.assembled(planned)
 
     def _stopped(self, clock: Laps) -> Recovered:
-        """Return the result for a run that was stopped while it waited for workers: position of its last checkpoint."""
+        """Return the result for a run that was stopped while it waited for workers.
+
+        Its position is that of the last checkpoint.
+        """
         self._fleet.in_use = []
         newest = find_checkpoint(self._blueprint.spec.place)[0]
         at, source = (
@@ -422,7 +431,7 @@ class Recovery:
         return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
 
     def _planned_for(self, workers: int, error: PlanError) -> PlanInForce:
-        """Make a plan for ``workers`` workers: fewer replicas, or the same number of stages on each worker.
+        """Make a plan for ``workers`` workers: with fewer replicas, or with as many stages on each worker as before.
 
         Raises:
             StageError: no worker is left, or no such plan exists; the message includes ``error``.
@@ -452,7 +461,8 @@ class Recovery:
         """Apply plan ``made`` with the newest state that all workers can have.
 
         Returns:
-            (steps done in that state; its source, as text; position in the data, None if the source is copies).
+            (steps done in that state, description of its source, position in the data). The position is None if the
+            source is in-memory copies.
 
         Raises:
             StageError: there is neither a usable copy nor a checkpoint, and the initial tensors are lost.
@@ -472,9 +482,9 @@ class Recovery:
                 ]
                 steps = sorted({step for copy in copies for step in copy.steps})
                 raise StageError(TENSORS_LOST.format(copies=", ".join(known) or "none", steps=steps))
-            self._configure(made, [self._tensors], transition.members)
+            self._apply(made, transition, [self._tensors])
             return 0, "the parameters that the run began with", Position()
-        self._configure(made, [saved.folder, self._tensors], transition.members)
+        self._apply(made, transition, [saved.folder, self._tensors])
         step = saved.manifest.step
         # Optimizer options that a new submission changed are only in later checkpoints.
         fleet.restore(saved.folder, fresh_options(place, step))

@@ -53,8 +53,8 @@ class Member:
         facts: result of ``StageActor.listen``: address, node, host, process, versions and more; empty before.
         worker: number of the worker in the current plan; None for a spare.
         joined: True if the actor has received the run's setup, see ``StageActor.join``.
-        lost: True if its process has ended or is given up, so that no plan can use it again.
-        number: number in the names of its actor and its placement group; unique for a driver.
+        lost: True if the actor's process has ended or is given up, so that no plan can use it again.
+        number: number in the names of the actor and its placement group; unique for a driver.
         name: name in messages: "Stage 1", "Stages 0 and 3", or "A spare worker".
         heartbeat: newest heartbeat; None before the first.
         finding: reason why the member was lost; None before Watch has found it out.
@@ -96,10 +96,10 @@ class Terms(NamedTuple):
 
 
 class Roster:
-    """Members of a fleet, workers and spares; the constructor starts ``count`` of them. See Fleet for the errors.
+    """List of the members of a fleet, workers and spares; the constructor starts members until there are ``count``.
 
     Args:
-        count: number of members to begin with, those in ``living`` included.
+        count: number of members to begin with, including ``living``.
         terms: settings of members that are started.
         living: members that are alive already.
 
@@ -111,6 +111,9 @@ class Roster:
         starting: number of members whose processes are starting; their groups are no longer in ``waiting``.
         patience_s: timeout of a wait for placement groups; None for PLACE_TIMEOUT_S.
         stopped: polled during such a wait, which ends once this returns True.
+
+    Raises:
+        ConfigError, PlanError: see Fleet.
     """
 
     def __init__(self, count: int, terms: Terms, living: Sequence[Member] = ()) -> None:
@@ -129,7 +132,7 @@ class Roster:
     def grow(self, count: int, patience_s: float | None = None) -> None:
         """Start members until ``count`` are living; thread-safe. New members are spares until a plan uses them.
 
-        If another thread is starting members, wait for those before requesting others.
+        If another thread is starting members, this call waits for them before it requests others.
 
         Args:
             patience_s: timeout of the wait for placement groups; None for the attribute ``patience_s``.
@@ -169,7 +172,7 @@ class Roster:
                 self.waiting |= self._request(missing - len(self.waiting))
 
     def start_granted(self) -> int:
-        """Start members in those requested placement groups that were created; return the number of new members.
+        """Start members in the requested placement groups that Ray has created; return the number of new members.
 
         New members are spares until a plan uses them.
 
@@ -215,7 +218,7 @@ class Roster:
         """End surplus spares, or all spares on some nodes.
 
         Args:
-            keep: number of workers and spares to keep, as far as there are spares to end; ignored with ``on``.
+            keep: number of members to keep; spares are ended until so many are left. Ignored with ``on``.
             on: Ray's ids of nodes on which all spares are ended; None ends surplus spares on any node.
         """
         with self._growing:
@@ -228,23 +231,23 @@ class Roster:
             self.members = [member for member in self.members if not any(member is one for one in surplus)]
 
     def staying(self, nodes: Collection[str]) -> list[int]:
-        """List the indices in ``members`` of those living members, workers first, that are not on these nodes (ids)."""
+        """List the roster positions of living members that are not on these nodes (Ray's ids), workers first."""
         there = [at for at, m in enumerate(self.members) if m.facts["node"] not in nodes and not m.lost]
         workers = [self.members[at].worker for at in there]
         return [at for _, at in sorted(zip((math.inf if w is None else w for w in workers), there, strict=True))]
 
     def close(self) -> None:
-        """Close the links and end the actors within seconds, even stuck ones; no others are started afterwards."""
+        """Close the links and end the actors within seconds, even stuck ones; no members are started afterwards."""
         self.closed = True
         release(list(self.waiting.values()))
         stop_members(self.members, self.owner.term)
 
     @property
     def needs(self) -> dict[str, float]:
-        """Amounts of the resources of one member, by name, without those that are 0.
+        """Resources of one member, by name, without resources of which it needs 0.
 
         Raises:
-            ConfigError: all of them are 0.
+            ConfigError: all amounts are 0.
         """
         needs = {name: amount for name, amount in self._terms.resources.items() if amount}
         if not needs:
@@ -285,9 +288,10 @@ class Roster:
 
 
 def stop_members(roster: Sequence[Member], term: int) -> None:
-    """Close the members' links, then end their actors, within seconds, even those that are stuck or dead.
+    """Close the members' links, then end their actors, within seconds, even actors that are stuck or dead.
 
-    Members that obey a driver with a higher term (number of the driver) than ``term`` are left alone.
+    A term is a number that grows with each driver of a run. Members that obey a driver with a higher term than ``term``
+    are left alone.
     """
     terms = [member.actor.term.remote() for member in roster]
     closing = [member.actor.close.remote(term) for member in roster]
@@ -310,7 +314,7 @@ def end_member(member: Member) -> None:
 
 
 def _introduce(roster: Sequence[Member], refs: list[Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Wait until each new actor listens, store its facts in its member, and compare versions.
+    """Wait until each new actor listens, store its facts in its member, and compare versions of packages.
 
     Args:
         roster: the new members; their ``facts`` are set in place.
@@ -338,7 +342,7 @@ def _introduce(roster: Sequence[Member], refs: list[Any], others: Sequence[Mappi
 
 
 def answers(refs: Sequence[Any]) -> list[Any]:
-    """Return the results of calls to stage actors, without a timeout: Watch kills actors that hang.
+    """Return the results of calls to stage actors; wait without a timeout, because Watch kills actors that hang.
 
     Raises:
         RayError: an actor died, or a call raised.
@@ -353,7 +357,7 @@ def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
 
     Args:
         refs: references of the calls.
-        timeout_s: timeout of all of them together.
+        timeout_s: timeout of all calls together.
         doing: description of the calls for messages, such as "joining the run".
 
     Raises:

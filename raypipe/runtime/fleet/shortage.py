@@ -38,8 +38,8 @@ class Shortage(NamedTuple):
         reason: clause for messages: the cluster's resources and their largest holders.
         fits: number of workers for which the cluster would have room if it were empty; None if Ray does not answer.
         scaled: True if an autoscaler may add nodes.
-        yields: True if this run should release its placement groups, because another run, whose name sorts before this
-            one's, waits with a part of the groups that it needs.
+        yields: True if this run should release its placement groups. Then another run, whose name sorts before this
+            run's, has a part of the groups that it needs and waits for the others.
     """
 
     reason: str
@@ -53,7 +53,9 @@ NO_ANSWER = Shortage("the cluster does not answer")
 
 
 def shortage(needs: Mapping[str, float], count: int, owner: str) -> Shortage:
-    """Find out why the cluster has no room for ``count`` workers, which takes a few seconds, or longer if Ray is away.
+    """Find out why the cluster has no room for ``count`` workers.
+
+    The queries take a few seconds, or longer if Ray is away.
 
     Args:
         needs: resources of one worker.
@@ -84,7 +86,7 @@ def wait_for(
     """Wait until all of these placement groups are created.
 
     Args:
-        places: placement groups by number of the member that they are for.
+        places: placement groups, by the number of the member.
         needs, owner: see ``shortage``.
         patience_s: timeout of the whole wait; None for PLACE_TIMEOUT_S.
         stopped: polled during the wait, which ends once this returns True.
@@ -111,10 +113,12 @@ def wait_for(
 
 
 def holders(needs: Mapping[str, float], owner: str) -> list[str]:
-    """Describe the largest holders of scarce resources, except this run: at most MOST_NAMED + 1 phrases for messages.
+    """Describe the largest holders of scarce resources, except this run, in at most MOST_NAMED + 1 phrases.
+
+    A resource is scarce if less of it is free than one worker needs. If no resource is scarce, all count as scarce.
 
     Args:
-        needs: resources of one worker. A resource is scarce if less is free; if all suffice, all count as scarce.
+        needs: resources of one worker.
         owner: name of this run's driver.
     """
     free = ray.available_resources()
@@ -142,7 +146,7 @@ def _yields(owner: str) -> bool:
     """Return True if another run, whose driver's name sorts before ``owner``, waits with a part of its groups.
 
     Such a run has pending placement groups, and created ones without an actor. Two such runs would wait for each other
-    for ever, so that one of them has to release its groups.
+    for ever, so one of them has to release its groups.
     """
     actors = {row["name"] for row in ray.util.list_named_actors(all_namespaces=True)}
     held, waits = set(), set()
@@ -161,7 +165,7 @@ def _held(by: Sequence[str]) -> str:
 
 
 def _fits(needs: Mapping[str, float]) -> int:
-    """Return the number of workers for which the living nodes would have room if they were empty."""
+    """Return for how many workers with these ``needs`` the living nodes would have room if they were empty."""
     totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [min(total.get(name, 0.0) / amount for name, amount in needs.items()) for total in totals if needs]
     return sum(math.floor(count + 1e-6) for count in each)
@@ -191,7 +195,13 @@ def _groups(owner: str) -> list[Row]:
 
 
 def _rows(listing: str) -> list[Row]:
-    """List actors or tasks of this cluster that hold resources outside of placement groups."""
+    """List the living actors or the running tasks of this cluster, with the resources that each requires.
+
+    Calls of actor methods are left out: their actor is listed instead.
+
+    Args:
+        listing: name of a function of ``ray.util.state``: "list_actors" or "list_tasks".
+    """
     state, kind = ("ALIVE", "actor") if listing == "list_actors" else ("RUNNING", "task")
     nodes = {node["NodeID"] for node in ray.nodes()}
     rows: list[Row] = []
@@ -207,7 +217,7 @@ def _rows(listing: str) -> list[Row]:
 
 
 def _entrypoints() -> dict[str, str]:
-    """Return the program and script of each job, by job id; without arguments, which may contain secrets."""
+    """Return the command of each job, by job id: program and script, without arguments, which may contain secrets."""
     scripts = {}
     for job in _listed("list_jobs"):
         words = (job.entrypoint or "").split()
@@ -218,7 +228,7 @@ def _entrypoints() -> dict[str, str]:
 
 
 def _listed(listing: str, *filters: tuple[str, str, str]) -> list[Any]:
-    """List rows of Ray's state API, which the dashboard serves; empty if the request fails, as without a dashboard.
+    """List rows of Ray's state API, which the dashboard serves; return an empty list if the request fails.
 
     Args:
         listing: name of a function of ``ray.util.state``.
@@ -259,7 +269,7 @@ def _of_monitor(address: str) -> set[str]:
 
 
 def _of_second_version(address: str) -> set[str]:
-    """Return the names of the node types in the report of the second version; empty if that version does not run."""
+    """Return the names of the node types that the autoscaler's second version reports; empty if it does not run."""
     status: Any = importlib.import_module("ray.autoscaler.v2.sdk").get_cluster_status(address, timeout=STATUS_TIMEOUT_S)
     if status.stats.autoscaler_version in (None, "0"):  # it has reported nothing
         return set()

@@ -22,8 +22,8 @@ class Spares:
     Args:
         count: number of workers and spares to keep; 0 for a run without spares.
         event: called with (decision, reason) when a spare is ready, or could not be started.
-        join: requests that spares become replicas; called when a spare is ready. None for a run without replicas. With
-            ``join``, the wait for placement groups has no timeout.
+        join: called when a spare is ready, to request that spares become replicas. Then the wait for placement groups
+            has no timeout. None for a run without replicas.
         offered: smallest value of ``count`` after a resize.
     """
 
@@ -46,7 +46,7 @@ class Spares:
             self.count = max(self._offered, size.workers)
 
     def refill(self) -> None:
-        """Start missing spares in a thread, unless it runs; call ``join`` at once if a spare is ready already."""
+        """Start missing spares in a thread, unless it is running already; call ``join`` at once if a spare is ready."""
         if self._join is not None and self._fleet.spares:
             self._join()
         with self._lock:
@@ -81,7 +81,7 @@ class Spares:
         """Start missing spares as their placement groups are created, but not while the run recovers from a failure.
 
         Returns:
-            False if a placement group was not created in time, or the fleet has ended.
+            False if a placement group was not created in time in a run without replicas, or if the fleet has ended.
         """
         places, late_s, reported = self._fleet.places, time.monotonic() + PLACE_TIMEOUT_S, False
         while places.living < self.count and not places.closed:
@@ -105,7 +105,7 @@ class Spares:
 def spares_of(
     fleet: Fleet, spec: RunSpec, wanted: int, join: Callable[[], None], event: Callable[[str, str], None]
 ) -> Spares:
-    """Create the Spares of a run, with count 0 if the run does not survive failures (max_failures=0).
+    """Create the Spares of a run; their ``count`` is 0 if the run does not survive failures (max_failures=0).
 
     Args:
         wanted: number of workers with all replicas of all stages; 0 for a run without replicas.

@@ -1,4 +1,4 @@
-"""Wait for a run's workers: requests their placement groups, reports what it waits for, and gives up after a timeout.
+"""Wait for a run's workers: requests placement groups, reports what is missing, and gives up after a timeout.
 
     ask_for ---> pending groups, which Ray's autoscaler counts ---> enough to begin with ---> start_granted
        ^                           |
@@ -45,11 +45,12 @@ class Waiting:
 
     Args:
         fleet: has no plan yet, or the plan that the previous driver left.
+        requests: requests of clients; a request to stop ends a wait.
         report: called with a sentence that names what the run waits for.
         event: called with (decision, reason, ...) to record an event in events.jsonl.
         patience: seconds that one wait may take; None for no limit; "auto" for no limit with an autoscaler, else
             NOT_SCALED_S.
-        check: called repeatedly during a wait, which ends if this raises an exception.
+        check: called repeatedly during a wait; the wait ends with its exception if it raises one.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Waiting:
                 begins, or 0 to wait for more members.
             least: smallest number of workers that the run needs, for messages.
             why: reason for ``least``, for messages; "" without one.
-            going: returns the nodes that are about to go, by Ray's id; members on them are replaced.
+            going: returns the deadline of each node that is about to go, by Ray's id; members on these nodes are
+                replaced.
 
         Returns:
             Number of workers with which the run begins; 0 if the run was stopped.
@@ -148,10 +150,14 @@ class Waiting:
         return self._patience
 
     def _coming(self, count: int, going: Mapping[str, float | None]) -> int | None:
-        """Request placement groups for missing members; return the number of available members, None if Ray is away.
+        """Request placement groups for missing members; return the number of available members.
 
-        A member is available if it is living or starting, or if its placement group was created. Members on the nodes
-        ``going`` are replaced.
+        A member is available if it is living or starting, or if its placement group was created. Returns None if Ray
+        does not answer.
+
+        Args:
+            count: number of members to have.
+            going: nodes that are about to go, by Ray's id; members on them are replaced.
         """
         places = self._fleet.places
         try:
@@ -164,7 +170,7 @@ class Waiting:
         """Start members in created placement groups; return the number of attempts that have failed in a row.
 
         Args:
-            failed: this number before the call.
+            failed: number of attempts that had failed in a row before this call.
 
         Raises:
             PlanError: members failed to start MOST_FAILED times in a row.
@@ -184,7 +190,7 @@ class Waiting:
 class _Looking:
     """Background query for the reason why the cluster has too few workers for the run.
 
-    A thread makes it, so that the caller's wait can end while Ray does not answer.
+    A thread makes the query, so that the caller's wait can end while Ray does not answer.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -195,7 +201,9 @@ class _Looking:
         self._began_s, self._seen = -LOOK_S, -1
 
     def look(self, coming: int, count: int) -> Shortage | None:
-        """Return the newest result; start a query if the last one began LOOK_S ago or was for another ``coming``.
+        """Return the newest result, and start a query if it is due.
+
+        A query is due if the last one began LOOK_S ago, or was made for another number of available workers.
 
         Args:
             coming: number of available workers.
@@ -229,7 +237,15 @@ def _until(began_s: float, patience_s: float | None) -> str:
 
 
 def _gave_up(what: str, least: int, coming: int, patience_s: float, short: Shortage) -> str:
-    """Format the message of a wait that timed out: what is missing, the reason, and a remedy."""
+    """Format the error message of a wait that timed out: what is missing, why, and a remedy.
+
+    Args:
+        what: needed workers and their resources, as text.
+        least: smallest number of workers that the run needs.
+        coming: number of workers that were available.
+        patience_s: seconds that were waited.
+        short: reason why there are too few workers.
+    """
     if short.fits == 0:
         fix = "Add a node that has as much, or lower ScalingConfig(resources_per_worker=...)."
     elif short.fits is not None and short.fits < least:

@@ -45,7 +45,7 @@ class MemberEvent(NamedTuple):
     Attributes:
         means: name of a row of the table in planner/liveness.py, or "died".
         reason: sentence that begins with the member's name.
-        after_s: seconds from the failure, or the begin of the slow action, until it was noticed.
+        after_s: seconds from the failure, or the begin of the slow action, until it was noticed; 0 if unknown.
         over: True if the member is lost; False for a warning.
         worker: number of the worker; None for a spare.
         process, host: process id and host of the member; 0 and "" if unknown.
@@ -62,7 +62,12 @@ class MemberEvent(NamedTuple):
 
 @dataclass(slots=True)
 class _Watched:
-    """Member, seconds since its last heartbeat, and the heartbeat request that is not answered yet."""
+    """Watched member.
+
+    Attributes:
+        silent_s: seconds since its last heartbeat.
+        request: heartbeat request that is not answered yet; None if all are answered.
+    """
 
     member: Member
     silent_s: float = 0.0
@@ -75,8 +80,8 @@ class Watch:
 
     Args:
         roster: returns the present members of the fleet.
-        lease_s: duration of a lease in seconds, sent with every heartbeat request; a member that cannot be reached for
-            as long is killed and marked lost.
+        lease_s: duration of a lease in seconds, sent with every heartbeat request. A member that cannot be reached for
+            so long is killed and marked lost.
         on_event: called with each event, from the watching thread or from a caller of ``explain``.
         term: number of this driver; stages obey the driver of the highest term only.
     """
@@ -113,7 +118,7 @@ class Watch:
         return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, message: str) -> Diagnosis:
-        """Find out why a member died, also from Ray's message; the first call marks it lost and calls ``on_event``."""
+        """Find out why a member died, also from Ray's message; mark it lost and call ``on_event`` at the first call."""
         with self._explaining:
             if member.finding is not None:
                 return member.finding
@@ -154,7 +159,7 @@ class Watch:
             self._judge(watched)
 
     def _take_heartbeats(self, awake_s: float) -> None:
-        """Store new heartbeats in their members, and add ``awake_s`` to the silence of all other members.
+        """Store new heartbeats in their members, and add ``awake_s`` seconds to the silence of all other members.
 
         If a heartbeat is None, a later driver has taken the member over, and the watch ends.
         """
@@ -222,7 +227,7 @@ class Watch:
         self._notice(member, finding)
 
     def _end(self, member: Member) -> None:
-        """Kill a member's process by its node's watcher, since Ray cannot end a stopped process; then its actor."""
+        """Kill a member's process through its node's watcher, as Ray cannot end a stopped process; then its actor."""
         self._nodes[member.facts["node"]].end(member.facts["process"])
         with contextlib.suppress(RayError):
             ray.kill(member.actor, no_restart=True)

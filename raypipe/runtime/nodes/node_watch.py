@@ -4,7 +4,7 @@ LocalNodeWatch     the driver's own node: reads process states in the driver's p
 RemoteNodeWatch    another node: requests states from an actor on it, one request at a time; the actor requests no
                    resources of Ray, and reads states ten times a second
 
-Three states are found out from /proc/<pid>/stat:
+Three states are read from the kernel:
 
     stopped    state T                    stopped_s grows   by SIGSTOP, or a terminal's job control; a debugger's stop
                                                             is state t, which does not count
@@ -13,8 +13,8 @@ Three states are found out from /proc/<pid>/stat:
     ended      the pidfd is readable      Ended             signal or status from the pidfd (Linux 6.15); out of memory
                                                             if the kernel has counted an OOM kill
 
-Only time in which the reader itself was awake counts. If the reader was starved, two readings a second apart do not
-show what happened in between.
+The first two come from /proc/<pid>/stat. Only time in which the reader itself was awake counts. If the reader was
+starved, two readings a second apart do not show what happened in between.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Processes:
             self.forget(pid)
 
     def sample(self, now_s: float) -> None:
-        """Read the states of all watched processes once; forget those that ended more than REMEMBER_S ago.
+        """Read the states of all watched processes once; forget processes that ended more than REMEMBER_S ago.
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
@@ -156,7 +156,7 @@ class Processes:
                 _look_at_helpers(process, _helpers_cpu_s(pid, stats))
 
     def looks(self) -> dict[int, Look]:
-        """Return the states of processes that are running."""
+        """Return the states of the watched processes that are running, by process id."""
         return {
             pid: Look(process.stopped_s, process.idle_s)
             for pid, process in self._known.items()
@@ -164,7 +164,7 @@ class Processes:
         }
 
     def ended(self, pid: int, now_s: float) -> Ended | None:
-        """Return how a process ended; None if it is running, or not watched. ``now_s`` is ``time.monotonic()``."""
+        """Return how a process ended, given ``time.monotonic()``; None if the process is running or not watched."""
         process = self._known.get(pid)
         if process is None:
             return None
@@ -173,7 +173,7 @@ class Processes:
         return None if process.gone_s is None else _ended(process, now_s - process.gone_s)
 
     def end(self, pid: int) -> None:
-        """Send SIGKILL to a watched process, even a stopped one; never to a later process that has got the same id."""
+        """Send SIGKILL to a watched process, also if it is stopped; a later process with the same id is never hit."""
         process = self._known.get(pid)
         if process is not None:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def _read(pid: int) -> tuple[str, float, int] | None:
 
 
 def _fields(pid: int | str) -> list[str] | None:
-    """Read the fields of /proc/<pid>/stat, the process's state first; None if there is no such process."""
+    """Read the fields of /proc/<pid>/stat from the process's state on; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -229,7 +229,7 @@ def _seconds(ticks: Iterable[str]) -> float:
 
 
 def _stats_by_parent() -> dict[int, dict[int, list[str]]]:
-    """Read the fields of all processes on this node, as a mapping from parent id to process id to ``_fields``."""
+    """Read the fields (see ``_fields``) of all processes on this node: {parent's process id: {process id: fields}}."""
     by_parent: dict[int, dict[int, list[str]]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal() and (fields := _fields(entry.name)) is not None:
@@ -238,7 +238,7 @@ def _stats_by_parent() -> dict[int, dict[int, list[str]]]:
 
 
 def _helpers_cpu_s(pid: int, stats: Mapping[int, Mapping[int, Sequence[str]]]) -> float:
-    """Return the processor seconds of a process's descendants, ended ones included.
+    """Return the processor seconds of a process's descendants, including ended ones.
 
     Args:
         stats: result of ``_stats_by_parent``.
@@ -271,7 +271,7 @@ def _ended(process: _Process, ago_s: float) -> Ended:
 
 
 def _wait_status(pidfd: int) -> int | None:
-    """Return the wait status of an ended process; None before Linux 6.15, or if its parent has not reaped it yet."""
+    """Return the wait status of an ended process; None before Linux 6.15, or until its parent has reaped it."""
     info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
@@ -282,7 +282,7 @@ def _wait_status(pidfd: int) -> int | None:
 
 
 def _oom_file(pid: int) -> Path | None:
-    """Find the file in which the kernel counts OOM kills: of the process's cgroup, else of the whole host."""
+    """Find the file in which the kernel counts OOM kills: of the process's cgroup, or else of the whole host."""
     files = []
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -326,7 +326,7 @@ class LocalNodeWatch:
         return self._announced.notices
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
-        """Watch these processes from now on, and read the states of all watched ones into ``looks``.
+        """Watch these processes from now on, and read the states of all watched processes into ``looks``.
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
@@ -338,7 +338,7 @@ class LocalNodeWatch:
         self.looks = self._processes.looks()
 
     def ended(self, pid: int) -> Ended | None:
-        """Return how a process ended, after a wait of up to ENDED_S; None if it is running, or not watched."""
+        """Return how a process ended, after a wait of up to ENDED_S; None if it is running or not watched."""
         return _wait_ended(self._processes, pid, ENDED_S)
 
     def end(self, pid: int) -> None:
@@ -374,7 +374,7 @@ class RemoteNodeWatch:
         return self._looks if self._silent_s < ANSWER_S else {}
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
-        """Request the states of these processes unless a request is open; store an answer.
+        """Store the actor's answer, if it has come; request the states of these processes, unless a request is open.
 
         Args:
             now_s: ``time.monotonic()`` of the caller.
@@ -422,7 +422,7 @@ class _NodeWatch:
         threading.Thread(target=self._run, name="raypipe node watch", daemon=True).start()
 
     def read(self, pids: Sequence[int]) -> tuple[dict[int, Look], tuple[Notice, ...]]:
-        """Watch these processes from now on; return the states of all watched ones, and the cloud's notices."""
+        """Watch these processes from now on; return (states of all watched processes, notices of the cloud)."""
         for pid in pids:
             self._processes.watch(pid)
         return self._processes.looks(), self._announced.notices
@@ -441,10 +441,10 @@ class _NodeWatch:
 
 
 def _wait_ended(processes: Processes, pid: int, wait_s: float) -> Ended | None:
-    """Wait until the kernel reports how a process ended; it does so once the parent, Ray's raylet, has reaped it.
+    """Wait until the kernel reports how a process ended, which it does once the parent, Ray's raylet, has reaped it.
 
     Args:
-        wait_s: timeout in seconds; then the end is returned with what is known, or None if the process is running.
+        wait_s: timeout in seconds. On timeout, what is known about the end is returned; None if the process is running.
     """
     deadline_s = time.monotonic() + wait_s
     while True:

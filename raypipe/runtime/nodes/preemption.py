@@ -72,7 +72,7 @@ class NoticeKind(StrEnum):
 
 
 class Notice(NamedTuple):
-    """Announcement of a cloud for one machine.
+    """Notice of a cloud that something will happen to one machine.
 
     Attributes:
         kind: what will happen to the machine.
@@ -99,7 +99,10 @@ class _Answer(NamedTuple):
 
 
 def aws(server: str = SERVER) -> NoticeReader:
-    """Create a reader of the notices for an EC2 spot instance; it requests a session token (IMDSv2) at every read."""
+    """Create a reader of the notices for an EC2 spot instance.
+
+    The reader requests a session token (IMDSv2) at every read.
+    """
     lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
 
     def look(wait_s: float) -> list[Notice] | None:
@@ -126,7 +129,7 @@ def gcp(server: str = SERVER, clock: Callable[[], float] = time.time) -> NoticeR
     """Create a reader of the notices for a Compute Engine machine; a preemption ends the reader's wait at once.
 
     Args:
-        clock: returns the time in Unix seconds, from which deadlines are estimated: the server does not give them.
+        clock: returns the time in Unix seconds. Deadlines are estimated from it, because the server does not send them.
     """
     headers = {"Metadata-Flavor": "Google"}
     instance = f"{server}/computeMetadata/v1/instance"
@@ -155,7 +158,7 @@ def azure(server: str = SERVER, clock: Callable[[], float] = time.time) -> Notic
     """Create a reader of the scheduled events for an Azure machine; events of other machines in its group are left out.
 
     Args:
-        clock: returns the time in Unix seconds, which is taken as the deadline of an event that has begun.
+        clock: returns the time in Unix seconds; it is the deadline of an event that has begun.
     """
     headers = {"Metadata": "true"}
     name = ""
@@ -186,7 +189,7 @@ def _azure_notice(event: Mapping[str, Any], now_s: float) -> Notice:
 
 
 def cloud_here(server: str = SERVER) -> NoticeReader | None:
-    """Return the reader for this machine's cloud; None if no metadata server answers, which takes some seconds."""
+    """Return the reader for this machine's cloud; None if no metadata server answers, which takes a few seconds."""
     token = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     if _request(f"{server}/latest/api/token", token, method="PUT") is not None:
         return aws(server)
@@ -248,7 +251,7 @@ class Announced:
 
 
 def _request(url: str, headers: Mapping[str, str], *, method: str = "GET", wait_s: float = 0.0) -> _Answer | None:
-    """Send a request to a metadata server; return None if there is no server, or it answers with an error.
+    """Send a request to a metadata server; return None if there is no server, or if it answers with an error.
 
     An error such as 404 means that nothing is announced.
 
@@ -279,7 +282,7 @@ def _iso_s(text: str) -> float | None:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the deadline in Unix seconds of each draining node, by Ray's node id; a node without deadline has None.
+    """Return {Ray's id of a draining node: its deadline in Unix seconds, or None if it has no deadline}.
 
     The deadline was set by the clock of the process that requested the drain.
     """
@@ -330,12 +333,12 @@ class DrainWatch:
         leave: called with the ids of nodes that are about to go and have workers; once for each node.
         event: called with (decision, reason, ...) to record an event of the run.
         here: Ray's id of the driver's node.
-        driver_goes: called once, after ``leave``, if the driver's node is about to go. Its arguments are the deadline
-            in Unix seconds or None, and the reason why Ray would restart the driver on the same node, "" if it would
-            not.
+        driver_goes: called once, after ``leave``, if the driver's node is about to go, with (deadline, reason). The
+            deadline is in Unix seconds, or None. The reason is why Ray would restart the driver on the same node; ""
+            if Ray would not.
 
     Attributes:
-        going: nodes that are about to go: deadline in Unix seconds, or None if unknown, by Ray's node id.
+        going: {Ray's id of a node that is about to go: its deadline in Unix seconds, or None if unknown}.
     """
 
     def __init__(
@@ -412,7 +415,10 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, then ``driver_goes`` if the driver is on one: it moves the stages first."""
+        """Call ``leave`` for these nodes, so that stages move.
+
+        Then ``driver_goes`` (``stays``: see there) for the driver's.
+        """
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)
         if self._here in nodes:

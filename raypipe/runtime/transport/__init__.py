@@ -5,10 +5,12 @@
     "object_store"  objects in Ray's store, announced by actor calls        object_store.py
 
 A worker has one Endpoint (endpoint.py) for its whole life, through which it opens new channels whenever it is
-configured. All workers count these openings: the number of the present one is the *generation* of the links. "auto" is
-"tcp", for the reasons in docs/design/0006-links.md. ``queued_channel.py`` is the sending thread that the channels
-share, ``listener.py`` a worker's listening sockets and the options of its connections, ``link_probe.py`` a measurement
-of links while nothing trains.
+configured. All workers count these openings: the number of the present opening is the *generation* of the links. "auto"
+is "tcp", for the reasons in docs/design/0006-links.md.
+
+    queued_channel.py    the sending thread that the channels share
+    listener.py          a worker's listening sockets, and the options of its connections
+    link_probe.py        a measurement of links while nothing trains
 """
 
 from __future__ import annotations

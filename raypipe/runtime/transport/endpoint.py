@@ -13,7 +13,7 @@ from raypipe.engine.stage.stage import StageProgram
 
 
 def is_checked(checksum: str, *, same_host: bool) -> bool:
-    """Return True if messages of a link carry checksums; both ends of a link must pass equal arguments.
+    """Return True if messages of a link carry checksums; both ends of the link must call this with equal arguments.
 
     Args:
         checksum: see PipelineConfig.link_checksum.
@@ -24,13 +24,13 @@ def is_checked(checksum: str, *, same_host: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinkSetup:
-    """Settings with which a worker opens its links once; every ``StageActor.configure`` opens them anew.
+    """Settings with which a worker opens its links once; every ``StageActor.configure`` opens new links.
 
     Attributes:
         me: number of this worker in the plan.
         addresses: addresses of the peers' endpoints, by worker number.
-        generation: number of times that links were opened before. Messages of a lower number are dropped; one of a
-            higher number is an error.
+        generation: number of times that links were opened before. Messages of a lower generation are dropped; a message
+            of a higher generation is an error.
         run_id: unique id of the run, equal on all its workers.
         capacity: maximum number of tensors per message, by peer; equal on both ends.
         timeout_s: timeout for opening all links together.
@@ -54,10 +54,13 @@ class LinkSetup:
         cls, run: RunSetup, placement: Placement, programs: Sequence[StageProgram], addresses: Sequence[Any],
         generation: int,
     ) -> LinkSetup:  # fmt: skip
-        """Return the settings of a placement's worker for the links to its neighbours.
+        """Create the settings of the links between a worker and its neighbours.
 
         Args:
+            placement: the worker's number, its stages and its neighbours.
+            programs: stage programs of the plan, from which the sizes of messages follow.
             addresses: addresses of the endpoints of all workers, by worker number.
+            generation: see LinkSetup.
         """
         me, peers = placement.worker, placement.neighbours(programs)
         return cls(
@@ -74,14 +77,14 @@ class LinkSetup:
 
 
 class Endpoint(Protocol):
-    """Endpoint of a worker; it lives as long as the worker, and opens new links whenever the worker is configured."""
+    """Endpoint of a worker: lives as long as the worker, and opens new links whenever the worker is configured."""
 
     @property
     def address(self) -> Any:
-        """Address of this endpoint, a plain value that can be sent to the peers through Ray."""
+        """Address of this endpoint: a plain value that can be sent to the peers through Ray."""
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
-        """Open the links to all peers, while each of them does the same; return one channel per peer, by worker number.
+        """Open the links to all peers, while each peer does the same; return one channel per peer, by worker number.
 
         Raises:
             LinkError: a peer did not open in time, died, has another plan, or is in a newer generation; no link is
@@ -89,4 +92,4 @@ class Endpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Accept no more peers. Open channels are closed by their owners."""
+        """Stop accepting peers. Open channels are closed by their owners."""

@@ -37,8 +37,8 @@ class LinkIdentity(NamedTuple):
     """Identity of one direction of a link, which a greeting carries.
 
     Attributes:
-        run: the run's ``run_digest``.
-        generation: that of LinkSetup.
+        run: result of ``run_digest`` for the run.
+        generation: see LinkSetup.
         sender, receiver: numbers of the workers.
         max_tensors: maximum number of tensors in a message.
     """
@@ -54,7 +54,12 @@ class LinkIdentity(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Step of a conversation: bytes to write to the connection, then the number of bytes to read from it, perhaps 0."""
+    """Step of a conversation.
+
+    Attributes:
+        message: bytes to write to the connection.
+        wanted_bytes: number of bytes to read from the connection afterwards; may be 0.
+    """
 
     message: bytes
     wanted_bytes: int
@@ -64,8 +69,8 @@ class Answer(NamedTuple):
     """Result of a conversation.
 
     Attributes:
-        sender: number of the worker at the other end; None if it is not a peer.
-        proven: True if the other end has the secret; else the connection has to be closed.
+        sender: number of the worker at the other end; None if the other end is not a peer.
+        proven: True if the other end has proved that it has the secret; if False, the connection has to be closed.
     """
 
     sender: int | None
@@ -82,7 +87,11 @@ def run_digest(run_id: str | bytes) -> bytes:
 
 
 def call(hello: LinkIdentity, secret: bytes) -> Conversation:
-    """Run the caller's side of the conversation; its Answer is proven if the peer's welcome is right.
+    """Run the caller's side of the conversation; its Answer has ``proven=True`` if the peer's welcome is right.
+
+    Args:
+        hello: identity of the direction from this worker to the peer.
+        secret: the run's secret.
 
     Raises:
         LinkError: the peer, which has the secret, has another plan.
@@ -103,7 +112,8 @@ def answer(mine: Mapping[int, LinkIdentity], secret: bytes) -> Conversation:
     """Run the answerer's side of the conversation.
 
     Args:
-        mine: this worker's own greeting to each peer, by worker number; the peer's greeting must agree with it.
+        mine: identity of the direction from this worker to each peer, by worker number; the peer's greeting must agree
+            with it.
         secret: the run's secret.
 
     Raises:
@@ -127,7 +137,7 @@ def answer(mine: Mapping[int, LinkIdentity], secret: bytes) -> Conversation:
 
 
 def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> bytes:
-    """Compute the HMAC that proves one role.
+    """Compute the HMAC by which one role (caller, answerer, other plan) proves that it has the secret.
 
     Its input is unambiguous: greeting and challenge have fixed sizes, and the role ends with a zero byte. The key is a
     digest of the secret, because HMAC pads short keys with zeros: secrets that differ in trailing zeros would be equal.
@@ -136,7 +146,7 @@ def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> byt
 
 
 def _concerns(ours: LinkIdentity, hello: LinkIdentity) -> bool:
-    """Return True if a greeting is for this worker of this run, now or in a later generation."""
+    """Return True if a greeting (``hello``) is for this worker of this run, in the present or a later generation."""
     return hello.run == ours.run and hello.receiver == ours.sender and hello.generation >= ours.generation
 
 

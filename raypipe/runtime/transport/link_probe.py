@@ -35,7 +35,10 @@ LIMIT_S = 120.0
 
 
 def places_by_node() -> dict[str, int]:
-    """Return the number of workers that each node has room for, by its address: one per GPU, else one per CPU."""
+    """Return {address of a node: number of workers for which it has room}, one worker per GPU.
+
+    A cluster without GPUs has room for one worker per CPU.
+    """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     kind = "GPU" if any(node["Resources"].get("GPU", 0) for node in nodes) else "CPU"
     return {node["NodeManagerAddress"]: int(node["Resources"].get(kind, 0)) for node in nodes}
@@ -109,7 +112,7 @@ class _Prober:
         return self._host, self._endpoint.address
 
     def open(self, me: int, addresses: Sequence[Any], generation: int, secret: bytes) -> None:
-        """Open the link to the other end; sides are 0 and 1."""
+        """Open the link to the other end; ``me`` is the side of this end, 0 or 1, and the index of its address."""
         peer = 1 - me
         opening = LinkSetup(
             me=me,

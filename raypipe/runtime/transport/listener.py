@@ -1,11 +1,11 @@
 """SocketListener: the sockets to which peers of a worker connect, over TCP and, on its machine, over a Unix socket.
 
-The Unix socket has a random name: in Linux' abstract namespace, where it vanishes with its process, elsewhere
-as a file in a private folder, which ``close`` removes.
+On Linux the Unix socket has a random name in the abstract namespace, where it vanishes with its process. Elsewhere it
+is a file in a private folder, which ``close`` removes.
 
-Two workers share a *machine* here when they share a network namespace, which is what both loopback and
-abstract Unix sockets belong to. A hostname identifies less: two containers may have one name and no common
-network, or one network and two names.
+Two workers share a *machine* here if they share a network namespace, to which both loopback addresses and abstract Unix
+sockets belong. A hostname identifies less: two containers may have one name and no common network, or one network and
+two names.
 
 Connections do not use BBR if the system has another congestion control and none is configured:
 
@@ -42,7 +42,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Address(NamedTuple):
-    """Address of a listener; a plain value that may be sent to the peers.
+    """Address of a listener: a plain value that may be sent to the peers.
 
     Attributes:
         host, port: TCP address.
@@ -64,7 +64,7 @@ class Address(NamedTuple):
 def machine() -> str:
     """Return an id of this machine: boot id and network namespace on Linux, else host name and hardware address.
 
-    Equal text on two machines is harmless (a copied virtual machine may have a copied boot id): connecting to the
+    Two machines with equal ids do no harm (a copied virtual machine may have a copied boot id): connecting to the
     Unix socket fails, and TCP is used.
     """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
@@ -75,15 +75,18 @@ def machine() -> str:
 
 
 def same_machine(one: Address, other: Address) -> bool:
-    """Return True if both are known to share a network namespace."""
+    """Return True if both addresses are known to belong to one machine."""
     return one.machine != "" and one.machine == other.machine
 
 
 def check_reachable(me: int, mine: Address, peers: Mapping[int, Address]) -> None:
-    """Raise if this worker or a peer listens at a loopback address although they are on different machines.
+    """Raise LinkError if this worker or a peer listens at a loopback address although they are on different machines.
 
-    Raises:
-        LinkError: names the workers, usable addresses, and how to configure Ray with one.
+    The message has the workers' numbers, usable addresses, and how to configure Ray with such an address.
+
+    Args:
+        me, mine: number of this worker, and address of its listener.
+        peers: addresses of the peers' listeners, by worker number.
     """
     elsewhere = {peer: at for peer, at in peers.items() if at.machine and mine.machine and at.machine != mine.machine}
     if elsewhere and _is_local(mine.host):
@@ -137,7 +140,7 @@ _BACKLOG = 128
 
 
 class SocketListener(contextlib.AbstractContextManager["SocketListener"]):
-    """Listening sockets of one worker, which all its links use until the worker ends.
+    """Listening sockets of one worker; all its links use them until the worker ends.
 
     Args:
         host: address to listen on; IPv4 or IPv6.
@@ -172,7 +175,7 @@ class SocketListener(contextlib.AbstractContextManager["SocketListener"]):
         self.close()
 
     def _listen_unix(self) -> str:
-        """Listen on a Unix socket; return its name, or "" if that fails: then all peers use TCP."""
+        """Listen on a Unix socket; return its name, or "" if that fails, so that all peers use TCP."""
         if sys.platform == "linux":
             name = f"@raypipe-{secrets.token_hex(16)}"
         else:
@@ -229,7 +232,7 @@ def _start(sock: socket.socket) -> None:
 def enlarge_buffers(sock: socket.socket) -> None:
     """Request send and receive buffers of BUFFER_BYTES, unless the system's limit is lower.
 
-    In that case the system's autotuning reaches larger buffers than a request.
+    With a lower limit no buffers are requested, because the system's autotuning then reaches larger ones.
     """
     for option, name in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         limit = Path("/proc/sys/net/core") / name
@@ -243,7 +246,7 @@ _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
 def choose_congestion_control(sock: socket.socket, environment: Mapping[str, str] | None = None) -> str:
-    """Select the congestion control of a TCP connection: that of RAYPIPE_CONGESTION, else another one than BBR.
+    """Select the congestion control of a TCP connection: the value of RAYPIPE_CONGESTION, or else any other than BBR.
 
     Args:
         environment: environment variables; None for os.environ.

@@ -48,7 +48,7 @@ WINDOW_MESSAGES = 8
 
 
 class SendWindow:
-    """Limit of the unacknowledged messages and bytes of one direction of a link: the sender waits for room."""
+    """Limit of the messages and bytes of one direction that are not acknowledged yet; the sender waits for room."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class SendWindow:
     def enter(self, messages: int, nbytes: int) -> bool:
         """Wait for room for these messages, and count them; return False if the window is closed.
 
-        Messages that are larger than the window enter once it is empty.
+        Messages that are together larger than the window enter once it is empty.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._open or self._room(messages, nbytes))
@@ -99,12 +99,12 @@ _LINK = struct.Struct("<16sQIII?")
 
 
 def packed_link(link: LinkIdentity, *, checked: bool = False) -> bytes:
-    """Pack a link into bytes without pickle, with a flag: True if the message carries checksums."""
+    """Pack a link's identity, and a flag that is True for a message with checksums, into bytes, without pickle."""
     return _LINK.pack(*link, checked)
 
 
 def unpacked_link(packed: object) -> tuple[LinkIdentity, bool] | None:
-    """Unpack (link, flag) of ``packed_link``; return None if the argument is not of that form."""
+    """Unpack the result of ``packed_link`` to (identity, flag); return None if the argument is not of that form."""
     if not isinstance(packed, bytes) or len(packed) != _LINK.size:
         return None
     *link, checked = _LINK.unpack(packed)
@@ -112,7 +112,7 @@ def unpacked_link(packed: object) -> tuple[LinkIdentity, bool] | None:
 
 
 class ControlMessage(NamedTuple):
-    """Control message between two ends of a link (hello, goodbye, abort).
+    """Control message between two ends of a link: hello, goodbye or abort.
 
     Attributes:
         kind: "hello", "goodbye" or "abort".
@@ -133,7 +133,7 @@ class ObjectStoreChannel(QueuedChannel):
     Args:
         link: identity of the link, seen from this end.
         peer: handle of the other end's actor.
-        checked: True if messages of this end carry checksums, which each message states itself.
+        checked: True if messages of this end carry checksums; each message has this flag.
     """
 
     def __init__(self, name: str, link: LinkIdentity, peer: Any, *, checked: bool = False) -> None:
@@ -151,7 +151,7 @@ class ObjectStoreChannel(QueuedChannel):
         self.start()
 
     def watch(self) -> None:
-        """Start a call to the peer that fails when the peer dies, so that an idle link ends too."""
+        """Make a call to the peer that fails when the peer dies, so that an idle link ends too."""
         self._peer.link_watch.remote(self.link).future().add_done_callback(self._watch_ended)
 
     # The sending thread.
@@ -223,7 +223,10 @@ class ObjectStoreChannel(QueuedChannel):
     # The actor's threads.
 
     def receive(self, pieces: Sequence[object], *, checked: bool = False) -> str:
-        """Put a received message into the inbox, and return "taken"; an invalid message ends the link."""
+        """Put a message, given in one or several pieces, into the inbox, and return "taken".
+
+        An invalid one ends the link.
+        """
         try:
             self._take(pieces, checked=checked)
         except LinkError as error:
@@ -267,14 +270,14 @@ class ObjectStoreChannel(QueuedChannel):
 
 
 def _pieces(data: bytes) -> Sequence[bytes | np.ndarray]:
-    """Split a message into the arguments of its call."""
+    """Split a message into the arguments of its call: bytes of at most PIECE_BYTES each, or one array."""
     if len(data) > RIDING_BYTES:
         return [np.frombuffer(data, np.uint8)]
     return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
 
 
 def _array(piece: object) -> np.ndarray:
-    """View one argument of a message as an array."""
+    """View one argument of a message as an array; LinkError if it is neither bytes nor an array of bytes."""
     if isinstance(piece, bytes) and piece:
         return np.frombuffer(piece, np.uint8)
     if isinstance(piece, np.ndarray) and piece.dtype == np.uint8 and piece.ndim == 1:
@@ -305,7 +308,10 @@ class ObjectStoreEndpoint:
 
     @property
     def address(self) -> _Address:
-        """Handle of this actor, and its machine; made anew, as Ray would never end an actor that stores its handle."""
+        """Handle of this actor, and its machine.
+
+        The handle is made anew at each access, because Ray would never end an actor that stores its own handle.
+        """
         return _Address(ray.get_runtime_context().current_actor, machine())
 
     def open(self, opening: LinkSetup) -> dict[int, ObjectStoreChannel]:
@@ -340,7 +346,7 @@ class ObjectStoreEndpoint:
         return channels
 
     def message(self, packed: object, *pieces: object) -> str:
-        """Take a message; return "taken" once its memory is no longer used here, or "gone" without a link."""
+        """Receive a message; return "taken" once its memory is no longer used here, or "gone" without such a link."""
         unpacked = unpacked_link(packed)
         channel = None if unpacked is None else self._channel(unpacked[0])
         if unpacked is None or channel is None or channel.shut:
@@ -348,10 +354,11 @@ class ObjectStoreEndpoint:
         return channel.receive(pieces, checked=unpacked[1])
 
     def notify(self, letter: ControlMessage) -> str:
-        """Take a control message.
+        """Receive a control message.
 
         Returns:
-            "taken" or "gone" to a goodbye, as ``message``; to a hello "welcome", "wait", or the reason for a refusal.
+            For a goodbye "taken", or "gone" without such a link. For a hello "welcome", "wait", or the reason of a
+            refusal. For an abort "".
         """
         channel = self._channel(letter.link)
         if letter.kind == "goodbye":
@@ -379,17 +386,17 @@ class ObjectStoreEndpoint:
         return "welcome"
 
     def watch(self, link: LinkIdentity) -> None:
-        """Return when this end of the link ends; if the call fails before, this process has died."""
+        """Return when this end of the link ends; if the call fails before that, this process has died."""
         channel = self._channel(link)
         if channel is not None:
             channel.ended.wait()
 
     def close(self) -> None:
-        """Forget the links without closing them; their owner does that."""
+        """Forget the links without closing them; the owners of the channels close them."""
         self._channels = {}
 
     def _channel(self, link: LinkIdentity) -> ObjectStoreChannel | None:
-        """Return this end's channel of a link that the peer describes; None if there is no such link."""
+        """Return this end's channel of a link, which is given as the peer sees it; None if there is no such link."""
         channel = self._channels.get(link.sender)
         same = channel is not None and channel.link == link._replace(sender=link.receiver, receiver=link.sender)
         return channel if same else None

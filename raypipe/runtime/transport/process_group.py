@@ -67,7 +67,7 @@ _LOOKING = threading.Lock()
 
 
 def why_no_nccl() -> str:
-    """Return why this process cannot make links over NCCL, with the cure; "" if it can."""
+    """Return the reason why this process cannot make links over NCCL, with a remedy; "" if it can."""
     if not torch.distributed.is_nccl_available():
         return (
             f"torch {torch.__version__} is built without NCCL. Install one for CUDA on Linux, or take transport='tcp'."
@@ -100,8 +100,8 @@ class ProcessGroupEndpoint:
     """Endpoint of "collective": gloo between CPUs, NCCL between GPUs.
 
     Args:
-        host: address under which the peers reach it.
-        ports: lowest and highest port of its sockets; those of the groups cannot be confined.
+        host: address under which the peers reach this endpoint.
+        ports: lowest and highest port of its sockets; the ports of the groups cannot be confined.
         device: device of its stages: gloo for the CPU, NCCL for any other.
 
     Raises:
@@ -121,7 +121,7 @@ class ProcessGroupEndpoint:
         """Open the links; see Endpoint.open.
 
         Raises:
-            LinkError: as Endpoint.open, or two workers share a GPU.
+            LinkError: see Endpoint.open; or two workers share a GPU.
             ConfigError: link_checksum="on" between GPUs.
         """
         me, peers = opening.me, {peer: _At(*address) for peer, address in opening.addresses.items()}
@@ -165,7 +165,13 @@ class ProcessGroupEndpoint:
     def _groups(
         self, opening: LinkSetup, peer: int, at: _At, incoming: socket.socket, deadline_s: float
     ) -> tuple[PayloadGroup, PayloadGroup]:
-        """Create (group for sending, group for receiving); the peer creates them in the same order."""
+        """Create (group for sending, group for receiving); the peer creates them in the same order.
+
+        Args:
+            at: address of the peer's endpoint.
+            incoming: connection from the peer, watched for its end.
+            deadline_s: ``time.monotonic()`` by which the groups have to be made.
+        """
         me, low = opening.me, min(opening.me, peer)
         host, port = self.address.store if me == low else at.store
         name = f"{run_digest(opening.run_id).hex()}/{low}-{max(me, peer)}/{opening.generation}"
@@ -278,7 +284,7 @@ class NcclGroup:
     Args:
         store: rendezvous of this link, generation and direction.
         rank: rank of this process; rank 0 sends.
-        device: device of this rank, which must be the thread's current one.
+        device: device of this rank, which must be the current device of the thread.
         timeout_s: timeout for creating the communicator.
     """
 
@@ -325,7 +331,7 @@ class NcclGroup:
 
 
 def _await_peer(store: Any, me: int, peer: int, incoming: socket.socket, deadline_s: float) -> None:
-    """Wait until the peer is about to create the groups too; before, it may fail while it waits for another worker.
+    """Wait until the peer is about to create the groups too; it may fail before, while it waits for another worker.
 
     Raises:
         ConnectionError: the peer closed its connection, or did not come in time.
@@ -354,7 +360,7 @@ def _rendezvous(host: str) -> tuple[TCPStore, tuple[str, int]]:
 
 
 def _gloo_device(host: str) -> tuple[Any, int]:
-    """Create a gloo device; return it and its port, which is found in this process's list of sockets."""
+    """Create a gloo device; return (device, its port). The port is found in this process's list of sockets."""
     with _LOOKING:
         before = {sock.inode for sock in _own_sockets()}
         device = ProcessGroupGloo.create_device(hostname=host)
@@ -403,7 +409,7 @@ def _own_sockets() -> list[_OwnSocket]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """Duplicate the descriptor of a socket, so that it stays open; None for anything else and for a closed one.
+    """Duplicate the descriptor of a socket, so that it stays open; return None if it is closed or not a socket.
 
     Files are not touched: closing a file's duplicate would drop all of this process's locks on it.
 

@@ -37,26 +37,28 @@ REASON_WAIT_S = 0.1
 
 
 class PayloadGroup(Protocol):
-    """Group of two ranks that moves bytes in one direction."""
+    """Group of two ranks (torch.distributed) that moves bytes in one direction."""
 
     def send(self, payload: torch.Tensor) -> None:
-        """Send, and return once the memory may be changed; ConnectionError if the link broke or was aborted."""
+        """Send a tensor; return once its memory may be changed. ConnectionError if the link broke or was aborted."""
 
     def recv(self, payload: torch.Tensor) -> None:
-        """Receive as many bytes as ``payload`` has; ConnectionError if the link broke or was aborted."""
+        """Fill ``payload`` with received bytes; ConnectionError if the link broke or was aborted."""
 
     def abort(self) -> None:
-        """End every wait at this end, from any thread; returns soon."""
+        """End every wait at this end; callable from any thread, returns soon."""
 
     def close(self) -> None:
         """Release all resources, after ``abort``."""
 
 
 class ProcessGroupChannel(SocketChannel):
-    """Channel whose payloads are in host memory and go through gloo. See SocketChannel for the other arguments.
+    """Channel whose payloads are in host memory and go through gloo.
 
     Args:
+        connections: see SocketChannel; they carry headers and goodbyes.
         groups: (group for sending, group for receiving), which the channel owns from now on.
+        checksum: see SocketChannel.
     """
 
     linger_s = LINGER_S  # gloo may lose a send that meets the peer's end
@@ -104,7 +106,7 @@ class ProcessGroupChannel(SocketChannel):
 
 
 class _Marked(tuple[Any, ...]):
-    """Tensors, and the device mark after the work that computes them; None if all are in host memory."""
+    """Tensors of a message, with ``mark``: the device mark after the work that computes them; None in host memory."""
 
     mark: Mark | None = None
 
@@ -118,6 +120,10 @@ class DeviceGroupChannel(ProcessGroupChannel):
     """Channel whose payloads go from device to device, through NCCL.
 
     Payloads carry no checksum: they leave the device through hardware that has its own.
+
+    Args:
+        connections, groups: see ProcessGroupChannel.
+        device: device of the tensors at this end.
     """
 
     on_device = True

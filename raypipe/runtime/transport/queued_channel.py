@@ -1,12 +1,13 @@
 """QueuedChannel: common base of channels that send all messages in one thread of their own.
 
-    send() --> [orders] --> sending thread --> transmit(message) ... goodbye(reason)   the medium,
+    send() --> [queue]  --> sending thread --> transmit(message) ... goodbye(reason)   the medium,
     recv() <-- inbox    <-- receiving thread of the medium                             a subclass
     abort() --> first failure --> inbox, interrupt(reason)
 
-``send`` only queues a message. The sending thread encodes and copies it, makes its header and waits for the medium,
-while the caller computes. The receiving thread decodes, so that no codec ever runs in a thread that computes. Measured
-on emulated accelerators, a send in the calling thread cost that thread 0.3 ms of every 10 ms.
+The *medium* is what carries the bytes: sockets, process groups or Ray's object store. ``send`` only queues a message.
+The sending thread encodes and copies it, makes its header and waits for the medium, while the caller computes. The
+receiving thread decodes, so that no codec ever runs in a thread that computes. Measured on emulated accelerators, a
+send in the calling thread cost that thread 0.3 ms of every 10 ms.
 
 A subclass defines how to send a message and a goodbye, and how to end every wait in the medium from another thread. It
 puts received messages into ``inbox``, and calls ``peer_ended`` at the peer's goodbye.
@@ -35,11 +36,12 @@ END_TIMEOUT_S = 1.0
 
 
 class QueuedChannel(ABC):
-    """Base of channels that send in their own thread; see the Channel protocol.
+    """Base of channels that send in a thread of their own; see the Channel protocol.
 
     Args:
         name: name of the channel, for errors.
-        form: see FrameFormat; messages of older generations are dropped, one of a newer generation is an error.
+        form: format of the messages' headers. Messages of older generations are dropped; a message of a newer
+            generation is an error.
     """
 
     on_device = False
@@ -74,7 +76,10 @@ class QueuedChannel(ABC):
 
     @abstractmethod
     def transmit(self, message: Any) -> None:
-        """Send one message, as ``framed`` makes it; returns when its memory is no longer needed.
+        """Send one message; return when its memory is no longer needed.
+
+        Args:
+            message: result of ``framed``.
 
         Raises:
             ConnectionError: the medium broke.
@@ -82,18 +87,18 @@ class QueuedChannel(ABC):
 
     @abstractmethod
     def goodbye(self, reason: str | None) -> None:
-        """Send the peer a goodbye after all messages, with the reason if there is one."""
+        """Send the peer a goodbye after all messages, with the reason why this end leaves; None for an ordinary end."""
 
     @abstractmethod
     def interrupt(self, reason: str | None) -> None:
-        """End every wait in the medium now, from any thread; send the peer the reason if there is one."""
+        """End every wait in the medium now, from any thread; send the peer the reason of an abort unless it is None."""
 
     @abstractmethod
     def release(self) -> None:
-        """Release threads and sockets after the sending thread's end."""
+        """Release threads and sockets; called after the sending thread has ended."""
 
     def broke(self, cause: ConnectionError) -> None:
-        """Refuse further messages after the medium broke under the sending thread; the receiving thread reads on."""
+        """Refuse further messages after the medium broke under the sending thread; messages are still received."""
         self.refuse(LinkError(f"{self.name}: the peer closed the link or died ({cause})."))
 
     # Methods for the worker.
@@ -146,12 +151,17 @@ class QueuedChannel(ABC):
     # Callbacks of a medium.
 
     def refuse(self, error: LinkError) -> None:
-        """Refuse further messages; received ones may still be taken."""
+        """Refuse to send further messages; received messages may still be taken."""
         with self._lock:
             self._send_error = self._send_error or error
 
     def fail(self, error: LinkError, *, keep: bool = False, tell_peer: str | None = None) -> None:
-        """End both directions now; the first error is reported."""
+        """End both directions now; only the first error is reported.
+
+        Args:
+            keep: True if messages that have been received may still be taken.
+            tell_peer: reason that is sent to the peer; None sends nothing.
+        """
         with self._lock:
             self._send_error = self._send_error or error
             first, self.shut = not self.shut, True
@@ -162,7 +172,10 @@ class QueuedChannel(ABC):
             self._orders.put(None)
 
     def peer_ended(self, reason: str | None) -> None:
-        """End the link after the peer's goodbye; every message before it is in the inbox."""
+        """End the link after the peer's goodbye, whose reason is None for an ordinary end.
+
+        Earlier messages are in the inbox.
+        """
         if reason is not None:
             self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
             return

@@ -1,13 +1,13 @@
 """SocketChannel: one worker's end of a link over TCP or a Unix socket, with one connection per direction.
 
-    send() --> [orders] --> sending thread ==out==>             peer's receiving thread --> inbox --> recv()
+    send() --> [queue] --> sending thread ==out==>              peer's receiving thread --> inbox --> recv()
                                     ^-------out-------  abort notice
     recv() <-- inbox <-- receiving thread  <==in===             peer's sending thread
                                     -------in-------->  abort notice
 
-A connection carries frames one way. The way back carries only the reason of an abort, which there does not queue
-after megabytes of activations; an end that finds the link broken reads it there. On a checked link frames carry
-checksums (engine/messages/checked_frame.py); a mismatch ends the link.
+A connection carries frames (messages) in one direction. Its other direction, *the way back*, carries only the reason of
+an abort: there the reason does not queue after megabytes of activations. An end that finds the link broken reads the
+reason there. On a checked link frames carry checksums (engine/messages/checked_frame.py); a mismatch ends the link.
 
 Sockets stay blocking and are woken by shutdown(2), which works from any thread.
 
@@ -58,7 +58,7 @@ class BufferPool:
     """Memory for the payloads of one direction of a link.
 
     Args:
-        reuse_bytes: payloads from this size on get reused memory, if available.
+        reuse_bytes: size in bytes from which a payload gets reused memory, if available.
         kept_blocks: maximum number of free blocks.
     """
 
@@ -69,7 +69,7 @@ class BufferPool:
         self._free: deque[torch.Tensor] = deque(maxlen=kept_blocks)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of ``nbytes`` that is not in use, 64-byte aligned; it is not resizable if reused."""
+        """Return an unused uint8 tensor of ``nbytes``, aligned to 64 bytes; it cannot be resized if it is reused."""
         if nbytes < self._reuse_bytes:
             return torch.empty(nbytes, dtype=torch.uint8)
         block = self._pop(nbytes)
@@ -95,6 +95,11 @@ class RecvBuffer(NamedTuple):
     """Memory to receive one message into, and the tensors over it, made before its contents arrive.
 
     A message in a codec is received into memory of its own, and is decoded once it is complete.
+
+    Attributes:
+        records: shapes and types of the message's tensors.
+        memory, payload: the memory, as a memoryview and as a uint8 tensor.
+        tensors: tensors over the memory; None for a message in a codec.
     """
 
     records: tuple[frame.TensorRecord | None, ...]
@@ -104,14 +109,17 @@ class RecvBuffer(NamedTuple):
 
     @classmethod
     def prepare(cls, head: frame.Head, memory: BufferPool) -> RecvBuffer:
-        """Allocate memory and tensors for a message whose header is equal to ``head`` in shapes and types."""
+        """Allocate memory and tensors for a message whose header has the shapes and types of ``head``."""
         coded = frame.is_coded(head)
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8) if coded else memory.take(head.payload_bytes)
         tensors = None if coded else frame.decode(head, payload)
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors, once all bytes are here; for ``coded`` see ``frame.decode``."""
+        """Return the tensors once all bytes have arrived.
+
+        ``coded`` leaves them in their codec, see ``frame.decode``.
+        """
         if self.tensors is not None:
             return self.tensors
         return frame.decode(head, self.payload, memory.take, coded=coded)
@@ -131,6 +139,7 @@ class Connections(NamedTuple):
     Attributes:
         name: name of the channel, for errors.
         form: see FrameFormat.
+        outgoing, incoming: connections on which this end sends and receives messages.
     """
 
     name: str
@@ -171,19 +180,19 @@ class SocketChannel(QueuedChannel):
         return checked_frame.sealed(message) if self._checked[0] else message.header
 
     def write(self, header: bytes, *buffers: memoryview) -> None:
-        """Send these bytes."""
+        """Send these bytes; ConnectionError if the connection broke."""
         with _as_broken():
             _send_all(self._out, deque((memoryview(header), *buffers)))
 
     def goodbye(self, reason: str | None) -> None:
-        """End the connection after the messages; the peer reads the reason at its end."""
+        """End the outgoing connection after the messages; before, write the reason, if any, for the peer to read."""
         if reason is not None:
             self._notify(_LEFT + reason)
         with _as_broken():
             self._out.shutdown(socket.SHUT_WR)
 
     def broke(self, cause: ConnectionError) -> None:
-        """Report the peer's abort, if it left a reason; the receiving thread reads on."""
+        """Report the peer's abort if the peer left a reason; otherwise refuse further messages."""
         reason = self._reason()
         if reason is not None:
             self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}"))
@@ -205,12 +214,12 @@ class SocketChannel(QueuedChannel):
             sock.close()
 
     def _notify(self, reason: str) -> None:
-        """Write the reason to the way back, which the peer reads when its connection ends."""
+        """Write the reason to the incoming connection's way back, which the peer reads when its connection ends."""
         with contextlib.suppress(OSError):
             self._in.send(reason.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
 
     def _reason(self) -> str | None:
-        """Read the reason of the peer's abort, if it left one, without taking it from another thread."""
+        """Return the reason of the peer's abort, or None; other threads can still read the reason afterwards."""
         with contextlib.suppress(OSError):
             reason = self._out.recv(REASON_BYTES, socket.MSG_DONTWAIT | socket.MSG_PEEK)
             return reason.decode(errors="replace") or None
@@ -242,7 +251,7 @@ class SocketChannel(QueuedChannel):
             self.lost(LinkError(f"{self.name}: {ending}"))
 
     def _receive(self, header: bytearray) -> bool:
-        """Take one message off the connection; False at its end."""
+        """Receive one message, with ``header`` as memory for its header, into the inbox; return False at the end."""
         if not receive_exactly(self._in, memoryview(header)):
             return False
         head, payload_checksum = checked_frame.parse(memoryview(header), self.form, checked=self._checked[1])
@@ -282,7 +291,7 @@ def _as_broken() -> Iterator[None]:
 
 
 def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:
-    """Write all of ``buffers``; shutdown(2) from another thread ends it with an OSError."""
+    """Write all of ``buffers``; a shutdown(2) from another thread ends this call with an OSError."""
     while buffers:
         sent_bytes = sock.sendmsg(itertools.islice(buffers, _BUFFERS_PER_CALL))
         while buffers and sent_bytes >= buffers[0].nbytes:

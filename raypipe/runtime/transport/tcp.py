@@ -72,7 +72,7 @@ def open_links(
     *,
     make: Callable[[int, Connections], Any] | None = None,
 ) -> dict[int, Any]:
-    """Open the links of one worker to all its peers; each of them does the same.
+    """Open the links of one worker to all its peers, while each peer does the same.
 
     Messages themselves are neither encrypted nor authenticated.
 
@@ -83,6 +83,9 @@ def open_links(
             for TCP alone.
         make: called with (peer, connections) to create a channel, which owns the connections; None creates a
             SocketChannel.
+
+    Returns:
+        The channels, by worker number of the peer.
 
     Raises:
         LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
@@ -121,7 +124,13 @@ class SocketEndpoint:
 
 
 class _Handshake:
-    """Connection during its handshake; ``peer`` is the worker that it was opened to, None for an incoming one."""
+    """Connection during its handshake.
+
+    Args:
+        steps: this end's side of the conversation.
+        peer: worker to which the connection was opened; None for an incoming connection.
+        until_s: ``time.monotonic()`` by which the handshake has to make progress.
+    """
 
     def __init__(self, sock: socket.socket, steps: Conversation, peer: int | None, until_s: float) -> None:
         self.sock, self.steps, self.peer, self.until_s = sock, steps, peer, until_s
@@ -133,7 +142,9 @@ class _Handshake:
         return self.turns > 1
 
     def step(self) -> Answer | None:
-        """Send the next turn; return the answer once the conversation is over.
+        """Continue the conversation with the bytes read, and send its next message.
+
+        Return the Answer at the end, else None.
 
         Raises:
             OSError: the connection broke, or does not accept even the few bytes of a handshake.
@@ -153,7 +164,9 @@ class _Handshake:
             received = b""
 
     def read(self) -> Answer | None:
-        """Read available bytes; continue the conversation once the turn is complete.
+        """Read available bytes; continue the conversation once it has all that it wants.
+
+        Return the Answer at the end, else None.
 
         Raises:
             OSError: the connection ended or broke.

@@ -32,10 +32,10 @@ from raypipe.runtime.worker.copy_transfer import Begun, CopySender, RemoteCopy
 
 
 class StageKey(NamedTuple):
-    """Key of the copies of a stage, or of one piece of it.
+    """Key of the copies of a stage, or of one piece of the stage.
 
     Attributes:
-        generation: number of the plan under which they were taken.
+        generation: number of the plan under which the copies were made.
         stage: number of the stage in that plan.
         piece: part of the stage's copy, see CopyHeader.
     """
@@ -53,11 +53,11 @@ class CopyFacts(NamedTuple):
     """Description of the copies of one stage, or of one piece of it, in one process.
 
     Attributes:
-        generation: number of the plan under which they were taken.
+        generation: number of the plan under which the copies were made.
         stage: number of the stage in that plan.
         names: names of the stage's parameters and buffers.
         steps: numbers of optimizer steps after which there is a complete copy, in increasing order.
-        held: True if they were received from another worker.
+        held: True if the copies were received from another worker.
         piece, pieces: see CopyHeader.
     """
 
@@ -70,12 +70,12 @@ class CopyFacts(NamedTuple):
     pieces: int = 0
 
     def remote(self, actor: Any, step: int) -> RemoteCopy:
-        """Return a reference with which any worker can read the copy after ``step`` from ``actor``, which has it."""
+        """Return a reference with which any worker can read the copy after ``step`` steps from its holder ``actor``."""
         return RemoteCopy(actor, actor._actor_id.hex(), self.generation, self.stage, step, self.names, self.piece)
 
 
 class _Own(NamedTuple):
-    """Copies of one of this worker's stages, either a present one or one from before the last ``configure``."""
+    """Copies of one stage of this worker: a stage of the present plan, or of the plan before the last ``configure``."""
 
     generation: int
     program: StageProgram
@@ -83,7 +83,7 @@ class _Own(NamedTuple):
     copies: StageCopies
 
     def facts(self) -> list[CopyFacts]:
-        """List the facts of the copies, piece by piece; before the first copy, one item for COMMON without steps."""
+        """List the facts of the copies by piece; before the first copy, one item for COMMON, without steps."""
         program, copies = self.program, self.copies
         names = (*program.parameters, *program.buffers)
         by_piece: dict[int, list[CopyHeader]] = {COMMON: []}
@@ -101,8 +101,8 @@ class _Own(NamedTuple):
 class WorkerCopies:
     """All in-memory copies on one worker. Copies of other workers' stages are received and read in any thread.
 
-    Copies from before the last ``configure`` are dropped when the second copy after it is taken. The driver orders that
-    second copy once all workers have the first; until then, workers may have to roll back to an older step.
+    Copies from before the last ``configure`` are dropped when the second copy after it is made. The driver requests
+    that second copy once all workers have the first; until then, workers may have to roll back to an older step.
 
     Args:
         busy: returns True while activations or gradients wait to be sent to a neighbour; copies are then sent slowly.
@@ -131,13 +131,15 @@ class WorkerCopies:
     ) -> None:
         """Set the stages that are copied from now on.
 
-        If generation (number of the plan) and state objects are those of the last call, the stages' copies are kept as
-        they are. Otherwise these copies count as older ones, which the second ``take`` drops.
+        If ``generation`` and the state objects are equal to those of the last call, the stages' copies are kept.
+        Otherwise these copies count as older ones, which the second ``take`` drops.
 
         Args:
+            generation: number of the plan.
+            programs, states: programs and states of the stages, in the same order.
             holder: actor to which the copies are sent; None sends none.
-            holds: (stage, piece) of the copies that other workers send to this one. The second ``take`` drops received
-                copies of this plan that are not listed.
+            holds: (stage, piece) of the copies that other workers send to this worker. The second ``take`` drops
+                received copies of this plan that are not listed.
             device: device of the states' tensors.
             sends: (stage, piece) of this worker's copies that are sent to ``holder``; None for all.
         """
@@ -153,7 +155,7 @@ class WorkerCopies:
         ]
 
     def forget_after(self, step: int) -> None:
-        """Drop all copies of steps after ``step``, to which the run has rolled back: also those of other workers."""
+        """Drop all copies of steps after ``step``, to which the run has rolled back; also copies from other workers."""
         self._sender.stop()
         for own in (*self._own, *self._older):
             own.copies.forget_after(step)
@@ -173,7 +175,7 @@ class WorkerCopies:
         Args:
             step: optimizer steps done.
             send: also send the copies to the holder.
-            must: wait for the previous copy instead, and copy this step in any case; see CopySender.hurry.
+            must: copy this step in any case: wait until the previous copy was sent or given up, see CopySender.hurry.
             mark: called with a stage; returns its position in the stream that it reads, or None.
 
         Raises:
@@ -210,7 +212,10 @@ class WorkerCopies:
             own.state.wait_until_read()
 
     def noted(self, reports: Reports, begin_s: float) -> Reports:
-        """Set ``copying`` and ``copied`` in the reports of a segment that began at ``begin_s`` (monotonic clock)."""
+        """Return the reports of a segment with ``copying`` and ``copied`` set.
+
+        It began at ``begin_s`` (monotonic clock).
+        """
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
         if not copying and not any(at):
@@ -223,7 +228,10 @@ class WorkerCopies:
     def hold(self, generation: int, header: CopyHeader) -> bool:
         """Begin to receive a copy of another worker's stage; return True if this copy is complete already.
 
-        If the same stage and plan have a copy of an earlier step here, received copies of older plans are dropped.
+        If there is a copy of an earlier step of this stage and plan here, received copies of older plans are dropped.
+
+        Args:
+            generation: number of the plan under which the copy was made.
         """
         with self._lock:
             held = self._held.setdefault(StageKey(generation, header.stage, header.piece), HeldCopies())
@@ -232,9 +240,11 @@ class WorkerCopies:
             return held.begin(header).whole
 
     def place(self, key: StageKey, step: int, offset: int, data: memoryview) -> bool:
-        """Store received bytes of the copy after ``step``; return True once this copy is complete.
+        """Store received bytes of a copy; return True once this copy is complete.
 
         Args:
+            key: stage and piece of the copy.
+            step: optimizer steps done in the copied state.
             offset: position of the bytes in the copy's block; it must follow the last byte received before.
 
         Raises:
@@ -254,16 +264,16 @@ class WorkerCopies:
         return [facts for own in (*self._own, *self._older) for facts in own.facts()] + held
 
     def has(self, generation: int, stage: int, step: int, piece: int = COMMON) -> bool:
-        """Return True if this worker has such a copy of its own stage; for the arguments see ``copy``."""
+        """Return True if this worker has such a copy of a stage of its own; for the arguments see ``copy``."""
         return self._find(generation, stage, step, piece) is not None
 
     def piece(self, generation: int, stage: int, step: int, piece: int = COMMON) -> CopyPiece:
-        """Return a copy as a source of tensors; arguments and errors are those of ``copy``."""
+        """Return a copy as a source of tensors; for the arguments and errors see ``copy``."""
         header, block = self.copy(generation, stage, step, piece)
         return CopyPiece(header, views_of(block))
 
     def give_up(self) -> None:
-        """Stop sending the present copy to the holder; callable from any thread."""
+        """Stop sending the copy that is being sent to the holder; callable from any thread."""
         self._sender.give_up()
 
     def close(self) -> None:
@@ -276,10 +286,10 @@ class WorkerCopies:
         return tuple(piece for piece in here if self._sends is None or (own.program.index, piece) in self._sends)
 
     def copy(self, generation: int, stage: int, step: int, piece: int) -> tuple[CopyHeader, torch.Tensor]:
-        """Return (header, memory block) of a copy of this worker's stage, or of one received from another worker.
+        """Return (header, memory block) of a copy, either of this worker's own stage or received from another worker.
 
         Args:
-            generation: number of the plan under which the copy was taken.
+            generation: number of the plan under which the copy was made.
             step: optimizer steps done in the copied state.
             piece: part of the stage's copy, see CopyHeader.
 
@@ -293,7 +303,7 @@ class WorkerCopies:
         return held.header, held.block
 
     def _find(self, generation: int, stage: int, step: int, piece: int) -> StageCopies | None:
-        """Return the copies of this worker's own stage if they include such a copy, else None; see ``copy``."""
+        """Return the copies of this worker's own stage if such a copy is among them, else None; see ``copy``."""
         for own in (*self._own, *self._older):
             if (own.generation, own.program.index) == (generation, stage) and any(
                 (header.step, header.piece) == (step, piece) for header in own.copies.headers

@@ -62,13 +62,14 @@ POLL_S, MOST_SLEEP_S = 0.002, 0.05
 class RateLimiter:
     """Limiter of one sender's share of the link: chooses the sizes of parcels, and the pauses between them.
 
-    Attributes:
-        parcel_bytes: size of the next parcel.
-
     Args:
         busy: returns True while boundary messages (activations, gradients) wait to be sent.
         stopped: returns True if pauses should end at once.
         parcel_bytes: size of the first parcel.
+        clock, sleep: replace the functions of ``time`` in tests.
+
+    Attributes:
+        parcel_bytes: size of the next parcel.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RateLimiter:
         self.parcel_bytes = parcel_bytes
 
     def sent(self, nbytes: int, took_s: float) -> None:
-        """Adapt ``parcel_bytes`` to a parcel of ``nbytes`` that took ``took_s``; ignore one below LEAST_BYTES."""
+        """Adapt ``parcel_bytes`` to a parcel of ``nbytes`` that took ``took_s``; ignore parcels below LEAST_BYTES."""
         if nbytes >= LEAST_BYTES:
             wanted_bytes = PARCEL_S / max(took_s, 1e-6) * nbytes
             changed_bytes = min(2 * self.parcel_bytes, max(self.parcel_bytes / 2, wanted_bytes))
@@ -112,6 +113,8 @@ class Begun(NamedTuple):
     """Copy of one stage that ``StageCopies.begin`` has begun.
 
     Attributes:
+        stage: number of the stage.
+        copies: copies of the stage, including this one.
         finish: finishes the copy.
         sends: pieces of the copy that are sent to the holder.
     """
@@ -162,7 +165,9 @@ class CopySender:
         return True
 
     def hurry(self) -> None:
-        """Send the previous copy without pauses, and wait for it; give it up after PATIENCE_S or MOST_S, see there.
+        """Send the previous copy without pauses, and wait until it is sent.
+
+        The copy is given up if no parcel arrives within PATIENCE_S, or after MOST_S in total.
 
         Raises:
             StageError: the previous copy failed.
@@ -176,7 +181,7 @@ class CopySender:
         self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies in a thread, and with ``send`` send them; ``ready`` must have returned True before."""
+        """Finish these copies in a thread, and send them if ``send``; ``ready`` must have returned True before."""
         self._stopping.clear()
         self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")
@@ -187,15 +192,15 @@ class CopySender:
         return (self._job is not None and not self._job.done()) or self._worked_s >= begin_s
 
     def acknowledged(self, stage: int) -> CopyReport | None:
-        """Return the report on a stage's newest copy that is complete on the holder (if any); None before the first."""
+        """Return the report on a stage's newest copy that has arrived at the holder (if any); None before the first."""
         return self._acknowledged.get(stage)
 
     def give_up(self) -> None:
-        """Stop sending the present copy; callable from any thread."""
+        """Stop sending the copy that is being sent; callable from any thread."""
         self._stopping.set()
 
     def stop(self) -> None:
-        """Stop sending, and wait up to END_S until the thread has; copies on this worker are still finished."""
+        """Stop sending, and wait up to END_S until the thread has stopped; copies on this worker are still finished."""
         self.give_up()
         if self._job is not None:
             wait([self._job], END_S)
@@ -265,7 +270,7 @@ READ_TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Tally:
-    """Counter of bytes that were read from other workers' copies."""
+    """Counter of the bytes that were read from other workers' copies."""
 
     total: int = 0
 
@@ -296,7 +301,7 @@ class RemoteCopy:
         return self.generation, self.stage, self.step, self.piece
 
     def opened(self, moved: Tally) -> CopyPiece:
-        """Fetch the header and return the copy, whose tensors are fetched when they are read.
+        """Fetch the header and return the copy, whose tensors are fetched only when they are read.
 
         Args:
             moved: counter to which the bytes of fetched tensors are added.
@@ -340,7 +345,10 @@ class RemoteCopy:
 
 
 def _parcels(infos: Sequence[TensorInfo]) -> Iterator[list[tuple[TensorInfo, int, int]]]:
-    """Divide tensors into parcels: lists of (tensor, begin, end), with positions in bytes in the copy's block."""
+    """Divide tensors into parcels of PARCEL_BYTES: lists of (tensor, begin, end) in bytes of the copy's block.
+
+    A large tensor is divided over several parcels.
+    """
     parcel: list[tuple[TensorInfo, int, int]] = []
     room_bytes = PARCEL_BYTES
     for info in infos:

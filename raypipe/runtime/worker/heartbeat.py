@@ -50,7 +50,7 @@ class Heartbeat(NamedTuple):
         action_s: seconds since a heartbeat first saw this action.
         computes: True if the action waits neither for a message of another stage nor for data.
         longest_s: seconds of the longest earlier computation, as seen by heartbeats.
-        segments: number of segments (orders of the driver) carried out by the current call of ``StageActor.work``.
+        segments: number of segments that the current call of ``StageActor.work`` has completed.
         cpu_s: processor seconds of all threads since the process began.
         resident_bytes: resident memory of the process; on a GPU, the peak of the memory of its tensors; 0 if unknown.
     """
@@ -66,7 +66,7 @@ class Heartbeat(NamedTuple):
 
 
 class ActionClock:
-    """Estimate of the current action's duration, from repeated calls of ``look``.
+    """Estimator of the current action's duration, from repeated calls of ``look``.
 
     Actions are compared with ``is``, because an executor makes a new object for every action that it begins.
     """
@@ -97,7 +97,7 @@ class ActionClock:
 class LeaseClock:
     """Lease of a worker: a countdown that calls ``end`` unless it is renewed in time.
 
-    Only seconds in which this process was awake count: while stopped or starved, it cannot process a renewal.
+    Only seconds in which this process was awake count: while it is stopped or starved, it cannot process a renewal.
 
     Args:
         lease_s: duration of the lease in seconds; a renewal may set another one.
@@ -166,7 +166,7 @@ class Vitals:
         return heartbeat_of(self._actions, executor.doing, segments, reads=executor.reads, device=executor.device)
 
     def _on_tick(self, share: float) -> None:
-        """Set the gauge to the share of the lease that has passed, once it is LONG or more; to 0 after a renewal."""
+        """Set the gauge to the share of the lease that has passed, if it is LONG or more; set 0 after a renewal."""
         if (share < LONG and not self._silent) or not self.run:
             return
         if self._gauge is None:
@@ -176,7 +176,7 @@ class Vitals:
         self._gauge.set(share if self._silent else 0.0, tags={"run": self.run})
 
     def _end(self) -> None:
-        """End this process, whatever its other threads do; before, close links and remove the placement group."""
+        """Close links and remove the placement group; then end this process, regardless of its other threads."""
         sys.stderr.write("raypipe: no heartbeat request of the driver came in a whole lease, so this stage ends.\n")
         giving_back = threading.Thread(target=self._give_back, daemon=True)
         giving_back.start()
@@ -194,11 +194,14 @@ class Vitals:
 def heartbeat_of(
     clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
 ) -> Heartbeat:
-    """Create the heartbeat of this process; ``clock`` notes which action runs now, to measure its duration.
+    """Create the heartbeat of this process.
 
     Args:
-        action, segments: see Heartbeat; the action is None between segments.
+        clock: estimates the action's duration; it is updated with the action.
+        action: action that runs now; None between segments.
+        segments: see Heartbeat.
         reads: True if a stage waits for its data, so that the action does not count as computing.
+        device: device whose peak of memory is reported.
     """
     now_s = time.monotonic()
     computes = action is not None and action.op in _OWN and not reads

@@ -43,9 +43,9 @@ def load_states(
     run: RunSetup, setup: GenerationSetup, worker: int, sources: Sequence[StateSource | str | RemoteCopy],
     present: list[StageState], own: WorkerCopies, device: Device,
 ) -> tuple[list[StageState], int]:  # fmt: skip
-    """Build the states of a worker's stages.
+    """Build the states of a worker's stages from the given sources.
 
-    Also drop those copies in this process whose steps the run repeats from the loaded state on.
+    Copies in this process of steps after the loaded state are dropped, because the run repeats these steps.
 
     Args:
         sources: see StageActor.load.
@@ -88,8 +88,8 @@ def states_of(
     """Build the states of stages with new optimizers; stages that share a parameter each get their own copy of it.
 
     Args:
-        sources: sources of parameters and buffers, each read from the first source that has it; a string is the name of
-            a checkpoint in the run's folder.
+        sources: sources of parameters and buffers. Each tensor is read from the first source that has it. A string is
+            the name of a checkpoint in the run's folder.
         crossing: transfers tensors to the device of the states.
     """
     with contextlib.ExitStack() as stack:
@@ -115,6 +115,10 @@ def empty_states(
 ) -> list[StageState]:
     """Build the states of stages with uninitialized tensors and new optimizers; the caller loads the tensors.
 
+    Args:
+        source: only shapes and dtypes of the tensors are read from it.
+        crossing: transfers tensors to the device of the states.
+
     Raises:
         CheckpointError: the source lacks a tensor of a stage.
     """
@@ -133,7 +137,7 @@ def empty_states(
 def joined(
     copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]
 ) -> tuple[StateSource, Tally, Mark | None]:
-    """Join the copies of all stages that have any of these names to one source.
+    """Join the copies of all stages that have any of these names into one source.
 
     Copies in this process are read in place. A copy of another replica is replaced by this process's own copy of the
     same stage and step, if there is one.
@@ -145,8 +149,8 @@ def joined(
         names: names of the parameters and buffers that are needed.
 
     Returns:
-        The source; a counter of the bytes that are read from other workers; the position in the stream of train_data,
-        None if no stage reads a stream.
+        (source, counter of the bytes that are read from other workers, position in the stream of train_data). The
+        position is None if no stage reads a stream.
     """
     wanted, moved, named = set(names), Tally(), list(copies)
     stages = {copy.stage for copy in named if copy.piece == COMMON and wanted.intersection(copy.names)}

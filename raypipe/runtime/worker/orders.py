@@ -1,4 +1,6 @@
-"""Orders of a stage actor: rejects those of replaced drivers, queues the others, and stores reports.
+"""Orders of a stage actor: rejects orders of replaced drivers, queues the others, and stores reports.
+
+An order is the driver's command to run a segment, which completes one or more mini-batches (ir/segment.py).
 
 Fence:
 
@@ -14,7 +16,7 @@ OrderGate ends all stages after the same order:
     submitted   0  1  2  3
     stage 0     [==0==][==1==][=2
     stage 1           [==0==][==1==        halt: 3 have begun on stage 0, 2 on stage 1
-                                           finish_after(3): stage 1 still carries out 2, no stage begins 3
+                                           finish_after(3): stage 1 still runs 2, no stage begins 3
 
 Some stages are further than others, and an order that one stage has begun needs all stages. So a stop takes two calls:
 ``halt`` keeps every stage from beginning another order and returns how many the stage has begun; ``finish_after``
@@ -42,7 +44,7 @@ class Attached(NamedTuple):
 
     Attributes:
         worker: number of the worker in the plan; None for a spare.
-        links: number of times that its links were opened, less one; -1 before the first time.
+        links: number of times that the actor's links were opened, less one; -1 before the first time.
         run: number of the newest call of ``StageActor.work``; -1 before the first.
     """
 
@@ -83,7 +85,7 @@ class Fence:
 
     @contextlib.contextmanager
     def passing(self, term: int) -> Iterator[None]:
-        """Check the term like ``check``; no other driver is admitted inside the context.
+        """Admit the driver of this term, as ``check`` does; no other driver is admitted inside the context.
 
         Raises:
             LeaseError: a driver of a higher term was admitted before.
@@ -103,7 +105,7 @@ KEPT_REPORTS = 1024
 
 
 class OrderGate:
-    """Queue of orders: one thread takes them, and other threads add orders or end the queue after a number of them.
+    """Queue of orders: one thread takes them; other threads add orders, or end the queue after a number of orders.
 
     Orders are queued by run. A run is one call of ``StageActor.work``, given by its number.
     """
@@ -134,7 +136,7 @@ class OrderGate:
             return order
 
     def halt(self, run: int) -> int:
-        """Let no further order of this run begin until ``finish_after``; return the number that have begun."""
+        """Let no further order of this run begin until ``finish_after``; return the number of orders begun so far."""
         with self._changed:
             self._halted.add(run)
             return self._begun[run]
@@ -147,7 +149,7 @@ class OrderGate:
             self._changed.notify_all()
 
     def abort(self, run: int) -> None:
-        """End the run now, after a failure: no further order begins, even if other workers have begun more of them."""
+        """End the run now, after a failure: no further order begins, even if other workers have begun more orders."""
         with self._changed:
             self._limits[run] = self._begun[run]
             self._halted.discard(run)
@@ -160,7 +162,7 @@ class OrderGate:
 
 
 class WorkReports:
-    """Reports of a worker's current call of ``StageActor.work``; one thread adds them, others wait for them.
+    """Reports of a worker's current call of ``StageActor.work``; one thread adds them, other threads wait for them.
 
     Attributes:
         run: number of the call that began last; -1 before the first.
@@ -173,7 +175,7 @@ class WorkReports:
 
     @property
     def count(self) -> int:
-        """Number of segments (one for each order) that the current call has carried out."""
+        """Number of segments that the current call has completed."""
         return self._done.end
 
     def begin(self, run: int) -> None:
@@ -196,8 +198,8 @@ class WorkReports:
     def since(self, run: int, place: int, wait_s: float) -> list[list[list[StepReport]]]:
         """Return the reports of call number ``run`` from segment ``place`` on, by segment, stage and mini-batch.
 
-        Waits up to ``wait_s`` seconds for the first of them, unless the call has ended. The result is empty after that
-        time, or if another call is the current one.
+        Waits up to ``wait_s`` seconds for the first of these reports, unless the call has ended. The result is empty on
+        timeout, or if another call is the current one.
         """
         with self._grown:
             # A call for a finished run returns at once: waiting calls would fill the actor's control group.
@@ -206,7 +208,7 @@ class WorkReports:
 
 
 def sendable(error: RaypipeError) -> RaypipeError:
-    """Copy an error to send it to the driver: with the present time, and the traceback of its cause in the message."""
+    """Copy an error to send it to the driver, with the present time and the traceback of its cause in the message."""
     cause = error.__cause__
     trace = "" if cause is None else f"\n\n{''.join(traceback.format_exception(cause))}"
     failure = type(error)(f"{error}{trace}")
@@ -221,10 +223,10 @@ class Window(Generic[T]):
     """Newest items of a growing list; dropping older items does not change the indices of the others.
 
     Args:
-        most: maximum number of items in memory; None keeps all until they are taken.
+        most: maximum number of items in memory; None keeps all until ``take`` drops them.
 
     Attributes:
-        end: number of items ever added; index of the next one.
+        end: number of items ever added, which is the index of the next one.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -254,7 +256,7 @@ class Window(Generic[T]):
         return self._items[place - self.first]
 
     def take(self, place: int) -> T:
-        """Return the item at index ``place``; drop it and the items before it. IndexError if it is not in memory."""
+        """Return the item at index ``place``; drop this item and all before it. IndexError if it is not in memory."""
         item = self[place]
         while self.first <= place:
             self._items.popleft()

@@ -24,7 +24,13 @@ PARCEL_BYTES = 64 << 20
 
 
 class PackedTensor(NamedTuple):
-    """Tensor as plain data: name of the dtype ("float32"), shape, and a uint8 array of the bytes in row-major order."""
+    """Tensor as plain data.
+
+    Attributes:
+        dtype: name of the dtype ("float32").
+        shape: shape.
+        data: uint8 array of the bytes in row-major order.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +55,7 @@ def pack(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str,
 
 
 def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
-    """Unpack into tensors with memory of their own."""
+    """Copy packed tensors into new torch tensors, by name."""
     tensors = {}
     for name, (dtype, shape, data) in packed.items():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -59,7 +65,7 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, torch.Tensor]:
 
 
 def packed_in_parcels(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, PackedTensor]]:
-    """Pack all tensors in their order, a parcel at a time."""
+    """Pack all tensors in their order; yield parcels of at most PARCEL_BYTES, or of one larger tensor."""
     names: list[str] = []
     size_bytes = 0
     for name, tensor in tensors.items():
@@ -118,7 +124,7 @@ class StoredTensors:
         return TensorInfo(getattr(torch, packed.dtype), packed.shape, 0, packed.data.nbytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read tensors, see StateSource; fetch one parcel at a time, and only parcels that have any of these names."""
+        """Yield (name, tensor) of the named tensors, see StateSource; fetch only the parcels that have any of them."""
         wanted = set(names)
         for source in self._elsewhere:
             here = wanted.intersection(source.names)
@@ -131,7 +137,7 @@ class StoredTensors:
                 yield from unpack({name: packed[name] for name in parcel.names if name in here}).items()
 
     def let_go(self, saved: Collection[str]) -> None:
-        """Drop parcels whose tensors are all in ``saved``, the names in checkpoints; Ray then frees these parcels."""
+        """Drop parcels whose tensors are all in ``saved``, the names in checkpoints, so that Ray frees them."""
         self._parcels[:] = [parcel for parcel in self._parcels if not set(parcel.names) <= set(saved)]
 
 
@@ -139,7 +145,10 @@ HAND_OVER_TIMEOUT_S = 300.0
 
 
 class ActorOutputs:
-    """Collector of an evaluation's outputs, in an actor; ``give``, called by stages, adds one, ``take`` fetches all."""
+    """Collector of an evaluation's outputs, in an actor: stages call ``give`` with each output.
+
+    ``take`` fetches all.
+    """
 
     def __init__(self) -> None:
         self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(ListOutputs).remote()
@@ -154,7 +163,7 @@ class ActorOutputs:
 
 
 def _give(actor: Any, output: Any) -> torch.Tensor:
-    """Send an output of the last stage to the collecting actor; return a scalar in place of the loss."""
+    """Send an output of the last stage to the collecting actor; return a scalar, which takes the place of the loss."""
     # One at a time, so that at most one output waits in memory and they arrive in order.
     answer: torch.Tensor = ray.get(actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
     return answer

@@ -47,7 +47,7 @@ class Owner(NamedTuple):
 
 
 def request_places(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> dict[int, PlacementGroup]:
-    """Request a placement group for each worker, so that each can move without the others; return them by number.
+    """Request one placement group for each worker, so that each can move without the others.
 
     Ray creates a group when the cluster has room. Until then its autoscaler counts the group as demand, and
     `ray status` shows it as pending.
@@ -56,6 +56,9 @@ def request_places(owner: str, numbers: Sequence[int], needs: Mapping[str, float
         owner: the driver's name; "" makes groups without a name, which end with this process.
         numbers: the workers' numbers; unique for an owner.
         needs: resources of one worker.
+
+    Returns:
+        The groups, by worker number.
     """
     lifetime = "detached" if owner else None
     return {
@@ -67,18 +70,18 @@ def request_places(owner: str, numbers: Sequence[int], needs: Mapping[str, float
 
 
 def created(places: Mapping[int, PlacementGroup]) -> dict[int, PlacementGroup]:
-    """Return the placement groups that Ray has created, by number; pending ones are left out."""
+    """Return the placement groups that Ray has created, by number; pending groups are left out."""
     return {number: group for number, group in places.items() if placement_group_table(group).get("state") == "CREATED"}
 
 
 def room(needs: Mapping[str, float]) -> str:
-    """Describe the cluster's total and free amounts of these resources."""
+    """Describe how much the cluster has in total and free of each resource in ``needs``, for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in needs)
 
 
 def in_words(needs: Mapping[str, float]) -> str:
-    """Describe the resources of one worker."""
+    """Describe the resources of one worker, for messages."""
     return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
@@ -99,7 +102,7 @@ def is_driver(name: str) -> bool:
 
 
 def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
-    """Return (stage actor, placement group) of each living stage actor of the driver of this name, by number."""
+    """Return {number: (stage actor, placement group)} of each living stage actor of the driver with this name."""
     places, actors = _places(owner), {}
     for number in _named(owner):
         with contextlib.suppress(ValueError):  # it has ended meanwhile
@@ -110,7 +113,7 @@ def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
 
 
 def first_unused(owner: str) -> int:
-    """Return a number above those of all stage actors and placement groups of this driver, ending ones included."""
+    """Return a number above those of the stage actors and placement groups of this driver, ending ones included."""
     return 1 + max((*_named(owner), *_places(owner)), default=-1) if owner else 0
 
 
@@ -133,7 +136,7 @@ def release_orphans(owner: str) -> None:
 
 
 def release_ended(owner: str) -> None:
-    """Remove a dead driver's placement groups without a living stage actor; do nothing if the driver is alive."""
+    """Remove the groups of the driver of this name that have no living stage actor, if the driver is dead."""
     with contextlib.suppress(RayError):
         try:
             ray.get_actor(owner, namespace=NAMESPACE)
@@ -142,7 +145,7 @@ def release_ended(owner: str) -> None:
 
 
 def release_abandoned() -> None:
-    """Remove the placement groups of all dead drivers on the cluster, except those with a living stage actor.
+    """Remove the placement groups of all dead drivers on the cluster, except groups with a living stage actor.
 
     A group that stays would keep its share of a node for ever, and the autoscaler would keep the node.
     """
@@ -154,13 +157,13 @@ def release_abandoned() -> None:
 
 
 def release_unused(owner: str) -> None:
-    """Remove a driver's placement groups without a living stage actor, pending ones included."""
+    """Remove the placement groups of the driver of this name that have no living stage actor, pending ones included."""
     here = living(owner)
     release([place for number, place in _places(owner).items() if number not in here])
 
 
 def owner_of(actor: str | None) -> str:
-    """Return the driver's name, with which a stage actor's name begins; "" if ``actor`` is None."""
+    """Return the driver's name, with which the name of its stage actor begins; "" if ``actor`` is None."""
     return (actor or "").partition(f"/{_ACTOR}")[0]
 
 

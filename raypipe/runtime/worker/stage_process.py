@@ -31,9 +31,9 @@ from raypipe.run.lease import read_lease
 
 
 def enter(folder: str) -> None:
-    """Change to this working directory, so that relative paths of the user's code mean the same on all nodes.
+    """Change to this working directory, so that relative paths in the user's code mean the same on all nodes.
 
-    Do nothing on a node that lacks the directory, or if Ray's runtime environment has a working_dir.
+    The directory is not changed on a node that lacks it, or if Ray's runtime environment has a working_dir.
     """
     if folder and not ray.get_runtime_context().runtime_env.get("working_dir") and Path(folder).is_dir():
         os.chdir(folder)
@@ -46,14 +46,14 @@ def holder_of(place: Place | None) -> str:
 
 
 def refuse_another_folder(place: Place, held_by: str) -> None:
-    """Raise if this path is another folder here than on the driver's node, as on two nodes' own disks.
+    """Raise PlanError if this path is another folder here than on the driver's node, as on two nodes' own disks.
 
     Args:
         place: local folder of the run.
         held_by: result of ``holder_of`` on the driver's node.
 
     Raises:
-        PlanError: the folder has another lease or no lease; names the folder and the node.
+        PlanError: the folder has another lease or no lease; the message has the folder and the node.
     """
     for folder in (Path(place.path).parent, Path(place.path)):
         with suppress(OSError):  # reading the lease raises the error
@@ -71,10 +71,13 @@ DeviceOf = Callable[[float], Device]
 
 
 def ray_device(share: float) -> Device:
-    """Return the device that Ray has assigned to this process, with this share of a GPU; 0 for the CPU.
+    """Return the device that Ray has assigned to this process.
+
+    Args:
+        share: fraction of a GPU; 0 for the CPU.
 
     Raises:
-        ConfigError: torch cannot compute on the GPU; gives the reason and a remedy.
+        ConfigError: torch cannot compute on the GPU; the message has the reason and a remedy.
     """
     if not share:
         return CPU

@@ -1,12 +1,12 @@
 """StageActor: the stages of one worker, in one process.
 
-One call, ``work``, lasts as long as orders come; calls in other concurrency groups are answered meanwhile. An order
-has a segment: the mini-batches to complete next. Most calls carry the driver's term, a number that grows with each new
-driver of the run: a driver with a lower term than an earlier caller gets a LeaseError.
+An order is the driver's command to run a segment (one or more mini-batches). One call, ``work``, lasts as long as
+orders come; calls in other concurrency groups are answered meanwhile. Most calls carry the driver's term, a number that
+grows with each new driver of the run: a driver with a lower term than an earlier caller gets a LeaseError.
 
     driver --join, load(sources) ----->  build the state of the stages
            --configure(setup) -------->  open links to the other workers
-           --work --------------------->  carry out queued orders until None is queued
+           --work --------------------->  run queued orders until None is queued
            --submit(order) ----------->  queue an order for ``work``
            --reports(since) ---------->  return step reports
            --abort(reason) ----------->  end every wait of the running segment
@@ -62,10 +62,10 @@ REPORTS_WAIT_S = 10.0
 
 
 class _StageActor:
-    """Actor of one worker. Ray only calls methods of this class, so most of them pass on to a member object."""
+    """Actor of one worker. Ray calls only methods of this class, so most of them forward to a member object."""
 
     def __init__(self, lease_s: float = math.inf, folder: str = "") -> None:
-        """Start a lease of ``lease_s`` seconds (see LeaseClock), and change to ``folder`` before later calls."""
+        """Start a lease of ``lease_s`` seconds (see LeaseClock), and change to the working directory ``folder``."""
         enter(folder)
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -95,7 +95,7 @@ class _StageActor:
         """Open the endpoint for links, unless it is open already; return the facts of this actor, see ``facts_of``.
 
         Args:
-            ports: lowest and highest port that links may use; None leaves the choice to the system.
+            transport, ports: name of the kind of links, and range of their ports; see runtime/transport/.
             share: fraction of a GPU to compute on; 0 for the CPU.
             device_of: called with ``share`` to create the device.
 
@@ -128,22 +128,22 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def fence(self, term: int) -> Attached:
-        """Obey the driver of this term, reject lower terms from now on, and return this worker's numbers; see Fence."""
+        """Obey the driver of this term, reject lower terms from now on, and return the previous driver's numbers."""
         with self._fence.passing(term):
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store what another driver needs to resume this run: a pickled Charter, and the tensors of these names."""
+        """Store a pickled Charter, and the initial tensors of these names, with which another driver can resume."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 
     @ray.method(concurrency_group="control")
     def charter(self) -> tuple[bytes, RunSetup | None, StoredTensors]:
-        """Return the pickled Charter (b"" without one), the run's setup (None before ``join``), and initial tensors."""
+        """Return (pickled Charter or b"", the run's setup or None before ``join``, initial tensors)."""
         return self._charter, self._setup, stored(self._initial)
 
     def rehearse(self) -> None:
-        """Import the modules of the run's optimizer, so that a spare need not spend these seconds when it is used."""
+        """Import the modules of the run's optimizer, which takes seconds, before a spare has to replace a worker."""
         assert self._setup is not None, "join() comes first"
         rehearse(self._setup.make_optimizer)
 
@@ -152,7 +152,7 @@ class _StageActor:
 
         Args:
             term: the driver's term, here and in the other methods; see Fence.
-            held_by: holder of the lease in the run's folder, as the driver read it; "" if there is no local lease.
+            held_by: lease in the run's folder, as the driver read it (``holder_of``); "" if there is no local lease.
 
         Raises:
             PlanError: this node has another folder at the run's path.
@@ -175,8 +175,8 @@ class _StageActor:
         copies, the present state is overwritten in place, so that memory never holds both.
 
         Args:
-            sources: copies, with state of optimizers; or other sources of parameters and buffers, each read from the
-                first source that has it. A string is the name of a checkpoint in the run's folder.
+            sources: in-memory copies, with state of optimizers; or sources of parameters and buffers, each of which is
+                read from the first source that has it. A string is the name of a checkpoint in the run's folder.
 
         Returns:
             Number of bytes read from other workers' copies.
@@ -198,17 +198,17 @@ class _StageActor:
         self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None,
         holds: Collection[tuple[int, int]] = (), sends: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Become worker ``worker`` of a plan, with the state of ``load`` or else the present state, and open links.
+        """Become worker ``worker`` of a plan, with the state of ``load`` if it was called, and open links.
 
         Args:
             setup: setup of the plan; if it has no programs, the present programs are kept.
             links: number of times that links were opened before; messages of earlier openings are dropped.
             holder: actor to which copies of this worker's stages are sent; None sends none.
-            holds: (stage, piece) of the copies that other workers send to this one; for pieces see CopyHeader.
+            holds: (stage, piece) of the copies that other workers send to this worker; for pieces see CopyHeader.
             sends: (stage, piece) of this worker's copies that are sent to ``holder``.
 
         Raises:
-            StageError: the state is that of other stages than the plan gives this worker.
+            StageError: the state belongs to other stages than the plan's stages of this worker.
         """
         self._fence.check(term)
         run, addresses = self._setup, setup.addresses
@@ -240,7 +240,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="orders")
     def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
-        """Store the actions of this worker to which orders refer by ``key``; for ``alone`` see Executor.run."""
+        """Store the actions (row of a schedule) that orders name by ``key``; for ``alone`` see Executor.run."""
         self._fence.check(term)
         self._rows[key] = row, alone
 
@@ -255,18 +255,18 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def halt(self, term: int, run: int) -> int:
-        """Keep ``work(run)`` from beginning more orders until ``finish_after``; return the number that have begun."""
+        """Let ``work(run)`` begin no more orders until ``finish_after``; return the number of orders begun so far."""
         self._fence.check(term)
         return self._inflow.halt(run)
 
     @ray.method(concurrency_group="control")
     def finish_after(self, term: int, run: int, count: int) -> None:
-        """End ``work(run)`` after ``count`` orders, the largest result of ``halt`` on any worker."""
+        """End ``work(run)`` after ``count`` orders; ``count`` is the largest result of ``halt`` on any worker."""
         self._fence.check(term)
         self._inflow.finish_after(run, count)
 
     def work(self, term: int, run: int) -> None:
-        """Carry out queued orders until None comes, or ``finish_after`` or ``abort`` ends the call.
+        """Run queued orders until None comes, or ``finish_after`` or ``abort`` ends the call.
 
         Args:
             run: number of this call; the driver's other calls refer to it.
@@ -312,7 +312,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
-        """Abort the running segment and end ``work``; do nothing if ``links`` is no longer the number of its links."""
+        """Abort the running segment and end ``work``; no effect if ``links`` is not the number of the present links."""
         self._fence.check(term)
         if self._executor is not None and links == self._links:
             self._copies.give_up()
@@ -320,7 +320,7 @@ class _StageActor:
             self._inflow.abort(self._work.run)
 
     def reached(self, term: int) -> WorkerProgress:
-        """Return how far this worker is in training; Ray carries this call out after ``work`` has ended."""
+        """Return the progress of this worker in training; Ray runs this call after ``work`` has ended."""
         self._fence.check(term)
         if self._executor is not None and self._generation < 0:  # it was loading another state
             return WorkerProgress(overlapping=True)
@@ -332,11 +332,10 @@ class _StageActor:
     ) -> list[list[StepReport]] | None:
         """Bring this worker to ``step`` completed optimizer steps, after ``work`` has failed.
 
-        If it has done fewer, the step in progress is finished. Gradients of a later step in progress are dropped.
+        If it has completed fewer, the step in progress is finished. Gradients of a later step in progress are dropped.
 
         Args:
-            totals: gradient norm and loss of step number ``step``, from a worker that has completed it; None if all
-                workers have.
+            totals: gradient norm and loss of step number ``step``, from a worker that has completed it; else None.
 
         Returns:
             Reports by stage of the step finished in this call; None if there was no step to finish.
@@ -353,17 +352,17 @@ class _StageActor:
         return reports
 
     def keep_copy(self, term: int, step: int, send: bool) -> None:
-        """Copy the state after ``step`` steps to memory, and with ``send`` begin to send the copies to the holder."""
+        """Copy the state after ``step`` steps to memory; with ``send``, begin to send the copies to the holder."""
         self._fence.check(term)
         self._copies.take(step, send=send, must=True, mark=self._mark)
         self._copies.wait_until_taken()
 
     def _mark(self, stage: int) -> Mark | None:
-        """Return a stage's position in the stream of train_data, between two steps; None if it reads no stream."""
+        """Return a stage's position in the stream of train_data, between two steps; None without a stream."""
         return None if self._executor is None else self._executor.works[stage].feed.mark()
 
     def _sends(self) -> bool:
-        """Return True while activations or gradients wait to be sent to a neighbour; copies wait longer then."""
+        """Return True while activations or gradients wait to be sent to a neighbour; copies are then sent slowly."""
         executor = self._executor
         return executor is not None and any(channel.busy for channel in executor.channels.values())
 
@@ -389,7 +388,10 @@ class _StageActor:
 
     @ray.method(concurrency_group="copies")
     def hold_copy(self, generation: int, header: bytes) -> bool:
-        """Begin to receive a copy of another worker's stage; the header is JSON; see WorkerCopies.hold."""
+        """Begin to receive a copy of another worker's stage; ``header`` is a CopyHeader as JSON.
+
+        See WorkerCopies.hold.
+        """
         return self._copies.hold(generation, CopyHeader.from_json(header))
 
     @ray.method(concurrency_group="copies", enable_task_events=False)
@@ -399,7 +401,7 @@ class _StageActor:
 
     @property
     def _store_links(self) -> ObjectStoreEndpoint:
-        """Endpoint of links through Ray's object store; with another transport, a new one, which has no links."""
+        """Endpoint of links through Ray's object store; with another transport, a new endpoint without links."""
         endpoint = self._endpoint
         return endpoint if isinstance(endpoint, ObjectStoreEndpoint) else ObjectStoreEndpoint()
 
@@ -410,7 +412,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="links", enable_task_events=False)
     def link_message_acked(self, link: bytes, *pieces: object) -> str:
-        """Receive a message like ``link_message``; the result acknowledges it to the sender."""
+        """Receive a message like ``link_message``; the call's result acknowledges the message to the sender."""
         return self._store_links.message(link, *pieces)
 
     @ray.method(concurrency_group="notices")
@@ -425,7 +427,7 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def spans(self) -> tuple[Span, ...]:
-        """Return the timed actions (Span) of the last segment whose order had keep_spans."""
+        """Return the timed actions (Span) of the last segment that was run with keep_spans=True."""
         return self._spans
 
     @ray.method(concurrency_group="control")
@@ -443,7 +445,7 @@ class _StageActor:
             writer.begin(folder)
 
     def restore(self, term: int, folder: str, fresh: FreshOptions) -> None:
-        """Load a checkpoint of any number of stages; the optimizer options in ``fresh`` keep their present values."""
+        """Load a checkpoint of any number of stages; optimizer options in ``fresh`` keep their present values."""
         self._fence.check(term)
         assert self._executor is not None, "configure() comes first"
         self._come = WorkerProgress()
@@ -471,7 +473,6 @@ class _StageActor:
         self._shut()
 
     def _forget_copies(self) -> None:
-        """Drop all in-memory copies, because this worker joins another run or becomes a spare."""
         self._copies.close()
         self._copies = WorkerCopies(self._sends)
 

@@ -16,6 +16,7 @@ from raypipe.engine.executor import WorkerProgress
 from raypipe.errors import LeaseError, PlanError, StageLostError
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.timeline import Span, Timeline
+from raypipe.planner.state_sources import Layout, Transition
 from raypipe.run.requests import Requests, Resize
 from raypipe.runtime.fleet import roster, spares
 from raypipe.runtime.fleet.fleet import Fleet
@@ -301,7 +302,7 @@ def test_the_longest_action_is_that_of_the_plan_in_force() -> None:
         spans = tuple(Span(0, Action(0, Op.F, 0), a, b) for a, b in itertools.pairwise(ends_s or ()))
         predicted = None if ends_s is None else Timeline(spans, "simulated")
         made: Any = SimpleNamespace(setup=None, predicted=predicted)
-        recovery._configure(made, (), ())
+        recovery._apply(made, Transition(Layout(0, ()), (), {}, None), ())
         assert (recovery._plans.made, watch.planned_s) == (made, expected_s)
 
 
@@ -324,13 +325,13 @@ def test_a_plan_whose_change_failed_after_the_workers_had_it_is_reported_by_the_
             raise error
 
     recovery._restore, recovery._keep_charter = restored, stored  # type: ignore[method-assign]
-    assert recovery._roll_back(()).plan is None
+    assert recovery.roll_back(()).plan is None
     lighter: Any = SimpleNamespace(**vars(before))
     recovery._lighter = lighter
     with pytest.raises(StageLostError):
-        recovery._roll_back(())
-    assert recovery._roll_back(()).plan is lighter
-    assert recovery._roll_back(()).plan is None, "it is told once"
+        recovery.roll_back(())
+    assert recovery.roll_back(()).plan is lighter
+    assert recovery.roll_back(()).plan is None, "it is told once"
 
 
 def test_a_withdrawn_resize_is_refused_and_the_halted_fleet_goes_on() -> None:
