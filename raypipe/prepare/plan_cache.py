@@ -144,7 +144,8 @@ def _surroundings() -> dict[str, Any]:
         "path": list(sys.path),
         "python": [sys.version, str(sys.flags)],
         "machine": [platform.machine(), device_name(), os.cpu_count(), processors],
-        "torch": [torch.__version__, torch.get_num_threads(), torch.get_default_device(), torch.cuda.device_count()],
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "torch": [torch.__version__, torch.get_num_threads(), torch.get_default_device()],
         "settings": torch_settings().values,
     }
 

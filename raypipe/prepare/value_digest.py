@@ -16,6 +16,7 @@ import functools
 import hashlib
 import re
 import sys
+import threading
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -30,16 +31,16 @@ _BY_REPR = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type(...), type(NotImplemented),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype,
 )  # fmt: skip
-_BY_NAME = (types.ModuleType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _DICTS = (dict, types.MappingProxyType)
 _ITEMS = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
-_WITHOUT_STATE = {"logging", "threading", "_thread", "typing"}
-"""Modules of the standard library whose objects do not change what is computed."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _ENDS_OF_CLASSES = (object, dict, list, tuple, set, frozenset, str, int, float, collections.OrderedDict,
                     collections.defaultdict)  # fmt: skip
 _HASHES = {"_original_object_hash"}
 """Attribute of transformers' GenerationConfig: the hash of its other attributes, which is another in each process."""
+_CACHE = type(functools.lru_cache(repr))
 _HEAP_TYPE = 1 << 9
 """Flag of a class that is no static type of C, see CPython's Include/object.h."""
 
@@ -85,10 +86,12 @@ class _Walk:
     def add(self, value: Any) -> None:
         """Add a value of any type."""
         kind = type(value)
-        if kind in _BY_REPR:
+        if kind in _BY_REPR or isinstance(value, np.dtype):
             self._put(kind.__name__, repr(value))
-        elif isinstance(value, _BY_NAME):
-            self._put(kind.__name__, getattr(value, "__name__", ""), str(value) if kind in _BY_NAME[1:] else "")
+        elif isinstance(value, types.ModuleType):
+            self._put("module", value.__name__)
+        elif kind in _OPERATIONS:
+            self._put(kind.__name__, str(value))
         elif self._is_known(value):
             return
         elif isinstance(value, torch.Tensor):
@@ -97,8 +100,10 @@ class _Walk:
             self._class(value)
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif kind.__module__ in _WITHOUT_STATE:
+        elif kind in _LOCKS or kind.__module__ == "logging":  # which refers to all loggers of the process
             self._put("without state", kind.__qualname__)
+        elif kind.__module__ == "typing":
+            self._put(kind.__qualname__, repr(value))
         elif not self._plain_object(value, kind):
             self._object(value, kind)
 
@@ -126,6 +131,10 @@ class _Walk:
             self._all((value.__self__, value.__func__))
         elif kind in (staticmethod, classmethod):
             self.add(value.__func__)
+        elif kind is _CACHE:
+            if value.cache_info().currsize and _is_own(value.__module__):
+                raise UnreadableError(f"results in the cache of {value.__qualname__}")
+            self.add(value.__wrapped__)
         elif kind is property:
             self._all((value.fget, value.fset, value.fdel))
         elif kind in (types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType,
@@ -245,7 +254,7 @@ class _Walk:
                 raise UnreadableError(f"{kind.__module__}.{kind.__qualname__}")
         self.add(kind)
         if held is not None:
-            for name in sorted(held.keys() - _HASHES):
+            for name in sorted(held.keys() - (_HASHES if kind.__module__.startswith("transformers.") else set())):
                 self._put(name)
                 self.add(held[name])
         for base in kind.__mro__:

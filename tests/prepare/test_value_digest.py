@@ -133,10 +133,17 @@ def test_globals_and_class_attributes_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert digest_of(built()) == before
 
 
+@functools.cache
+def remembered() -> int:
+    return 1
+
+
 HIDDEN: dict[str, Callable[[], Any]] = {
     "an open file": lambda: Path(os.devnull).open(),  # noqa: SIM115
     "a generator": lambda: (x for x in [1]),
     "an object of an extension": lambda: torch._C.Graph(),
+    "values of a thread": threading.local,
+    "results in a cache": lambda: remembered() and remembered,
     "a sparse tensor": lambda: torch.eye(2).to_sparse(),
     "a set of objects": lambda: {object()},
     "an array of objects": lambda: np.array([object()]),
