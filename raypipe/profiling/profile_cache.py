@@ -2,14 +2,13 @@
 
     key = SHA-256 of: code, attributes, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
 
-A file is complete or absent, and an unreadable one counts as absent. Nothing is ever unpickled.
+Files are those of a JsonCache.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import Any
 import torch
 
 from raypipe.capture import Capture
-from raypipe.engine.io.storage import Place, PlaceError
+from raypipe.engine.io.storage import PlaceError
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
 from raypipe.profiling.fingerprint import fingerprint
+from raypipe.profiling.json_cache import JsonCache, cache_folder
 from raypipe.profiling.measure import (
     PROFILE_BUDGET_S,
     REPEATS,
@@ -35,16 +35,6 @@ from raypipe.profiling.measure import (
 
 MEASURING = 7
 """Version of the measuring method, a part of the cache key: profiles of other versions are not read."""
-
-
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Return the folder ``profiles`` in RAYPIPE_CACHE_DIR, or in ~/.cache/raypipe if that is not set.
-
-    Args:
-        environment: environment variables; None for those of this process.
-    """
-    chosen = (os.environ if environment is None else environment).get("RAYPIPE_CACHE_DIR")
-    return (Path(chosen) if chosen else Path.home() / ".cache" / "raypipe") / "profiles"
 
 
 def cached_profile(
@@ -118,22 +108,13 @@ def _code(program: StageProgram) -> Any:
 
 def load_profile(folder: Path, key: str) -> Profile | None:
     """Read the saved profile; None if it is missing or damaged."""
+    content = JsonCache(folder).load(key)
     try:
-        content = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        if content["sha256"] != _checksum(content["profile"]):
-            return None
-        return Profile.from_json(json.dumps(content["profile"]))
-    except (OSError, PlanError, KeyError, TypeError, ValueError):
+        return None if content is None else Profile.from_json(json.dumps(content))
+    except PlanError:
         return None
 
 
 def save_profile(folder: Path, key: str, profile: Profile) -> None:
-    """Write a profile to the cache atomically: a reader finds a complete file or none."""
-    content = json.loads(profile.to_json())
-    data = json.dumps({"sha256": _checksum(content), "profile": content}, indent=1).encode()
-    # Two processes may measure one model at once.
-    Place.of(folder).write_bytes(f"{key}.json", data, partial=f".{key[:12]}.{os.getpid()}.tmp")
-
-
-def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    """Write a profile to the cache, as a file of its own."""
+    JsonCache(folder).save(key, json.loads(profile.to_json()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.capture import Capture, capture
-from raypipe.profiling import profile_cache
-from raypipe.profiling.profile_cache import cache_folder, cached_profile, load_profile, profile_key, save_profile
+from raypipe.profiling import json_cache
+from raypipe.profiling.json_cache import JsonCache, cache_folder
+from raypipe.profiling.profile_cache import cached_profile, load_profile, profile_key, save_profile
 from tests import nets
 from tests.exactness import captured
 from tests.models import CASES
@@ -61,7 +63,7 @@ def test_a_key_changes_with_the_model_and_its_data() -> None:
 def damaged(path: Path) -> list[bytes]:
     whole = path.read_bytes()
     found = json.loads(whole)
-    found["profile"]["graph"]["nodes"][0]["forward_s"] *= 2
+    found["content"]["graph"]["nodes"][0]["forward_s"] *= 2
     return [b"", whole[: len(whole) // 2], whole[:-1], b"\xff\xfe", b"[]", b"{}", json.dumps(found).encode()]
 
 
@@ -92,7 +94,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     profile = profiled("mlp")
     save_profile(tmp_path, "a", profile)
-    monkeypatch.setattr(profile_cache, "_checksum", full)
+    monkeypatch.setattr(json_cache, "_checksum", full)
     with pytest.raises(OSError, match="No space"):
         save_profile(tmp_path, "a", profile)
     monkeypatch.undo()
@@ -101,5 +103,13 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_where_profiles_are_kept() -> None:
-    assert cache_folder({"RAYPIPE_CACHE_DIR": "/somewhere"}) == Path("/somewhere/profiles")
-    assert cache_folder({}) == Path.home() / ".cache" / "raypipe" / "profiles"
+    assert cache_folder(environment={"RAYPIPE_CACHE_DIR": "/somewhere"}) == Path("/somewhere/profiles")
+    assert cache_folder(environment={}) == Path.home() / ".cache" / "raypipe" / "profiles"
+
+
+def test_the_newest_files_are_kept(tmp_path: Path) -> None:
+    cache = JsonCache(tmp_path, most=3)
+    for number in range(5):
+        cache.save(str(number), [number])
+        os.utime(tmp_path / f"{number}.json", (number, number))
+    assert [cache.load(str(number)) for number in range(5)] == [None, None, [2], [3], [4]]
