@@ -203,7 +203,7 @@ class Job:
         If stages leave out checks in forward, these are made on the first mini-batch.
 
         Raises:
-            RaypipeError: their results differ, a check fails, or the model has tensors on the meta device and no sources
+            RaypipeError: results differ, a check fails, or the model has tensors on the meta device and no sources
                 of their values.
         """
         opened, captured, source, size = (
