@@ -124,9 +124,11 @@ def _on_paper(
 def _say(schedule: Schedule, timeline: Timeline, ideal_ms: float) -> None:
     from raypipe.planner.schedule.text import draw
 
-    picture = draw(schedule)
-    if max(map(len, picture.splitlines())) <= WIDEST_PICTURE:
-        typer.echo(picture)
+    # Every action takes at least three characters: most pictures that are too wide are not drawn at all.
+    if 3 * max(map(len, schedule.body)) <= WIDEST_PICTURE:
+        picture = draw(schedule)
+        if max(map(len, picture.splitlines())) <= WIDEST_PICTURE:
+            typer.echo(picture)
     typer.echo(
         f"{schedule.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
         f"of it; 1f1b takes {ideal_ms:.1f} ms where sending takes no time"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, overload
 
-from raypipe.ir.schedule import COMPUTE, Action, Op, PackedRow
+from raypipe.ir.schedule import COMPUTE, OPS, Action, Op, PackedRow
 
 
 class Span(NamedTuple):
@@ -92,6 +92,8 @@ class Timeline:
 
     @property
     def num_workers(self) -> int:
+        if isinstance(self.spans, PackedSpans):
+            return 1 + max(self.spans.worker, default=-1)
         return 1 + max((s.worker for s in self.spans), default=-1)
 
     @property
@@ -99,6 +101,8 @@ class Timeline:
         """Seconds from the first start to the last end."""
         if not self.spans:
             return 0.0
+        if isinstance(self.spans, PackedSpans):
+            return max(self.spans.end_s) - min(self.spans.start_s)
         return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
 
     def busy_s(self, worker: int) -> float:
@@ -108,9 +112,24 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Share of worker time that no compute action used: 0 is perfect, (S-1)/(M+S-1) is 1F1B's."""
+        busy_s = [array("d") for _ in range(self.num_workers)]
+        for worker, computes, start_s, end_s in self._computing():
+            if computes:
+                busy_s[worker].append(end_s - start_s)
         span = self.makespan_s * self.num_workers
-        busy_s = sum(s.end_s - s.start_s for s in self.spans if s.action.op in COMPUTE)
-        return 1.0 - busy_s / span if span else 0.0
+        return 1.0 - sum(map(sum, busy_s)) / span if span else 0.0
+
+    def _computing(self) -> Iterator[tuple[int, bool, float, float]]:
+        """Yield (worker, True if it computes, start, end) of every span, without making objects of packed ones."""
+        spans = self.spans
+        if isinstance(spans, PackedSpans):
+            by_code = [op in COMPUTE for op in OPS]
+            yield from zip(
+                spans.worker, map(by_code.__getitem__, spans.actions.op), spans.start_s, spans.end_s, strict=True
+            )
+        else:
+            for span in spans:
+                yield span.worker, span.action.op in COMPUTE, span.start_s, span.end_s
 
     def _repr_html_(self) -> str:
         from raypipe.viz.timeline_svg import timeline_svg

@@ -80,8 +80,8 @@ class CompiledRows:
     source: Ints
     groups: tuple[Ints, ...]
     untimed: list[int]
-    work: Ints
-    message: Ints
+    work: NDArray[np.integer]
+    message: NDArray[np.integer]
     link: Ints
     num_links: int
 

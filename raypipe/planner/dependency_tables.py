@@ -364,7 +364,9 @@ class _Nodes:
             first.append(first[-1] + int(np.count_nonzero(starts)) + 1)
         count, none = first[-1] + 1, self._wiring.num_stages * len(OPS)
         workers = len(self._rows)
-        source, work, message = (np.full(count, value, dtype=np.int32) for value in (count - 1, none, none))
+        source = np.full(count, count - 1, dtype=np.int32)
+        small = np.dtype(np.int16 if none < 1 << 15 else np.int32)
+        work, message = (np.full(count, none, dtype=small) for _ in range(2))
         link, untimed = np.zeros(count, dtype=np.int32), []
         for worker, (op, own) in enumerate(self._parts()):
             stage, _, microbatch = self._rows[worker]
