@@ -29,6 +29,7 @@ from raypipe.data.open_data import Source, open_data
 from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.stage.activation_checkpointing import key_checkpoints
 from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.engine.stage.module_copy import copy_of
 from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.torch_settings import one_thread
@@ -166,7 +167,7 @@ def _columns(source: Source, loss_fn: LossFn | None) -> tuple[Any, ...]:
 
 
 def _reduction(model: torch.nn.Module, source: Source, loss_fn: LossFn | None, config: PipelineConfig) -> Reduction:
-    if config.loss_reduction not in ("auto", "per_microbatch"):
+    if config.loss_reduction not in ("auto", "per_microbatch") and config.loss_over != "minibatch":
         return config.loss_reduction
     columns = _columns(source, loss_fn)
     example: Any = source.read(0, 0, min(MANY_ROWS, source.num_samples), columns)
@@ -194,19 +195,41 @@ def _accumulate(
     weights = loss_weights(reduction, sizes, _counted(whole, columns, loss_fn, reduction, sizes))
     whole = pytree.tree_map(lambda tensor: tensor.to(device), whole)
     total: torch.Tensor | None = None
+    outputs: list[Any] = []
     for index, weight in enumerate(weights):
         at = sum(sizes[:index])
         cut = slice(at, at + sizes[index])
         key = RandomKey(seed, segment.first_step, segment.first_microbatch + index)
         with KeyedRandomness(key), _made_on(device):
             output, target = _forward(model, whole, cut, loss_fn)
+        if isinstance(reduction, WholeMinibatch):
+            outputs.append(output)
+            continue
         if weight == 0.0:  # it went through the model, for its buffers, but an average over nothing is nan
             continue
         loss = (loss_fn(output, target) if loss_fn is not None else own_loss(model, output)) * weight
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
+    if isinstance(reduction, WholeMinibatch) and loss_fn is not None:
+        return _over_minibatch(outputs, lambda joined: loss_fn(joined, whole[-1]), reduction)
     assert total is not None
     return total
+
+
+def _over_minibatch(
+    outputs: Sequence[Any], loss_of: Callable[[Any], torch.Tensor], rule: WholeMinibatch
+) -> torch.Tensor:
+    """Compute one loss over the outputs of all micro-batches, and run their backwards in the order of micro-batches."""
+    leaves = [[x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)] for output in outputs]
+    cut = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(outputs))
+    loss = loss_of(rule.join_returned(cut))
+    loss.backward()
+    for roots, output in zip(leaves, cut, strict=True):
+        grads = [x.grad for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        known = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+        if known:
+            torch.autograd.backward([root for root, _ in known], [grad for _, grad in known])
+    return loss.detach()
 
 
 def _counted(

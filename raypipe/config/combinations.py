@@ -23,6 +23,11 @@ def replicated(config: PipelineFields) -> bool:
     return config.num_replicas == "auto" or max(_replicas(config)) > 1
 
 
+def last_is_replicated(config: PipelineFields) -> bool:
+    """Return True if the configuration gives the last stage several workers; False if the planner chooses them."""
+    return config.num_replicas != "auto" and _replicas(config)[-1] > 1
+
+
 def laned(config: PipelineFields) -> bool:
     """Return True if gradients are, or may be, summed in several lanes: with num_lanes above 1, or with replicas."""
     return replicated(config) or config.num_lanes not in ("auto", 1)
@@ -219,6 +224,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _if("loss_reduction", lambda c: _per_replica(c) and c.loss_reduction not in ("auto", "mean", "sum")),
         "is not possible with {}: a stage averages over its own samples, and only the last stage has their targets",
         "Set loss_reduction='mean' or 'sum', or give update_interval a number",
+    ),
+    Exclusion(
+        "loss_reduction", _unused("loss_reduction", "loss_over", lambda c: c.loss_over == "minibatch"),
+        "has no effect with {}: micro-batches have no losses to weigh",
+        "Leave loss_reduction out, or set loss_over='microbatch'",
+    ),
+    Exclusion(
+        "loss_over", _if("schedule", lambda c: c.loss_over == "minibatch" and not _kind(c).synchronous),
+        "is not possible with {}, whose updates do not wait for a whole mini-batch", "Set schedule='gpipe'",
     ),
     Exclusion(
         "num_replicas", _if("partitioner", lambda c: c.num_replicas == "auto" and c.partitioner == "parameters"),

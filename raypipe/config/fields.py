@@ -42,6 +42,11 @@ class PipelineFields:
             rows. It refuses a loss that cannot be computed from micro-batches with any weights, such as the load
             balancing of experts; "per_microbatch" computes such a loss for each micro-batch, weighted by the items of
             its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in the same way.
+        loss_over: samples over which a loss_fn is computed. "microbatch" computes the loss of each micro-batch and
+            weights it by ``loss_reduction``. "minibatch" computes it once, over the outputs of all micro-batches, as
+            losses need that compare samples with each other (contrastive losses); all forwards of a step then precede
+            its backwards (schedule "gpipe"), so that every stage holds all micro-batches, and the last stage has one
+            worker. "auto" is "microbatch", or "minibatch" if no weights of micro-batches make the loss.
         partitioner: "prefix_sum" cuts the profiled operations in execution order, "antichain" in any order that their
             dependencies allow; "auto" takes the better of the two. "parameters" profiles nothing and gives all stages
             about equal parameter bytes. A list of module names begins a new stage at each of these modules.
@@ -161,6 +166,7 @@ class PipelineFields:
     minibatch_size: int | Auto = "auto"
     num_microbatches: int | Auto = "auto"
     loss_reduction: str | Callable[[Any], float] = "auto"
+    loss_over: str = "auto"
     partitioner: str | Sequence[str] = "auto"
     profile_budget_s: float = 10.0
     schedule: str = "auto"

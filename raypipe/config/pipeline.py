@@ -98,6 +98,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "num_microbatches": _AUTO | _integer(1),
     "loss_reduction": _one_of("auto", "mean", "sum", "valid_tokens", "per_microbatch")
     | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
+    "loss_over": _one_of("auto", "microbatch", "minibatch"),
     "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
     "profile_budget_s": _number(0),

@@ -29,6 +29,7 @@ from raypipe.engine.stage.eval_metrics import EvalMetrics
 from raypipe.engine.stage.feed import Feed, MicrobatchData
 from raypipe.engine.stage.gradients import GradientSink
 from raypipe.engine.stage.losses import LossTerm, counting, loss_parts, summed
+from raypipe.engine.stage.minibatch_loss import MinibatchOutputs
 from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import StageBuffers, StageProgram
@@ -143,6 +144,7 @@ class StageWork:
         evaluates = placement.leads and self.last and "eval" in run.sources
         self._metrics = EvalMetrics(run.metrics) if evaluates and run.metrics else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
+        self._whole = MinibatchOutputs(run.settings.loss_reduction if self.last else None)
         self._losses: list[tuple[int, int, torch.Tensor, float]] = []  # micro-batch, part, value, share
         self._output_grad_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
@@ -175,6 +177,7 @@ class StageWork:
     def drop(self) -> None:
         """Drop all micro-batches in flight with their activations, after the step was aborted."""
         self._stash.drop()
+        self._whole.clear()
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
@@ -195,6 +198,7 @@ class StageWork:
         self.counters = StepCounters.of(self.stage, len(self._stash), measure=measure)
         self._losses.clear()
         self._output_grad_tensors.clear()
+        self._whole.clear()
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for a message to the counters."""
@@ -290,11 +294,17 @@ class StageWork:
         except Exception as error:
             self._add_sample_note(error, compute, arguments, microbatch)
             raise
-        if self.last:
-            self._note_loss(outputs, data, microbatch)
         if self._training or not self.last:
             self._stash.hold(microbatch, inputs, outputs, recompute)
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
+        if self._whole.used:
+            self._whole.add(outputs, {name: columns[name] for name in self.program.targets})
+            if recompute is not None:
+                self._stash.outputs(microbatch, keep=True)  # freed with the loss
+            if len(self._whole) == len(self._segment.microbatch_samples):
+                self._compute_whole_loss(microbatch)
+        elif self.last:
+            self._note_loss(outputs, data, microbatch)
 
     def _bind(self, microbatch: int, stamp: int) -> Callable[[ForwardInputs], Tensors]:
         """Return the stage's function, bound to a micro-batch's random key and weights.
@@ -326,11 +336,12 @@ class StageWork:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage and return the parts of its loss; in an evaluation, add its outputs to the metrics."""
-        outputs = compute(arguments)
-        losses = outputs if self._training else self.program.loss_outputs(outputs)
-        loss, targets = self._loss[self._mode], self.program.targets
-        parts = loss_parts(loss, targets, losses, arguments.columns, data.weights, microbatch)
+        """Run the last stage; return the parts of its loss, or with ``_whole`` its outputs; add them to the metrics."""
+        outputs = parts = compute(arguments)
+        if not self._whole.used:
+            losses = outputs if self._training else self.program.loss_outputs(outputs)
+            loss, targets = self._loss[self._mode], self.program.targets
+            parts = loss_parts(loss, targets, losses, arguments.columns, data.weights, microbatch)
         if self._metrics is not None and not self._training:
             samples = self._segment.microbatch_samples[microbatch - self._segment.first_microbatch]
             on_host = self._transfer.to_host(outputs, TransferKind.METRICS)
@@ -349,7 +360,7 @@ class StageWork:
 
         def run(rows: ForwardInputs) -> None:
             outputs = compute(rows._replace(buffers={name: x.clone() for name, x in arguments.buffers.items()}))
-            if (loss := self._loss[self._mode]) is not None:
+            if (loss := self._loss[self._mode]) is not None and not self._whole.used:
                 losses = outputs if self._training else self.program.loss_outputs(outputs)
                 loss(losses, [rows.columns[name] for name in self.program.targets])
 
@@ -386,6 +397,16 @@ class StageWork:
         if self._training and counted:
             output_grads = tuple(self._output_grad(data.weights[at], part.dtype) for at, part in counted)
             self._stash.set_output_grads(microbatch, output_grads)
+
+    def _compute_whole_loss(self, microbatch: int) -> None:
+        """Compute the loss of the mini-batch; in training, store its gradients by the outputs for the backwards."""
+        loss_fn, joined = self._loss[self._mode], self._whole.joined(self._mode)
+        (loss,) = loss_parts(loss_fn, self.program.targets, *joined, (1.0,), microbatch)
+        self._losses.append((microbatch, 0, loss.detach(), 1.0))
+        if self._training:
+            for number, grads in self._whole.gradients(loss, self._output_grad(1.0, loss.dtype), microbatch):
+                self._stash.set_output_grads(number, grads)
+        self._whole.clear()
 
     def _output_grad(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)

@@ -33,6 +33,7 @@ from raypipe.capture.guards import in_mode
 from raypipe.capture.own_loss import own_loss
 from raypipe.capture.python_state import Memory, read_memory
 from raypipe.engine.device.device import memory_bytes, process_bytes
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.engine.stage.randomness import (
     KeyedRandomness,
     RandomKey,
@@ -189,10 +190,14 @@ class LossTrial:
     Args:
         loss_fn: (output, target) -> scalar; None if the model returns its own loss.
         seed: seed of the random key for the model's draws.
+        rule: rule by which the loss_fn gets the joined outputs of both halves of the rows, which are then not divided
+            into micro-batches; None gives it the output of all rows.
     """
 
-    def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
-        self._model, self._loss_fn, self._seed = model, loss_fn, seed
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int, rule: WholeMinibatch | None = None
+    ) -> None:
+        self._model, self._loss_fn, self._seed, self._rule = model, loss_fn, seed, rule
         self._draws = False
 
     def outputs(self, rows: Columns) -> Any:
@@ -260,6 +265,8 @@ class LossTrial:
 
         self._draws = False
         with _trying(self._model, training=training) as (put_back, changed):
+            if self._rule is not None:
+                return Tried(loss_of(rows), (), gradients.tolerance)
             return _group_losses(rows, loss_of, gradients)
 
     def loss(self, rows: Columns) -> torch.Tensor:
@@ -313,7 +320,11 @@ class LossTrial:
     def _run(self, rows: Columns) -> Any:
         values = {name: column.clone() for name, column in rows.items()}
         with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
-            if self._loss_fn is not None:
+            if self._rule is not None:
+                inputs, half = list(values.values())[:-1], len(next(iter(values.values()))) // 2
+                parts = [[x[cut] for x in inputs] for cut in (slice(0, half), slice(half, None))]
+                output = self._rule.join_returned([self._model(*part) for part in parts])
+            elif self._loss_fn is not None:
                 output = self._model(*list(values.values())[:-1])
             elif all(isinstance(name, int) for name in values):
                 output = self._model(*values.values())

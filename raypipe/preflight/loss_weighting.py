@@ -4,7 +4,8 @@
 
     graph of the loss       shows what it averages over: labels other than -100, samples, ...; or that it adds up
     a few real rows         show if the weighted losses and gradients of micro-batches add up to those of all rows
-    no weights fit          ConfigError with the numbers; only a note in the plan if a mini-batch is one micro-batch
+    no weights fit          the loss is computed over the whole mini-batch (loss_over); ConfigError with the numbers if
+                            that is impossible; only a note in the plan if a mini-batch is one micro-batch
 
 "per_microbatch" takes the loss of each micro-batch as it is, weighted by the number of items that its main term
 averages over. A loss_fn is traced by itself on the model's outputs; a model that returns its own loss has been traced
@@ -28,6 +29,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.initial.meta_init import empty_like_on_host
 from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
 from raypipe.errors import CaptureError, ConfigError, DataError
+from raypipe.preflight.loss_over import NOTE, WHY, minibatch_rule, require_rule, why_not
 from raypipe.preflight.loss_trial import (
     MANY_ROWS,
     Grouping,
@@ -87,7 +89,7 @@ def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
 def find_reduction(
     model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, pipeline: PipelineConfig
 ) -> LossReduction:
-    """Return the reduction that the user set, or find one for loss_reduction="auto".
+    """Return the reduction that the user set, or find one for loss_reduction="auto" and loss_over.
 
     Args:
         rows: samples by column, as the model reads them. A few of them go through the model, more through a loss_fn.
@@ -99,12 +101,26 @@ def find_reduction(
     field, several = pipeline.loss_reduction, pipeline.several_microbatches
     weightless = any(p.is_meta for p in model.parameters())
     few = {name: column[: rows_through(model)] for name, column in rows.items()}
+    if pipeline.loss_over == "minibatch":
+        return LossReduction(require_rule(model, loss_fn, captured, few, pipeline), NOTE.format(why=""))
+
+    def over_minibatch(refusal: ConfigError | DataError) -> LossReduction:
+        if pipeline.loss_over == "microbatch" or loss_fn is None or why_not(pipeline, loss_fn):
+            raise refusal
+        rule = minibatch_rule(model, loss_fn, captured, few, pipeline.seed)
+        if rule is None:
+            raise refusal
+        return LossReduction(rule, NOTE.format(why=WHY))
+
     # Always for a loss_fn without weights: verify, which would find that it draws or fails, does not run without them.
     tried = _trials(model, loss_fn, captured, few, pipeline.seed) if weightless and loss_fn is not None else None
     terms = captured.terms if loss_fn is None else _terms_of_loss_fn(model, loss_fn, captured, few, pipeline.seed)
     if terms is not None and terms.bent and field not in ("mean", "per_microbatch"):
         if several and (field == "auto" or loss_fn is None):
-            raise _refusal_of_bend(terms.bent, pipeline)
+            bent = _refusal_of_bend(terms.bent, pipeline, loss_fn)
+            if field != "auto":
+                raise bent
+            return over_minibatch(bent)
         if field == "auto" and loss_fn is not None:
             return LossReduction(_candidates(terms, few)[0], _ONE_ONLY)
     if field == "per_microbatch" and terms is not None and terms.main is not None:
@@ -128,10 +144,10 @@ def find_reduction(
         raise ConfigError(_UNTRIED.format(one=pipeline.one_microbatch))
     candidates = _candidates(terms, few)
     try:
-        chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline)
-    except (ConfigError, DataError):
+        chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline, loss_fn)
+    except (ConfigError, DataError) as refusal:
         if several:
-            raise
+            return over_minibatch(refusal)
         return LossReduction(candidates[0], _ONE_ONLY)
     uncompared = next((tried.without_gradients for tried in trials if tried.without_gradients), "")
     if loss_fn is None and not trials and weighted:
@@ -140,12 +156,22 @@ def find_reduction(
     return chosen._replace(note="; ".join(filter(None, (chosen.note, note))))
 
 
-def _refusal_of_bend(operation: str, pipeline: PipelineConfig) -> ConfigError:
+def _instead(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
+    """Return a sentence on how to compute a loss_fn over the whole mini-batch; "" for a loss of the model."""
+    if loss_fn is None:
+        return ""
+    if pipeline.loss_over == "microbatch":
+        return " loss_over='minibatch' computes it once over the mini-batch."
+    reason = why_not(pipeline, loss_fn)
+    return f" It is not computed over the mini-batch (loss_over), because {reason}." if reason else ""
+
+
+def _refusal_of_bend(operation: str, pipeline: PipelineConfig, loss_fn: LossFn | None) -> ConfigError:
     return ConfigError(
         f"loss_reduction='auto': the loss takes {operation} of an average over the samples. Of the averages of "
         "micro-batches it is another loss as soon as one of them lies on the other side of the bend, though until then "
         f"they add up. Set {pipeline.one_microbatch} to keep it exact, or loss_reduction='per_microbatch' to give each "
-        "micro-batch a bend of its own."
+        f"micro-batch a bend of its own.{_instead(pipeline, loss_fn)}"
     )
 
 
@@ -190,7 +216,7 @@ def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
 
 def _fitting(
     candidates: Sequence[Reduction], terms: LossTerms | None, trials: Sequence[Tried], target: Any,
-    pipeline: PipelineConfig,
+    pipeline: PipelineConfig, loss_fn: LossFn | None,
 ) -> LossReduction:  # fmt: skip
     """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
 
@@ -216,7 +242,7 @@ def _fitting(
         for _, grouping in pairs:
             counts.weights(grouping.parts, grouping.sizes)
     what = counts.words if counts else str(candidates[0])
-    raise _refusal(pairs, lambda grouping: _weights_of(candidates[0], grouping, target), what, pipeline)
+    raise _refusal(pairs, lambda grouping: _weights_of(candidates[0], grouping, target), what, pipeline, loss_fn)
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
@@ -263,7 +289,7 @@ def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig
     tried = try_parts(captured, rows, pipeline.seed) if pipeline.several_microbatches else None
     pairs = [(tried, grouping) for grouping in tried.groupings] if tried else []
     if any(misfit(some, grouping, [1.0] * len(grouping.sizes)) for some, grouping in pairs):
-        raise _refusal(pairs, lambda grouping: [1.0] * len(grouping.sizes), counts.words, pipeline)
+        raise _refusal(pairs, lambda grouping: [1.0] * len(grouping.sizes), counts.words, pipeline, None)
     return LossReduction(
         counts, f"its terms average over {counts.words}, and micro-batches weigh in each by how many they have"
     )
@@ -326,7 +352,7 @@ def _terms_of_loss_fn(
 
 def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
-    pipeline: PipelineConfig,
+    pipeline: PipelineConfig, loss_fn: LossFn | None,
 ) -> ConfigError:  # fmt: skip
     """Build the error with the numbers of the first micro-batches whose losses, weighted by ``weigh``, do not fit."""
     tried, grouping, wrong = next(
@@ -342,7 +368,7 @@ def _refusal(
         "rows of a batch with each other, as the load balancing of experts and a BatchNorm with "
         "track_running_stats=False do, or averages in a way that cannot be counted from the data. Set "
         f"{pipeline.one_microbatch} to keep it exact, loss_reduction='per_microbatch' to give each micro-batch a loss "
-        "of its own, or a function that counts the items of a target."
+        f"of its own, or a function that counts the items of a target.{_instead(pipeline, loss_fn)}"
     )
 
 

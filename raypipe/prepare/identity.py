@@ -30,6 +30,7 @@ from raypipe.data.open_data import Source
 from raypipe.engine.initial.meta_init import ModuleInit
 from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, new_optimizer, rate_of
 from raypipe.engine.stage.losses import LossCounts
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.ir.plan import Plan
 from raypipe.ir.weights import VersionRule
@@ -72,7 +73,7 @@ def settings_of(
         **source_labels("train_data", sources["train"]),
     }
     free: dict[str, Any] = {
-        REDUCTION: reduction.words if isinstance(reduction, LossCounts) else name_of(reduction),
+        REDUCTION: reduction.words if isinstance(reduction, LossCounts | WholeMinibatch) else name_of(reduction),
         "schedule": "synchronous" if plan.weights.interval is None else pipeline.schedule,
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
@@ -93,7 +94,8 @@ def settings_of(
     trained = [(name, torch.nn.Parameter(x.detach())) for name, x in job.tensors.items() if x.requires_grad]
     of_class, chosen = optimizer_labels(trained, job.arguments.optimizer, job.arguments.lr_scheduler)
     versions = {"raypipe": __version__, "torch": str(torch.__version__)}
-    code = {**job.model_code, REDUCTION: name_of(pipeline.loss_reduction)}
+    over = "" if pipeline.loss_over == "auto" else f" over the {pipeline.loss_over}"
+    code = {**job.model_code, REDUCTION: f"{name_of(pipeline.loss_reduction)}{over}"}
     return RunIdentity({**fixed, **of_class}, {**free, **chosen}, versions, code)
 
 

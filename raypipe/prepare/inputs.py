@@ -183,7 +183,8 @@ def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfi
     if size != pipeline.minibatch_size:
         pipeline = replace(pipeline, minibatch_size=size)
     if pipeline.compile_stages != "off" and pipeline.schedule == "auto" and not laned(pipeline):
-        return replace(pipeline, schedule="slack")  # as "auto", without "zb-h1", which splits backwards
+        # As "auto", without "zb-h1", which splits backwards.
+        return replace(pipeline, schedule="gpipe" if pipeline.loss_over == "minibatch" else "slack")
     return pipeline
 
 

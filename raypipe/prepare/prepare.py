@@ -13,14 +13,18 @@ import torch
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.device_functions import notes_of
 from raypipe.engine.optim.state import Settings
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.errors import DataError, PlanError
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import pruned
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Op
+from raypipe.planner.search import microbatches
 from raypipe.planner.segments import evaluation_segments
 from raypipe.preflight.arguments import Arguments, in_one_paragraph, undisturbed
 from raypipe.preflight.dry_run import rehearse_single, takes_one_row
+from raypipe.preflight.loss_over import loss_bytes
 from raypipe.preflight.loss_trial import MANY_ROWS
 from raypipe.preflight.loss_weighting import check_per_replica, find_reduction
 from raypipe.preflight.metric_trial import try_on_smallest
@@ -83,12 +87,18 @@ def prepare(
         rows = _rows(opened, pipeline)
         reduction, counted = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
     check_per_replica(pipeline, reduction)
+    whole = isinstance(reduction, WholeMinibatch)
+    if whole:
+        opened = _flushed_before_loss(opened, pipeline)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
         profiled = _measured(opened, pipeline, rates, by_size=wants_curve(pipeline))
+    if isinstance(reduction, WholeMinibatch) and profiled is not None:
+        profiled = _with_loss(profiled, opened, reduction)
     basis = dataclasses.replace(
         _basis(arguments, opened, pipeline, cluster, profiled),
         loss_words=counted,
+        whole_loss=whole,
         processors=shared_processors() if here and rates is None else None,
     )
     with shown_while("planning"):
@@ -103,6 +113,29 @@ def prepare(
     return reduce(Job.noting, filter(None, notes), job)
 
 
+def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
+    """Return the opened arguments with a request for a loss over the whole mini-batch.
+
+    All forwards precede the backwards, and the last stage gets one worker.
+    """
+    request, last = opened.request, len(opened.captured.graph.nodes) - 1
+    schedule = "gpipe" if pipeline.schedule == "auto" else request.schedule
+    alone = (last,) if request.replicas is None else ()
+    return dataclasses.replace(opened, request=dataclasses.replace(request, schedule=schedule, changing=alone))
+
+
+def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch) -> Profile:
+    """Count the bytes of the loss over a mini-batch as workspace of the last operation, when all outputs are held."""
+    samples, _, _ = microbatches(opened.request, opened.request.requested_stages or 1)
+    nbytes = loss_bytes(opened.captured, rule, samples)
+    if nbytes is None:
+        note = "the loss does not run on the meta device, so that its memory over a mini-batch is not planned."
+        return dataclasses.replace(profiled, notes=(*profiled.notes, note))
+    *others, last = profiled.graph.nodes
+    last = dataclasses.replace(last, workspace=pruned((*last.workspace, (nbytes, 0))))
+    return dataclasses.replace(profiled, graph=dataclasses.replace(profiled.graph, nodes=(*others, last)))
+
+
 def _notes(job: Job, counted: str) -> list[str]:
     """List notes on the model, some of them empty; ``counted`` is what the loss averages over."""
     opened = job.opened
@@ -111,7 +144,7 @@ def _notes(job: Job, counted: str) -> list[str]:
         _on_forgotten(opened.captured.forgotten),
         _on_extra_state(opened.model),
         _ON_DRAWS if job.settings.optimizer_draws else "",
-        counted if job.pipeline.loss_reduction == "per_microbatch" else "",
+        counted if job.pipeline.loss_reduction == "per_microbatch" or job.basis.whole_loss else "",
     ]
 
 
@@ -190,7 +223,7 @@ def _basis(
         opened.request,
         optimizer_factor=factor,
         least_microbatch=least,
-        changing=changing_nodes(recipe) if masked else (),
+        changing=(*opened.request.changing, *(changing_nodes(recipe) if masked else ())),
     )
     return PlanBasis(
         recipe,

@@ -97,6 +97,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_microbatches": ({}, [2, 4]),
     "profile_budget_s": ({"partitioner": "auto", "num_microbatches": "auto"}, [0.0001, 60.0]),
     "loss_reduction": ({}, ["mean", "sum", "valid_tokens", "per_microbatch", len]),
+    "loss_over": ({"loss_reduction": "auto"}, ["microbatch", "minibatch"]),
     "partitioner": ({"num_stages": "auto"}, ["parameters", ["2"], ["4"]]),
     "schedule": ({}, list(SUPPORTED["schedule"][:-3] + SUPPORTED["schedule"][-2:])),
     "group_size": ({"schedule": "kfkb"}, ["auto", 1, 2, 3]),

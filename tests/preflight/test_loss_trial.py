@@ -105,7 +105,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize(("model", "loss_fn"), [(net, flooded), (net, clamped), (WithLoss, None)])
 def test_a_loss_that_bends_an_average_is_refused_before_it_gets_there(model: Any, loss_fn: Any) -> None:
     with pytest.raises(ConfigError, match=r"takes (abs|clamp) of an average over the samples.*num_microbatches=1"):
-        prepared(model(), loss_fn)
+        prepared(model(), loss_fn, loss_over="microbatch")
     prepared(model(), loss_fn, num_microbatches=1)
     assert prepared(model(), loss_fn, loss_reduction="mean").settings.loss_reduction == "mean"
 

@@ -214,7 +214,7 @@ def test_a_loss_that_needs_several_rows_is_refused_with_numbers_and_choices(
     torch.manual_seed(3)
     data = Pairs(labelled(ROWS, -100).items)
     with pytest.raises(ConfigError) as refused:
-        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
+        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4, loss_over="microbatch")
     message = str(refused.value)
     assert message.startswith(
         "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 "
@@ -224,14 +224,16 @@ def test_a_loss_that_needs_several_rows_is_refused_with_numbers_and_choices(
         "weighed by samples",
         "num_microbatches=1",
         "'per_microbatch'",
+        "loss_over='minibatch' computes it once",
     ):
         assert words in message
     with monkeypatch.context() as patched:  # fewer of them go through a large model
         patched.setattr(loss_trial, "LARGE", 1)
         with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
-            run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
+            run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4, schedule="1f1b")
     with pytest.raises(ConfigError, match="Set num_microbatches=1 and retune_microbatches=False to keep it exact"):
-        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=1, retune_microbatches=True)  # which may take several
+        # which may take several
+        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=1, retune_microbatches=True, loss_over="microbatch")
     # One micro-batch needs no weights, and whoever says what micro-batches mean is taken at their word.
     for more in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_reduction": "per_microbatch"}):
         run(Tagger(), data, loss_fn, tmp_path / str(more), **more)
@@ -268,7 +270,8 @@ def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) ->
     check(Tagger(), whole, two_counts, Pairs(whole.items[:EVAL_ROWS]), tmp_path, (4,))
     padded = Pairs([*whole.items[:-1], {"i": torch.ones(6, dtype=torch.long), "l": torch.full((6,), -100)}])
     with pytest.raises((ConfigError, DataError), match=r"average over different numbers of items|no weights"):
-        run(Tagger(), padded, two_counts, tmp_path / "padded", num_microbatches=4)
+        run(Tagger(), padded, two_counts, tmp_path / "padded", num_microbatches=4, loss_over="microbatch")
+    check(Tagger(), padded, two_counts, Pairs(padded.items[:EVAL_ROWS]), tmp_path / "over", (4,))
 
 
 def by_an_item_of_the_rare(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -286,7 +289,7 @@ def test_what_only_later_rows_show_is_found(tmp_path: Any) -> None:
     for place in (7, 9, 12):
         items[int(rows[0][place])]["labels"][0] = 8
     with pytest.raises(ConfigError, match=r"Over 16 rows it is .* over micro-batches of 8 and 8 rows"):
-        run(Tagger(), Pairs(items), by_an_item_of_the_rare, tmp_path, num_microbatches=8)
+        run(Tagger(), Pairs(items), by_an_item_of_the_rare, tmp_path, num_microbatches=8, loss_over="microbatch")
     given = {"train_data": Pairs(items), "eval_data": Pairs(items), "minibatch_size": 2, "num_microbatches": 1}
     small = trainer_of(Tagger(), loss_fn=by_an_item_of_the_rare, **given)
     assert "eval_loss is a mean over" in small.plan().explain()
@@ -341,7 +344,7 @@ def test_a_term_over_the_batch_is_refused_however_small(term: Any, tmp_path: Any
         return tokens(functional.cross_entropy)(output, target) + factor * term(output)
 
     with pytest.raises((ConfigError, DataError), match=r"Gradients are off by .* % in |over different numbers"):
-        run(Tagger(), pairs, loss_fn, tmp_path, num_microbatches=4)
+        run(Tagger(), pairs, loss_fn, tmp_path, num_microbatches=4, loss_over="microbatch")
     for model, given, loss in ((models[0], data, None), (Tagger(), pairs, loss_fn)):
         config = PipelineConfig(
             num_stages=2, minibatch_size=ROWS, num_microbatches=4, partitioner="parameters",

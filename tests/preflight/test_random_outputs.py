@@ -65,7 +65,8 @@ def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_that_compares_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
-        trainer(spread, CLASSES).plan()
+        trainer(spread, CLASSES, loss_over="microbatch").plan()
+    assert trainer(spread, CLASSES).plan().schedule.kind == "gpipe"
     trainer(spread, CLASSES, num_microbatches=1).plan()
 
 

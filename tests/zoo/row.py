@@ -84,7 +84,8 @@ class Row:
         whole: plain PyTorch trains on whole mini-batches, because it cannot weigh the terms of a loss one by one.
         by_word: loss_reduction="per_microbatch": micro-batches have losses of their own, and the whole another one.
         needs: a package that the model is made with, and without which the row is skipped.
-        older: the least torch with which the verdict holds, and how older ones have several micro-batches refused.
+        older: the least torch with which the verdict holds for any number of micro-batches, and the verdict of older
+            ones on the most micro-batches.
     """
 
     family: str
@@ -103,7 +104,7 @@ class Row:
     whole: bool = False
     by_word: bool = False
     needs: str = ""
-    older: tuple[str, Refused] | None = None
+    older: tuple[str, Verdict] | None = None
 
     @property
     def name(self) -> str:

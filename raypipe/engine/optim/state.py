@@ -43,7 +43,7 @@ class Settings:
 
     Attributes:
         seed: seed of random numbers and of the data's order.
-        loss_reduction: see PipelineConfig.
+        loss_reduction: see ``engine.stage.losses.Reduction``.
         max_grad_norm: limit to which the norm of the whole model's gradient is clipped; None for no clipping.
         timeout_s: maximum seconds to wait for one message.
         on_nonfinite: "stop" or "skip"; see PipelineConfig.

@@ -23,6 +23,7 @@ from raypipe.data.open_data import Source
 from raypipe.data.stream import Mark
 from raypipe.data.stream_source import StreamReading, own_reader
 from raypipe.engine.stage.losses import LossCounts, Reduction, Weights, evaluation_shares, update_weights
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.errors import DataError
 from raypipe.ir.segment import Segment
 from raypipe.user_lines import quoted, short
@@ -220,7 +221,7 @@ def _counted_columns(reduction: Reduction, targets: Sequence[Any]) -> tuple[Any,
     """Return the data columns from which the weights of the losses are computed."""
     if isinstance(reduction, LossCounts):
         return reduction.columns
-    if reduction in ("mean", "sum"):
+    if reduction in ("mean", "sum") or isinstance(reduction, WholeMinibatch):
         return ()
     return tuple(targets[-1:]) or ("labels",)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.engine.stage.stage import GraphFunction
 from raypipe.errors import ConfigError, DataError, StageError
 from raypipe.ir.schedule import microbatch_words
@@ -96,8 +97,8 @@ class LossCounts:
                     f"The terms of the loss average over different numbers of items ({self.words}): micro-batch "
                     f"{worst} has {by_term[0][worst]:.3g} of those of one term and {by_term[term][worst]:.3g} of those "
                     "of another, so that no weight of its loss gives the loss of the mini-batch. Set "
-                    "num_microbatches=1, let the model return the sum of the terms as its own loss (without a "
-                    "loss_fn), or add up instead of averaging and set loss_reduction='sum'."
+                    "loss_over='minibatch' or num_microbatches=1, let the model return the sum of the terms as its own "
+                    "loss (without a loss_fn), or add up instead of averaging and set loss_reduction='sum'."
                 )
         return by_term[:1], totals[:1]
 
@@ -107,9 +108,10 @@ class LossCounts:
         return [*map(float, numbers), *[float(size)] * self.samples_too]
 
 
-Reduction = str | Callable[[Any], float] | LossCounts
+Reduction = str | Callable[[Any], float] | LossCounts | WholeMinibatch
 """Average of a loss within a micro-batch: "mean" over its samples, "sum", "valid_tokens" over the targets other than
--100, a function (target) -> number of items, or the divisors that were read from the graph of the loss."""
+-100, a function (target) -> number of items, or the divisors that were read from the graph of the loss. WholeMinibatch
+computes one loss over all micro-batches, which have no losses of their own."""
 
 
 def loss_weights(
@@ -183,7 +185,7 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
 
 def _shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[list[float]], list[float]]:
     """Return (for each part of the loss, the share of each micro-batch; for each part, the items of the mini-batch)."""
-    if reduction == "sum":
+    if reduction == "sum" or isinstance(reduction, WholeMinibatch):
         return [[1.0] * len(sizes)], [float(sum(sizes))]
     if reduction == "mean":
         counts = [float(size) for size in sizes]

@@ -53,8 +53,8 @@ class Request:
         replicated_buffers: True if stages that change buffers may have replicas, each with its own buffers.
         sums_factor: bytes that replicas send for each byte of gradients.
         shards: True if replicas shard the optimizer state, and exchange parameters after their steps.
-        changing: positions of the nodes that change buffers in training; their stages have one worker. It is filled in
-            only if replicas are left to the planner.
+        changing: positions of the nodes whose stages have one worker: those that change buffers in training, and the
+            last one for a loss over the whole mini-batch. It is filled in only if replicas are left to the planner.
         codecs: codecs of messages forwards and backwards; predicted steps include their cost.
     """
 

@@ -21,6 +21,7 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.controller import Choice, CodecCost, ControllerConfig
@@ -41,13 +42,14 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
     That is so with one stage, an asynchronous schedule, several stages on a worker, no choice left to the controller
     ("auto"), or retune_interval_steps=0.
     """
-    kinds = turns_schedule(pipeline)
+    spec = planned.plan.spec
+    # A loss over the whole mini-batch keeps the schedule.
+    kinds = turns_schedule(pipeline) and (spec is None or spec.kind in kinds_to_search(pipeline.schedule))
     wanted = [
         FORWARD_CODECS if pipeline.codec_forward == "auto" else (),
         BACKWARD_CODECS if pipeline.codec_backward == "auto" else (),
     ]
     never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted) or planned.microbatch_seconds)
-    spec = planned.plan.spec
     if never or planned.plan.partition.num_stages < 2 or spec is None or not spec.of_kind.turned:
         return None
     forward, backward = (tuple(CodecCost(name, *codec_cost(name)) for name in names) for names in wanted)

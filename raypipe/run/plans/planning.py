@@ -86,6 +86,9 @@ MOST_EACH = 2
 ONE_SIZE = "retune_microbatches has no effect: only one size of micro-batches is possible or was measured."
 
 
+FLUSHED = "gpipe, because the loss is computed over the whole mini-batch, after all forwards"
+
+
 @dataclass(frozen=True, slots=True)
 class PlanBasis:
     """Input of a plan.
@@ -99,6 +102,7 @@ class PlanBasis:
         retunes_microbatches: True if the controller may change the number of micro-batches.
         module_classes: class name of every module of the model, by path.
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
+        whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
         processors: number of processors, if all workers will share one machine; else, or if unknown, None.
         notes: further sentences for every plan.
     """
@@ -111,6 +115,7 @@ class PlanBasis:
     retunes_microbatches: bool = False
     module_classes: Mapping[str, str] = field(default_factory=dict)
     loss_words: str = ""
+    whole_loss: bool = False
     processors: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -148,6 +153,12 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
     else:
         cut = _by_seconds(basis, decision or decide(basis.request, basis.profile, basis.cluster))
     programs = cut.programs
+    if basis.whole_loss and len(cut.plan.schedule.wiring.homes[-1]) > 1:
+        raise PlanError(
+            "The last stage would get several workers, which divide its micro-batches, but the loss is computed over "
+            "the whole mini-batch. Give it one worker, as in num_replicas=[2, 1], or a loss per micro-batch "
+            "(loss_reduction='per_microbatch')."
+        )
     inexact = _changing_buffers(cut.plan, programs, basis.request)
     plan = _with_shares(cut.plan, basis.recipe, programs)
     still = [ONE_SIZE] if basis.retunes_microbatches and len(cut.counts) < 2 else []
@@ -157,7 +168,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes, *inexact),
         reasons=(
             *stage_words(basis.module_classes, basis.recipe.graph, plan.partition),
-            *plan.reasons,
+            *((what, FLUSHED if basis.whole_loss and what == "schedule" else why) for what, why in plan.reasons),
             *_further_reasons(basis, programs),
         ),
     )

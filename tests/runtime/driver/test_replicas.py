@@ -10,7 +10,7 @@ import pytest
 from raypipe.runtime.fleet.fleet import Fleet
 from tests.exactness import same_bits
 from tests.prepare.test_resume import outcome
-from tests.runs import test_asynchronous_life
+from tests.runs import test_asynchronous_life, test_whole_minibatch
 from tests.runs.test_replicas import told, trainer
 from tests.runtime.on_fleet import start_on
 from tests.waiting import wait_until
@@ -44,6 +44,15 @@ def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[st
     (rows, threads), (others, actors) = told(tmp_path / "threads"), told(tmp_path / "actors")
     assert repr(rows) == repr(others)
     assert all(same_bits(tensor, actors[name]) for name, tensor in threads.items())
+
+
+def test_a_loss_over_the_whole_mini_batch(fleet: Fleet, tmp_path: Path) -> None:
+    """With two workers of the first stage; evaluations, and a stop half way."""
+    test_whole_minibatch.trained(tmp_path, "threads", num_lanes=2)
+    for steps in (2, test_whole_minibatch.STEPS):
+        start_on(fleet, test_whole_minibatch.trainer(tmp_path, "actors", num_replicas=[2, 1]), steps).wait()
+    threads, actors = (test_whole_minibatch.outcome(tmp_path / name) for name in ("threads", "actors"))
+    test_whole_minibatch.assert_same(threads, actors)
 
 
 def test_a_stop_in_the_middle_drains(fleet: Fleet, tmp_path: Path) -> None:

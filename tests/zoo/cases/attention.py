@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from tests.models import Records
 from tests.zoo.cases.language import TIED, made
+from tests.zoo.cases.losses import clip as contrast
 from tests.zoo.row import Refused, Row
 from tests.zoo.samples import WORDS, images, sentences, translations
 
@@ -66,6 +68,28 @@ def clip() -> nn.Module:
     return WithLoss(CLIPConfig(text_config=words, vision_config={**_SMALL, **_PATCHES}, projection_dim=8))
 
 
+class Embeddings(nn.Module):
+    """CLIP without its loss: what a loss_fn over the mini-batch needs of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip = clip()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, pixel_values: torch.Tensor) -> Any:
+        from transformers import CLIPModel
+
+        found = CLIPModel.forward(self.clip, input_ids, pixel_values, attention_mask)
+        scale = self.clip.logit_scale.exp()
+        return {"image": found.image_embeds, "text": found.text_embeds, "scale": scale}
+
+
+def captioned(count: int) -> TensorDataset:
+    """As ``captions``, with a target that no loss reads."""
+    items = captions(count).items
+    names = ("input_ids", "attention_mask", "pixel_values")
+    return TensorDataset(*(torch.stack([item[name] for item in items]) for name in names), torch.zeros(count))
+
+
 class Translator(nn.Module):
     """nn.Transformer from ids to ids, both with padding masks."""
 
@@ -114,5 +138,7 @@ ROWS = (
         "data, as in x.view(x.shape[0], -1), do not loop over samples, and set batch_first=True for nn.LSTM, GRU and "
         "RNN.",
         "its loss reads the size of the batch with len(), and compares the rows of a batch")),
+    row("CLIP, embeddings", Embeddings, captioned, contrast, "CLIP, temperature", "captions", microbatches=(4,),
+        evaluated=8, stages=3, note="over the whole mini-batch"),
 )  # fmt: skip
 """Pictures, sounds, and torch's own layers."""

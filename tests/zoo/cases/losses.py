@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 from tests.models import Records
 from tests.zoo.cases.dense import perceptron
-from tests.zoo.row import Refused, Rounding, Row
-from tests.zoo.samples import WORDS, counted_pairs, numbers, sentences, spoken
+from tests.zoo.row import EQUAL, Rounding, Row
+from tests.zoo.samples import WORDS, counted_pairs, masks, numbers, sentences, spoken, vectors
 
-__all__ = ["REFUSED", "ROWS", "Tagger"]
+__all__ = ["REFUSED", "ROWS", "Tagger", "Towers", "clip", "described"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 CLASS_WEIGHTS = torch.linspace(0.2, 1.8, 5)
@@ -89,11 +89,99 @@ def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(one @ other.T / 0.1, torch.arange(output.shape[0]))
 
 
+class Towers(nn.Module):
+    """CLIP: a tower for each kind of input, a temperature and a bias (SigLIP's has shape (1,))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = perceptron(), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.scale, self.bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> Any:
+        image, text = (functional.normalize(x, dim=-1) for x in (self.image(image), self.text(text)))
+        return {"image": image, "text": text, "scale": self.scale.exp(), "bias": self.bias}
+
+
+def described(count: int) -> TensorDataset:
+    """Images, their texts, and a target that no loss reads."""
+    return TensorDataset(*numbers(count).tensors, torch.zeros(count))
+
+
+def clip(output: dict[str, torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    logits = output["scale"] * output["image"] @ output["text"].T
+    return sum(functional.cross_entropy(x, torch.arange(len(x))) for x in (logits, logits.T)) / 2  # type: ignore[return-value]
+
+
+def siglip(output: dict[str, torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    logits = output["scale"] * output["image"] @ output["text"].T + output["bias"]
+    return -functional.logsigmoid((2 * torch.eye(len(logits)) - 1) * logits).sum() / len(logits)
+
+
+class Views(nn.Module):
+    """SimCLR: one encoder for two views of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = perceptron()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.encode(torch.cat([x, x.flip(-1)])).chunk(2)
+
+
+def nt_xent(output: Any, _: torch.Tensor) -> torch.Tensor:
+    both = functional.normalize(torch.cat(output), dim=-1)
+    count = len(both) // 2
+    alike = (both @ both.T / 0.5).masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e9)
+    return functional.cross_entropy(alike, torch.arange(2 * count).roll(count))
+
+
+def batch_hard(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Triplets of the farthest sample of the own class and the nearest of another one."""
+    output, same = functional.normalize(output, dim=-1), target[:, None] == target[None]
+    apart = (output[:, None] - output[None]).square().sum(-1)
+    nearest = apart.masked_fill(same, 1e9).amin(1).clamp(max=20.0)
+    return functional.softplus(apart.masked_fill(~same, 0.0).amax(1) - nearest).mean()
+
+
+def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy and the soft overlap of each class over all pixels of the batch."""
+    shares, own = output.softmax(1), functional.one_hot(target, output.shape[1]).movedim(-1, 1)
+    over = (0, 2, 3)
+    overlap = (2 * (shares * own).sum(over) + 1) / (shares.sum(over) + own.sum(over) + 1)
+    return functional.cross_entropy(output, target) + 1 - overlap.mean()
+
+
+class Experts(nn.Module):
+    """A mixture of three experts for every token, which returns the router's shares too, flat over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 3), nn.Linear(8, 5)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        shares = self.router(x).softmax(-1)
+        mixed = sum(shares[..., i : i + 1] * torch.tanh(expert(x)) for i, expert in enumerate(self.experts))
+        return self.head(mixed), shares.flatten(0, 1)
+
+
+def balanced(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy and Switch's load balancing, a product of two averages over the batch."""
+    logits, shares = output
+    chosen = functional.one_hot(shares.argmax(-1), 3).float()
+    return flat(functional.cross_entropy)(logits, target) + 0.1 * 3 * (shares.mean(0) * chosen.mean(0)).sum()
+
+
 def ctc(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Twelve frames, three labels, mean over the samples."""
     count = target.shape[0]
     lengths = torch.full((count,), 12), torch.full((count,), 3)
     return functional.ctc_loss(output.log_softmax(-1).transpose(0, 1), target, *lengths)
+
+
+def segmenter() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 2, 1))
 
 
 class Framewise(nn.Module):
@@ -122,8 +210,7 @@ REFUSED = (
     "counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
-UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
-OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
+whole = partial(row, microbatches=(4,), evaluated=8, note="over the whole mini-batch")
 
 
 def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
@@ -141,7 +228,7 @@ ROWS = (
     tags("label smoothing and class weights", flat(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)),
          -100),
     tags("a masked mean by hand", hidden_by_zero, 0),
-    tags("cross_entropy of what a mask picks", picked, 0, older=("2.12", UNCOUNTED)),
+    tags("cross_entropy of what a mask picks", picked, 0, evaluated=8, older=("2.12", EQUAL)),
     row("tagger", lambda: Judging(weighed), few_labels, None, "its own, class weights in a buffer",
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
@@ -154,7 +241,14 @@ ROWS = (
              lambda o, t: nn.KLDivLoss(reduction="batchmean")(o.log_softmax(-1), t), shares),
     vectored("cross_entropy with soft targets", functional.cross_entropy, shares),
     row("1-D convolutions", Framewise, spoken, ctc, "ctc_loss", "signals and labels"),
-    vectored("contrastive (InfoNCE)", contrastive, numbers, OVER_THE_BATCH, microbatches=(4,)),
+    whole("MLP", perceptron, numbers, contrastive, "contrastive (InfoNCE)", "vectors"),
+    whole("two towers", Towers, described, clip, "CLIP, temperature", "pairs of vectors", stages=3),
+    whole("two towers", Towers, described, siglip, "SigLIP, temperature and bias", "pairs of vectors"),
+    whole("MLP", Views, numbers, nt_xent, "SimCLR (NT-Xent)", "vectors, two views", stages=3),
+    whole("MLP", perceptron, vectors, batch_hard, "triplets, batch-hard", "vectors"),
+    whole("convolutions", segmenter, masks, dice, "Dice over the batch + cross_entropy", "masks"),
+    whole("mixture of experts", Experts, counted_pairs(-100), balanced, "cross_entropy + load balancing",
+          _TAGS.format(-100)),
     vectored("contrastive (InfoNCE), one micro-batch", contrastive, microbatches=(1,), evaluated=8),
 )  # fmt: skip
 """Losses."""

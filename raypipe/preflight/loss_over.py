@@ -1,0 +1,165 @@
+"""Choice of a loss over the whole mini-batch (loss_over), for losses that no weights of micro-batches make.
+
+The last stage then joins the outputs of all micro-batches and computes the loss once (``engine.stage.minibatch_loss``).
+That is exact if the joined outputs are those of the mini-batch, which a few real rows show:
+
+    whole     loss_fn(model(rows 0 1 2 3), targets 0 1 2 3), and its gradients
+    joined    loss_fn(model(rows 0 1) and model(rows 2 3), targets 0 1 2 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from raypipe.capture import Capture, TracedModel
+from raypipe.config.combinations import last_is_replicated, replicated
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.stage.minibatch_loss import WholeMinibatch
+from raypipe.errors import ConfigError
+from raypipe.preflight.loss_trial import Grouping, LossTrial, misfit
+from raypipe.preflight.random_outputs import bare_outputs
+from raypipe.profiling.workspace import LiveBytes
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Columns = Mapping[Any, torch.Tensor]
+
+NOTE = (
+    "the loss is computed once over the whole mini-batch (loss_over='minibatch'){why}: all forwards of a step precede "
+    "its backwards (schedule 'gpipe'), and eval_loss is a mean over the mini-batches of an evaluation"
+)
+WHY = ", because no weights of micro-batches make it"
+
+
+def why_not(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
+    """Explain what keeps a run from a loss over the whole mini-batch, with the fix; "" if it is possible."""
+    if loss_fn is None:
+        return (
+            "the model returns its own loss, which its last stage computes within each micro-batch. Let forward return "
+            "what the loss needs, and give the loss as loss_fn"
+        )
+    if pipeline.schedule not in ("auto", "gpipe") and pipeline.several_microbatches:
+        return (
+            f"schedule={pipeline.schedule!r} begins backwards before the last forward. Set schedule='gpipe', or leave "
+            "it out"
+        )
+    if replicated(pipeline) and last_is_replicated(pipeline):
+        return (
+            f"num_replicas={pipeline.num_replicas!r} divides the micro-batches of the last stage among several "
+            "workers, and one has to hold all outputs. Give the last stage one worker, as in num_replicas=[2, 1]"
+        )
+    return ""
+
+
+def minibatch_rule(
+    model: torch.nn.Module, loss_fn: LossFn, captured: Capture, rows: Columns, seed: int
+) -> WholeMinibatch | None:
+    """Return the rule that joins the outputs of micro-batches; None if they do not make the outputs of a mini-batch.
+
+    Args:
+        rows: samples by column; they go through the model if it has weights.
+    """
+    train = evaluation = _dims(captured, "train")
+    if isinstance(captured.model, TracedModel) and captured.model.eval is not None:
+        evaluation = _dims(captured, "eval")
+    if train is None or evaluation is None:
+        return None
+    rule = WholeMinibatch({"train": train, "eval": evaluation})
+    if any(p.is_meta for p in model.parameters()):
+        return rule
+    whole = LossTrial(model, loss_fn, seed).losses(rows)
+    parts = LossTrial(model, loss_fn, seed, rule).losses(rows)
+    if whole is None:  # it draws random numbers
+        return rule
+    joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
+    return None if joined is None or misfit(whole, joined, [1.0]) else rule
+
+
+def require_rule(
+    model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, pipeline: PipelineConfig
+) -> WholeMinibatch:
+    """Return the rule for loss_over="minibatch".
+
+    Raises:
+        ConfigError: the loss cannot be computed over the mini-batch; names the fix.
+    """
+    if reason := why_not(pipeline, loss_fn):
+        raise ConfigError(f"loss_over='minibatch' is not possible: {reason}.")
+    assert loss_fn is not None
+    rule = minibatch_rule(model, loss_fn, captured, rows, pipeline.seed)
+    if rule is None:
+        raise ConfigError(
+            "loss_over='minibatch' is not possible: the model's outputs for a mini-batch are not those of its "
+            "micro-batches one after the other, as behind a BatchNorm with track_running_stats=False or an average "
+            "over the batch. Let the loss_fn compute what depends on several samples, or set "
+            f"{pipeline.one_microbatch}."
+        )
+    return rule
+
+
+def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | None:
+    """Return the peak bytes of joining the outputs of ``samples`` samples, of the loss, and of its backward to them.
+
+    They are counted on the meta device; None if the loss does not run there.
+    """
+    columns = _columns(captured, samples)
+    targets = [columns[name] for name in captured.recipe.targets]
+    outputs = [[x.requires_grad_(x.is_floating_point())] for x in _outputs(captured, samples, "train") or ()]
+    live = LiveBytes()
+    try:
+        with torch.device("meta"), live:
+            joined = rule.join("train", [[x for (x,) in outputs]])
+            loss: Any = captured.recipe.loss(joined, targets)
+            torch.autograd.grad(loss, [x for (x,) in outputs if x.requires_grad], allow_unused=True)
+    except Exception:  # noqa: BLE001  (the user's code may read values)
+        return None
+    return max(live.log, default=0)
+
+
+def _columns(captured: Capture, samples: int) -> dict[Any, torch.Tensor]:
+    return {
+        name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")
+        for name, (shape, dtype) in captured.columns.items()
+    }
+
+
+def _outputs(captured: Capture, samples: int, mode: str) -> list[torch.Tensor] | None:
+    """Return the model's output tensors for so many samples, on the meta device; None if shapes depend on values."""
+    if not isinstance(captured.model, TracedModel):
+        return [x.detach() for x in bare_outputs(captured, _columns(captured, samples))]
+    traced = captured.model.train if mode == "train" else captured.model.eval
+    assert traced is not None
+    columns = _columns(captured, samples)
+    at = {
+        size.node.expr: columns[name].shape[dim]
+        for node, name in traced.traced.columns.items()
+        for dim, size in enumerate(node.meta["val"].shape)
+        if isinstance(size, torch.SymInt)
+    }
+    try:
+        return [
+            torch.empty(
+                [int(d.node.expr.subs(at)) if isinstance(d, torch.SymInt) else d for d in node.meta["val"].shape],
+                dtype=node.meta["val"].dtype,
+                device="meta",
+            )
+            for node in traced.outputs
+        ]
+    except TypeError:  # a symbol is left
+        return None
+
+
+def _dims(captured: Capture, mode: str) -> tuple[int | None, ...] | None:
+    """Return the dimension of the samples in each output tensor (None: without samples); None if not found."""
+    once, twice = _outputs(captured, 4, mode), _outputs(captured, 8, mode)
+    if once is None or twice is None:
+        return None
+    dims: list[int | None] = []
+    for one, two in zip(once, twice, strict=True):
+        changed = [dim for dim, (size, double) in enumerate(zip(one.shape, two.shape, strict=True)) if size != double]
+        if len(changed) > 1 or any(two.shape[dim] != 2 * one.shape[dim] for dim in changed):
+            return None
+        dims.append(changed[0] if changed else None)
+    return tuple(dims)
