@@ -236,7 +236,13 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     first = first_trainable_stage(decision.graph, decision.partition) if first_trainable is None else first_trainable
     stages, hops = _stages_and_hops(decision)
     schedule, costs = build_schedule(request, num_stages, count, first), costs_of(stages, hops)
-    step_s, bubble_fraction = step_of(lowered_and_checked(schedule), costs)
+    spec = spec_of(request, num_stages, count, first)
+    if _replays(spec):
+        step_s = equal_messages_s(spec, costs)
+        busy_s = count * (math.fsum(costs.forward_s) + math.fsum(costs.backward_s[first:]))
+        bubble_fraction = max(0.0, 1.0 - busy_s / (step_s * num_stages)) if step_s else 0.0
+    else:
+        step_s, bubble_fraction = step_of(lowered_and_checked(schedule), costs)
     plain_s = None
     # On the same workers 1F1B would have fewer and larger stages, so this cut cannot be compared with it.
     if schedule.kind != "1f1b" and num_stages > 1 and not request.kind.several_stages:
@@ -274,9 +280,14 @@ def seconds_of(decision: Decision) -> float:
 
 
 def _step_s(spec: ScheduleSpec, costs: Costs) -> float:
-    if spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas:
+    if _replays(spec):
         return equal_messages_s(spec, costs)
     return step_of(lower(schedule_of(spec, costs.num_stages)), costs)[0]
+
+
+def _replays(spec: ScheduleSpec) -> bool:
+    """Return True if ``equal_messages_s`` computes the step, which is quicker than a simulation of the rows."""
+    return spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas
 
 
 def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:

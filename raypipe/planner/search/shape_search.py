@@ -71,7 +71,7 @@ FEW_STAGES = 8
 """Most stages for which cuts at small messages are compared besides those of the solver."""
 MOST_WORK = 1_500_000
 """Most micro-batches of stages that one comparison of a shape simulates, about as many seconds / 1e6."""
-SLOWER, COMPILING = 4, 6
+SLOWER, COMPILING = 10, 6
 """Additional seconds of other simulations than ``equal_messages_s``, and of compiling a schedule, by those of one."""
 NEAR = 1.03
 """Greatest ratio of a step to the best found for which its number of micro-batches is tried with all cuts too. Used if

@@ -39,7 +39,13 @@ ANSWER_S = 5.0
 
 
 class _Question(NamedTuple):
-    """Pending request for news: number of its first record, the call, and monotonic time of the request."""
+    """Pending request for news.
+
+    Attributes:
+        since: number of the first requested record.
+        ref: Ray's reference to the call.
+        since_s: ``time.monotonic()`` at which the request was first made.
+    """
 
     since: int
     ref: Any
@@ -50,9 +56,11 @@ class RayConnection:
     """Connection to the driver actor of one run.
 
     Args:
-        owner: True if this process started the run, so that ``close`` ends the driver.
+        driver: handle of the driver actor.
+        name: name of the run.
+        owner: True if this process started the run and the run is not detached, so that ``close`` ends the driver.
         call: reference to the call of ``DriverActor.run``, in the process that made it; None elsewhere.
-        path: the run's folder, if known before the driver answers.
+        path: the run's folder; "" if unknown before the driver answers.
     """
 
     def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None, path: str = "") -> None:
@@ -245,7 +253,7 @@ def start_run(
 ) -> RayConnection:
     """Start the driver, which starts the stages.
 
-    For a detached run, wait until the driver needs nothing more from this process.
+    For a detached run, wait until the driver no longer needs this process.
 
     Args:
         charter: the driver's inputs, with the first plan.
@@ -286,7 +294,10 @@ def start_run(
 
 
 def _driver(spec: RunSpec, folder: str, *, detached: bool) -> Any:
-    """Create the driver actor, preferably on this node, with this working directory on a node that has it.
+    """Create the driver actor, preferably on this node.
+
+    Args:
+        folder: working directory of the actor, if the actor's node has this folder.
 
     Raises:
         ConfigError: a run of this name is on the cluster.
@@ -309,7 +320,7 @@ def _driver(spec: RunSpec, folder: str, *, detached: bool) -> Any:
 
 
 def _begun(driver: Any, charter: Charter, initial: Sequence[StateSource], *, detached: bool) -> Any:
-    """Call ``DriverActor.run``; return the reference to this call.
+    """Call ``DriverActor.run`` with the run's inputs; return the reference to this call.
 
     Raises:
         ConfigError: an object of the run cannot be serialized.
@@ -326,7 +337,11 @@ def _begun(driver: Any, charter: Charter, initial: Sequence[StateSource], *, det
 
 
 def _started(driver: Any) -> bool:
-    """Return True if a detached driver needs nothing more from this process; False also without an answer."""
+    """Return True if this process may end, because the driver of a detached run no longer needs this process.
+
+    The driver waits up to one second for that state. Returns False on timeout, and if the driver does not answer within
+    ANSWER_S.
+    """
     call = driver.wait_started.remote(1.0)
     return bool(ray.wait([call], timeout=ANSWER_S)[0] and ray.get(call))
 

@@ -1,7 +1,7 @@
-"""DriverActor: the Ray actor that owns the stages of one run and sends them orders. No tensor passes through it.
+"""DriverActor: the Ray actor that owns the stages of one run and sends them commands. No tensor passes through it.
 
-    trainer --run(submission) ----------> DriverActor --orders--> StageActors
-            --news(since) --------------->     |       <--reports---
+    trainer --run(submission) ----------> DriverActor --commands--> StageActors
+            --news(since) --------------->     |       <--reports----
             --stop(), checkpoint() ------>     |
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
 
@@ -100,7 +100,7 @@ class _DriverActor:
             threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
 
     def run(self, submission: Submission) -> None:
-        """Carry out the whole run, and end its stages; ``news`` returns progress, outcome and errors."""
+        """Execute the whole run, and end its stages; progress, outcome and errors are returned by ``news``."""
         self._live(submission)
 
     def _live(self, submission: Submission | None) -> None:
@@ -317,7 +317,7 @@ class _DriverActor:
         raise AssertionError("unreachable: closing() swallows nothing")
 
     def _on_event(self, event: MemberEvent) -> None:
-        """Alert all clients that a worker is lost or slow, and record the event in events.jsonl."""
+        """Send an alert that a worker is lost or slow to all clients, and record the event in events.jsonl."""
         numbers = {"seconds": round(event.after_s, 3), "process": event.process, "host": event.host}
         name = "a spare worker" if event.worker is None else f"worker {event.worker}"
         self._journal.alert(f"{name}: {event.means}", event.reason)
@@ -348,17 +348,21 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def wait_started(self, wait_s: float) -> bool:
-        """Wait until the run needs nothing more from the process that started it; return False on timeout."""
+        """Wait until the run no longer needs the process that started it; return False on timeout."""
         return self._independent.wait(wait_s)
 
     @ray.method(concurrency_group="control")
     def go_on(self) -> None:
-        """Let training begin, since the client's check of the model has passed."""
+        """Let training begin; the client calls this after its check of the model has passed."""
         self._requests.checked()
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        """Request that the run saves a checkpoint and stops after the mini-batches in progress."""
+        """Request that the run saves a checkpoint and stops after the mini-batches in progress.
+
+        Args:
+            reason: text for the status and the outcome.
+        """
         self._journal.stopping(reason)
         self._requests.stop(reason)
 
@@ -398,7 +402,7 @@ def _copy(packed: Any) -> Any:
 
 
 def _leave(me: Any) -> None:
-    """End a detached driver LINGER_S after its run has ended; no other process ends it."""
+    """End a detached driver LINGER_S seconds after its run has ended; until then clients can fetch the outcome."""
     time.sleep(LINGER_S)
     ray.kill(me, no_restart=True)
 
@@ -415,15 +419,15 @@ NO_KERNELS = (
 def fit_devices(
     fleet: Fleet, blueprint: Blueprint, planned: Planned, waiting: Waiting, event: Callable[..., None]
 ) -> tuple[Blueprint, Planned, tuple[int, ...] | None] | None:
-    """Make a plan that fits the memory of the fleet's devices, and wait for more workers if the plan needs more.
+    """Return a plan that fits the memory of the fleet's devices, and wait for more workers if that plan needs more.
 
     Args:
         planned: plan that is kept if it fits.
         event: called with (decision, reason, ...) to record an event of the run.
 
     Returns:
-        (blueprint, plan, indices into ``fleet.roster`` of workers 0, 1, ..., or None for the roster's order); None if
-        the run was stopped.
+        (blueprint, plan, indices into ``fleet.roster`` of workers 0, 1, ..., or None for the roster's order). None
+        instead of the tuple if the run was stopped.
 
     Raises:
         PlanError: no plan fits, or too few workers came in time.

@@ -9,9 +9,9 @@ driver 2  <--find_left-- any living stage
 If the driver's own node is about to go, with or without stages on it, the driver
 
 moves    normally: first the stages move away from the node; after a step the driver ends, Ray restarts it on another
-         node, and it adopts the stages
-stays    if the run survives no failures, on the head node, or if Ray would restart it on the same node: it saves a
-         checkpoint at once, and another one shortly before the node goes
+         node, and the restarted driver adopts the stages
+stays    if the run survives no failures, on the head node, or if Ray would restart the driver on the same node: the
+         driver saves a checkpoint at once, and another one shortly before the node goes
 
 Otherwise the driver would die with its node, and the stages would wait until Ray's health checks notice.
 """
@@ -67,13 +67,13 @@ class Submission(NamedTuple):
 
 
 class Left(NamedTuple):
-    """State that a lost driver has left on the cluster.
+    """Stages and inputs that a lost driver has left on the cluster.
 
     Attributes:
-        roster: its stage actors that answered and listen, so that they may have a part in the run.
+        roster: its stage actors that answered and have opened their ports, so that they may have a part in the run.
         charter: inputs of the lost driver, with its last plan.
         tensors: initial tensors of the run that are in no checkpoint.
-        starting: stage actors that do not listen yet, so that they have no part in the run.
+        starting: stage actors that have not opened their ports yet, so that they have no part in the run.
     """
 
     roster: list[Member]
@@ -103,7 +103,10 @@ def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
 def known_to_stages(owner: str) -> Blueprint:
     """Return the blueprint (settings) of a restarted driver's run, as stored on its stages.
 
-    If no stage has it within FIND_S, this function ends all stages of the driver, which are useless then.
+    If no stage returns a blueprint within FIND_S, all stages of the driver are ended, since they are useless then.
+
+    Args:
+        owner: name of the driver.
 
     Raises:
         StageError: no living stage has the blueprint.
@@ -147,8 +150,8 @@ def _answered(owner: str) -> Left | None:
 def term_left(owner: str) -> int | None:
     """Return the highest term that living stages of the driver of this name obey; None if no stage answers.
 
-    A term is a number that grows with each driver of a run. The caller is the present driver of this name. Ray has one
-    actor of a name at a time, so that the driver of the returned term must have ended.
+    A term is a number that grows with each driver of a run. The caller is the present driver of the name ``owner``.
+    Since Ray has one actor of a name at a time, the driver of the returned term has ended.
     """
     calls = [actor.term.remote() for actor, _ in living(owner).values()]
     answered, _ = ray.wait(calls, num_returns=len(calls), timeout=ASK_S) if calls else ([], [])
@@ -160,7 +163,9 @@ def term_left(owner: str) -> int | None:
 
 
 def continued(submission: Submission | None, left: Left) -> RunSpec | None:
-    """Return the spec with which the run continues on the stages that a lost driver left; None if settings changed.
+    """Return the spec with which the run continues on the stages that a lost driver left.
+
+    Returns None if the settings changed, so that these stages cannot continue.
 
     Args:
         submission: new submission of the run; None in a restarted driver, which uses the spec stored on the stages.
@@ -195,10 +200,11 @@ HEAD = "node:__internal_head__"
 
 
 class Departure:
-    """Reaction of the driver when its own node is about to go: moves or saves checkpoints; DrainWatch calls ``goes``.
+    """Reaction of the driver when its own node is about to go: the driver moves, or saves checkpoints.
 
     Args:
         stays: reason why the driver cannot move to another node, for messages; "" if it can.
+        requests: requests to the training loop, to which the move or the checkpoints are added.
         end: ends this process, so that Ray restarts the driver on another node.
         alert: called with a sentence for all clients.
         event: called with (decision, reason, ...) to record an event of the run.
@@ -217,7 +223,9 @@ class Departure:
         self._timer: threading.Timer | None = None
 
     def goes(self, deadline_s: float | None, stays: str) -> None:
-        """Request that the driver moves to another node after a step, or checkpoints if it has to stay.
+        """Request that the driver moves to another node after a step; request checkpoints if the driver has to stay.
+
+        DrainWatch calls this method.
 
         Args:
             deadline_s: Unix seconds at which the node goes; None if unknown.
@@ -237,7 +245,7 @@ class Departure:
             self._timer.start()
 
     def close(self) -> None:
-        """Cancel the second checkpoint, if it is still to come."""
+        """Cancel the second checkpoint, if its time has not come yet."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -251,7 +259,12 @@ class Departure:
 
 
 def why_it_stays(node: str, max_failures: int) -> str:
-    """Return the reason why Ray would not restart the driver of this node (Ray's id) on another one; "" if it would."""
+    """Return the reason why Ray would not restart the driver of this node on another node; "" if Ray would.
+
+    Args:
+        node: Ray's id of the node.
+        max_failures: number of failures that the run survives.
+    """
     if not max_failures:
         return "FailureConfig(max_failures=0) has Ray start no driver again"
     nodes: list[dict[str, Any]] = ray.nodes()
@@ -264,7 +277,11 @@ def why_it_stays(node: str, max_failures: int) -> str:
 def watching_drains(
     fleet: Fleet, spec: RunSpec, requests: Requests, alert: Callable[[str], None], event: Callable[..., None]
 ) -> Iterator[DrainWatch]:
-    """Move stages, and the driver in this process, away from nodes that are about to go, inside the context."""
+    """Move stages, and the driver in this process, away from nodes that are about to go, inside the context.
+
+    Args:
+        alert, event: see Departure.
+    """
     here = ray.get_runtime_context().get_node_id()
     end = partial(os.kill, os.getpid(), signal.SIGKILL)  # no cleanup: the stages stay
     departure = Departure(why_it_stays(here, spec.max_failures), requests, end, alert, event)

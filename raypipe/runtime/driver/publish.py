@@ -36,7 +36,7 @@ class Publisher:
 
     Args:
         run: value of the tag "run".
-        homes: numbers of the workers of each stage in the first plan; ``resized`` sets those of another plan.
+        homes: numbers of the workers of each stage in the first plan; ``resized`` sets the workers of another plan.
     """
 
     def __init__(self, run: str, homes: Homes) -> None:
@@ -47,7 +47,7 @@ class Publisher:
         self.resized(homes)
 
     def resized(self, homes: Homes) -> None:
-        """Set the workers of each stage of a new plan; gauges of former stages and links are not repeated any more."""
+        """Set the workers of each stage of a new plan, and no longer repeat gauges of former stages and links."""
         self._standing = {key: value for key, value in self._standing.items() if len(key[1]) == 1}
         stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
@@ -113,7 +113,12 @@ class Publisher:
             gauge.set(value, tags=dict(tags))
 
     def _stage(self, reports: Sequence[StepReport], seconds: float) -> None:
-        """Publish the metrics of one stage, over all its replicas."""
+        """Publish the metrics of one stage.
+
+        Args:
+            reports: reports of the stage's replicas, at least one.
+            seconds: duration of the step.
+        """
         stage = reports[0].stage
         tags = self._stages[stage]
         self._set("raypipe_stage_busy_seconds", fmean(report.busy_s for report in reports), tags)
@@ -140,12 +145,12 @@ class Publisher:
 
 
 class Published:
-    """Observer of the training loop (protocol Watcher): passes all to a Journal, and publishes the run's metrics.
+    """Observer of the training loop (protocol Watcher): forwards all to a Journal, and publishes the run's metrics.
 
     Args:
         plan: plan in force, for metrics that are known before its first step.
         max_failures: number of failures that the run may survive; -1 for no limit.
-        resident_bytes: returns (id of the process, its resident bytes) by worker number.
+        resident_bytes: returns {worker number: (id of the process, its resident bytes)}.
         meter: counts the run's cost, and is closed by its creator; None if workers have no price.
     """
 
@@ -249,7 +254,7 @@ class Published:
 
 
 def resident_bytes(members: Sequence[Member]) -> dict[int, tuple[str, int]]:
-    """Return (node and process id, resident bytes at the last heartbeat) of the living workers, by worker number."""
+    """Return {worker number: (node and process id, resident bytes at the last heartbeat)} of the living workers."""
     by_worker = {}
     for m in members:
         if m.worker is not None and m.heartbeat is not None and not m.lost:

@@ -31,7 +31,7 @@ OF_A_TASK = 1.0
 
 
 def refuse_without_cpus(sources: Mapping[str, Any], workers: tuple[int, int], resources: Mapping[str, float]) -> None:
-    """Raise if the stages of a run would leave no CPU to the tasks that read its data.
+    """Raise ConfigError if the stages of a run would leave no CPU to the tasks that read its data.
 
     Clusters with an autoscaler pass, because it adds nodes for the tasks too. Clusters that are too small even for the
     fewest workers also pass: such a run waits for more nodes anyway.
@@ -42,7 +42,7 @@ def refuse_without_cpus(sources: Mapping[str, Any], workers: tuple[int, int], re
         resources: resources of one worker.
 
     Raises:
-        ConfigError: names the cluster's CPUs, and those that the stages take.
+        ConfigError: the message has the cluster's CPUs, and the CPUs that the stages take.
     """
     read = [mode for mode, source in sources.items() if isinstance(source, StreamSource) and source.read_by_tasks]
     cpus, (least, most) = ray.cluster_resources().get("CPU", 0.0), (n * resources.get("CPU", 1.0) for n in workers)
@@ -107,7 +107,10 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
 
 @contextlib.contextmanager
 def _warnings_left_to_this_process() -> Iterator[None]:
-    """Hide PYTHONWARNINGS=error from processes started inside the context: Ray's daemons import modules that warn."""
+    """Remove PYTHONWARNINGS from the environment inside the context if it has "error".
+
+    Ray's daemons, which are started there, import modules that warn, and would end with an error.
+    """
     warnings = os.environ.get("PYTHONWARNINGS", "")
     if "error" not in warnings:
         yield
@@ -134,7 +137,10 @@ def _hang_up_blocked() -> Iterator[None]:
 
 
 def _check_gpus(wanted: float) -> None:
-    """Raise ConfigError if a local cluster has fewer than ``wanted`` GPUs; other clusters pass, as nodes may join."""
+    """Raise ConfigError if a local cluster has fewer than ``wanted`` GPUs.
+
+    With RAY_ADDRESS set, every cluster passes, because nodes may join.
+    """
     there = ray.cluster_resources().get("GPU", 0.0) if wanted and not os.environ.get("RAY_ADDRESS") else wanted
     if wanted > there:
         why = f" {why_not()}" if why_not() else ""

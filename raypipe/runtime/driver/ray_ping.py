@@ -51,7 +51,7 @@ def ping_cluster(address: str) -> None:
 
 
 def cluster_address(address: str) -> str:
-    """Resolve "auto" to HOST:PORT of the cluster that Ray finds; return other addresses unchanged.
+    """Resolve "auto" to the HOST:PORT of the cluster that Ray finds; return other addresses unchanged.
 
     "auto" is also returned unchanged if this Ray version has no function to resolve it.
 
@@ -63,7 +63,10 @@ def cluster_address(address: str) -> str:
 
 
 def token_place() -> str:
-    """Return the source of Ray's token, searched in Ray's order: "RAY_AUTH_TOKEN" or a path; "" without a token."""
+    """Return the place of Ray's token: "RAY_AUTH_TOKEN" for the environment variable, or a path; "" without a token.
+
+    The places are searched in Ray's order.
+    """
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -75,8 +78,8 @@ def token_place() -> str:
 def auth_mode(address: str) -> str:
     """Return Ray's authentication mode, in lower case.
 
-    It is the value of RAY_AUTH_MODE. If that is not set, it is "token" for the address "auto" on a machine with a
-    token, else "disabled".
+    The mode is the value of RAY_AUTH_MODE. If that variable is not set, the mode is "token" for the address "auto" on a
+    machine with a token, else "disabled".
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token" if address == "auto" and token_place() else "disabled")
     return mode.lower()
