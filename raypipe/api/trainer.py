@@ -43,18 +43,10 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.preflight.arguments import (
-    Arguments,
-    check_arguments,
-    check_operations,
-    check_travel,
-    in_one_paragraph,
-    undisturbed,
-)
+from raypipe.preflight.arguments import Arguments, check_arguments, check_operations, check_travel, in_one_paragraph
 from raypipe.prepare.identity import settings_of
-from raypipe.prepare.inputs import BegunArguments, begin, resolve_defaults
+from raypipe.prepare.inputs import resolve_defaults
 from raypipe.prepare.job import Job
-from raypipe.prepare.plan_cache import cached_plan
 from raypipe.prepare.policies import (
     checkpoint_policy,
     continued,
@@ -65,17 +57,12 @@ from raypipe.prepare.policies import (
     refuse_replicas,
 )
 from raypipe.prepare.prepare import prepare, profile
-from raypipe.progress import RunProgress, progress_shown, shown_while
+from raypipe.progress import RunProgress, progress_shown
 from raypipe.run.plans.blueprint import Blueprint, Charter, predicted_step
 from raypipe.run.same_run import refuse_another_run
 from raypipe.run.spec import RunSpec
 from raypipe.run.threads import ThreadConnection
 from raypipe.runfile.config_yaml import describe
-
-_DECIDE_PLANS = (
-    "loss_fn", "optimizer", "lr_scheduler", "survives", "metrics", "early_stopping", "collate_fn",
-)  # fmt: skip
-"""Arguments that plans follow from, besides model and data, which are compared as they were built and read."""
 
 
 class PipelineTrainer:
@@ -165,9 +152,6 @@ class PipelineTrainer:
         self._checked: Job | None = None
         self._forward: Job | None = None
         self._begun: Place | None = None  # folder of the run that was started last
-        self.began_s: float | None = None
-        """Time at which this process began, for a cache of plans; None plans anew each time, as for code in a notebook,
-        which changes while the process runs."""
         self.config_yaml: Callable[[str], str] | None = None
         """Function (name of the run) -> text of its config.yaml; None to describe the trainer's arguments there."""
 
@@ -184,37 +168,13 @@ class PipelineTrainer:
         Raises:
             RaypipeError: no plan could be made; the message is one paragraph with the fix.
         """
-        make = partial(self._plan, cluster, profiled)
-        if self.began_s is None or "ray" in sys.modules:
-            return dataclasses.replace(make(None), explained=explain)
-        parts = self._arguments._asdict()
-        pipeline = self._continued() if cluster is None and profiled is None else self._pipeline
-        settings = {
-            "arguments": {name: parts[name] for name in _DECIDE_PLANS},
-            "weights": type(self._weights).__name__,
-            "data": list(notes_on(self._arguments.train_data)),
-            "pipeline": pipeline,
-            "workers": [most_workers(self._scaling), dict(self._resources())],
-            "asked": [cluster, profiled],
-        }
-        plan = cached_plan(self._begin(pipeline, cluster), settings, make, self.began_s)
-        return dataclasses.replace(plan, explained=explain)
-
-    def _plan(self, cluster: Cluster | None, profiled: Profile | None, begun: BegunArguments | None) -> Plan:
         own = cluster is None and profiled is None
-        more: dict[str, Any] = {"cluster": cluster, "profiled": profiled, "begun": begun}
-        job = self._prepared(begun) if own else self._prepare(self._pipeline, **more)
+        job = self._prepared() if own else self._prepare(self._pipeline, cluster=cluster, profiled=profiled)
         if "ray" in sys.modules:  # else a start on Ray checks them
             self._check_travel(job)
         else:
             check_operations(job.programs)
-        return job.plan
-
-    @in_one_paragraph()
-    @undisturbed()
-    def _begin(self, pipeline: PipelineConfig, cluster: Cluster | None) -> BegunArguments:
-        with shown_while("building the model"):
-            return begin(self._arguments, pipeline, None if cluster else most_workers(self._scaling))
+        return dataclasses.replace(job.plan, explained=explain)
 
     def profile(self) -> Profile:
         """Measure seconds and bytes of every operation, and seconds by micro-batch size, on this machine's CPU.
@@ -370,9 +330,9 @@ class PipelineTrainer:
         sent["callbacks"] = self._callbacks
         check_travel({name: value for name, value in sent.items() if name not in ("model", "unfilled")})
 
-    def _prepared(self, begun: BegunArguments | None = None) -> Job:
+    def _prepared(self) -> Job:
         if self._job is None:
-            job = self._prepare(self._continued(), begun=begun)
+            job = self._prepare(self._continued())
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
             self._job = reduce(Job.noting, notes_on(self._arguments.train_data), job)

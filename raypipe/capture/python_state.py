@@ -47,7 +47,7 @@ _IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")
-GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (lambda own: own.get_state(legacy=False), np.random.RandomState.set_state),
@@ -171,8 +171,8 @@ class _Walk:
             self._tensor(value, path)
         elif isinstance(value, np.ndarray):
             self._array(value, path)
-        elif (kind := next((kind for kind in GENERATORS if isinstance(value, kind)), None)) is not None:
-            read, write = GENERATORS[kind]
+        elif (kind := next((kind for kind in _GENERATORS if isinstance(value, kind)), None)) is not None:
+            read, write = _GENERATORS[kind]
             state = read(value)
             content = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
             self._put(path, (content,), functools.partial(write, value, state))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 from raypipe.errors import ConfigError
 
-BEGAN_S = time.time()
-"""Time at which the command began, before it imported the user's modules."""
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="changes a setting; C is YAML; may be repeated")

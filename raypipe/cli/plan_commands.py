@@ -5,7 +5,6 @@ None of them starts an actor or needs a cluster.
 
 from __future__ import annotations
 
-import gc
 import json as json_format
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from raypipe.cli.common import BEGAN_S, ConfigFile, Overrides, check_output, open_runfile, trainer_of, write
+from raypipe.cli.common import ConfigFile, Overrides, check_output, open_runfile, trainer_of, write
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.price import cost_lines, cost_of
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from raypipe.ir.plan import Plan
     from raypipe.ir.price import Cost
     from raypipe.ir.profile import Profile
-
-_RARELY = 100_000, 50, 100
-"""Thresholds of Python's garbage collector, which otherwise takes a sixth of the time to import torch and models."""
 
 
 def plan(
@@ -54,9 +50,7 @@ def plan(
     if not cluster and (deadline is not None or tokens_per_sample):
         raise ConfigError("--deadline and --tokens-per-sample are about cost: give one or more --cluster with prices.")
     read = None if profile is None else _read(profile)
-    gc.set_threshold(*_RARELY)
     trainer = trainer_of(run, planning=True)
-    trainer.began_s = BEGAN_S
     if cluster and (len(cluster) > 1 or deadline is not None):
         if svg is not None or explain:
             raise ConfigError("--svg and --explain are about one plan: give one --cluster, and no --deadline.")

@@ -3,8 +3,6 @@
     inputs.py           data opened, model captured, planning request
     model_profile.py    seconds and bytes of every operation, from the cache or measured
     prepare.py          plan (run/plans/planning.py), stages, one trial of every optimizer
-    plan_cache.py       plans in files, for a second `raypipe plan`
-    value_digest.py     digests of values, by which it finds out whether anything has changed
     job.py              the job: model, data and plan, ready to start
     identity.py         labels of a run in settings.json, by which a later submission is recognized as the same run
     model_code.py       labels of the code of the model in settings.json

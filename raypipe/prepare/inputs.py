@@ -71,29 +71,8 @@ class Opened:
     evaluated: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BegunArguments:
-    """Opened arguments before the model is captured: built model, opened data, and the first rows.
-
-    Attributes:
-        unfilled, memory, sources, request: as in Opened.
-        columns: names of the data columns, in order.
-        example: one micro-batch, as the source has read it: a tuple of tensors or a dict by column.
-        sizes: samples of a mini-batch, and of the example, if the planner needs seconds by micro-batch size; else None.
-    """
-
-    model: torch.nn.Module
-    unfilled: tuple[StateSource, ...]
-    memory: Memory
-    sources: Mapping[str, Source]
-    request: Request
-    columns: tuple[Any, ...]
-    example: Any
-    sizes: tuple[int, int] | None
-
-
-def begin(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> BegunArguments:
-    """Build the model, open the data and read the first rows.
+def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
+    """Open the data, build and capture the model, and try one forward and backward.
 
     Args:
         num_workers: number of workers to plan for; None leaves it open.
@@ -121,22 +100,6 @@ def begin(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | Non
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _read(train, loss_fn is not None, size)
-    return BegunArguments(
-        built, unfilled, memory, sources, request, columns, example, (minibatch, size) if curve else None
-    )
-
-
-def open_arguments(arguments: Arguments, pipeline: PipelineConfig, begun: BegunArguments) -> Opened:
-    """Capture the model, and try one forward and backward.
-
-    Args:
-        begun: result of ``begin`` for these arguments.
-
-    Raises:
-        RaypipeError: an argument is not possible; names the fix.
-    """
-    loss_fn, evaluates = arguments.loss_fn, arguments.eval_data is not None
-    built, sources, columns, example = begun.model, begun.sources, begun.columns, begun.example
     metrics = arguments.metrics if evaluates else None
     precision, outputs = PRECISIONS[pipeline.precision], MetricReads()
     if metrics and loss_fn is None:
@@ -155,14 +118,9 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, begun: BegunA
     rehearse(built, captured, rows)
     evaluated = _try_evaluation(built, captured, sources, columns, metrics) if evaluates else ()
     larger: Mapping[Any, torch.Tensor] = {}
-    if begun.sizes is not None:
-        minibatch, size = begun.sizes
-        if (most := min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)))) > size:
-            larger = example_of(sources["train"], loss_fn is not None, most)
-    return Opened(
-        built, sources, begun.request, loss_fn is not None, captured, rows, larger, begun.memory, begun.unfilled,
-        evaluated,
-    )  # fmt: skip
+    if curve and (most := min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)))) > size:
+        larger = example_of(train, loss_fn is not None, most)
+    return Opened(built, sources, request, loss_fn is not None, captured, rows, larger, memory, unfilled, evaluated)
 
 
 def _try_evaluation(

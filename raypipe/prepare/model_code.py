@@ -116,7 +116,7 @@ class _Walk:
     def _thing(self, thing: Any) -> None:
         for function in _functions_in(thing):
             code = function.__code__
-            if code not in self._seen and is_own_file(code.co_filename):
+            if code not in self._seen and _is_own(code.co_filename):
                 self._seen.add(code)
                 self._function(function, code)
 
@@ -133,7 +133,7 @@ class _Walk:
             self._method(name)
             self._named(name, function.__globals__)
             held = function.__globals__.get(name)
-            if isinstance(held, ModuleType) and is_own_file(getattr(held, "__file__", None) or ""):
+            if isinstance(held, ModuleType) and _is_own(getattr(held, "__file__", None) or ""):
                 for inner in names:
                     self._named(inner, vars(held))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -185,7 +185,7 @@ def _file_of(cls: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_own_file(file: str) -> bool:
+def _is_own(file: str) -> bool:
     """Return True if a file is neither installed nor part of Python, torch or raypipe."""
     if not file or file.startswith("<frozen"):
         return False
@@ -194,7 +194,7 @@ def is_own_file(file: str) -> bool:
 
 
 def _is_own_class(cls: Any) -> bool:
-    return is_own_file(_file_of(cls))
+    return _is_own(_file_of(cls))
 
 
 @functools.lru_cache(maxsize=512)

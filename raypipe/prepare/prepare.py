@@ -31,16 +31,7 @@ from raypipe.preflight.metric_trial import try_on_smallest
 from raypipe.preflight.module import note_on_modes, turned_on
 from raypipe.preflight.optimizer import try_optimizers
 from raypipe.prepare.identity import model_labels
-from raypipe.prepare.inputs import (
-    BegunArguments,
-    Opened,
-    begin,
-    by_name,
-    example_of,
-    needs_profile,
-    open_arguments,
-    wants_curve,
-)
+from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
 from raypipe.prepare.model_code import code_labels
 from raypipe.prepare.model_profile import (
@@ -78,7 +69,6 @@ def prepare(
     cluster: Cluster | None = None,
     profiled: Profile | None = None,
     predict: bool = False,
-    begun: BegunArguments | None = None,
 ) -> Job:
     """Open the data, capture the model, profile it if the plan needs that, and make the plan.
 
@@ -88,14 +78,12 @@ def prepare(
         cluster: cluster to plan for; None for ``num_workers`` equal workers.
         profiled: profile of this model; None measures a profile here if one is needed.
         predict: True to measure a profile even if the plan itself needs none, so that step time can be predicted.
-        begun: built model and opened data, see ``begin``; None builds and opens them here.
 
     Raises:
         RaypipeError: no run is possible with these arguments; the message has the fix.
     """
     with shown_while("tracing the model"):
-        begun = begun or begin(arguments, pipeline, None if cluster else num_workers)
-        opened = open_arguments(arguments, pipeline, begun)
+        opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
     with shown_while("finding what the loss averages over"):
         rows = _rows(opened, pipeline)
         reduction, counted = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
@@ -227,8 +215,7 @@ def profile(
     Raises:
         RaypipeError: the model cannot be captured or run; the message has the fix.
     """
-    arguments = arguments._replace(eval_data=None)
-    opened = open_arguments(arguments, pipeline, begin(arguments, pipeline, num_workers))
+    opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
     return _measured(opened, pipeline, rates, by_size=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +14,7 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.cli import app, plan_commands
+from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
@@ -110,19 +109,6 @@ def test_a_profile_is_saved_and_used_again(folder: Path) -> None:
     assert json.loads(command("profile", "run.yaml", "--json"))["graph"]["nodes"]
     with pytest.raises(PlanError, match="of another model: it has 11 operations and this one 13"):
         command("plan", "run.yaml", "--profile", "profile.json", "--set", "model.args.depth=6")
-
-
-def test_a_second_command_reads_the_plan_of_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(folder / "cache"))
-    monkeypatch.setattr(plan_commands, "BEGAN_S", time.time() + 1000)  # long after its files were written
-    texts, written = [], []
-    for _ in range(2):
-        torch.manual_seed(0)  # as in a new process; TASK's data are random
-        texts.append(command("plan", "run.yaml", "--cluster", "cluster.yaml", "--explain"))
-        (file,) = (folder / "cache" / "plans").iterdir()
-        written.append(file.stat().st_mtime_ns)
-    assert texts[0] == texts[1]
-    assert written[0] == written[1]
 
 
 def test_equal_parameters_profile_nothing(folder: Path) -> None:
