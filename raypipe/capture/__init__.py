@@ -359,7 +359,7 @@ def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StagePro
     return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
 
 
-def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms:
+def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms | None:
     """Find what each term of the model's own loss averages over, such as samples or labels.
 
     If the terms need separate weights and ``parts`` is True, both graphs are changed in place to return the terms one
@@ -367,13 +367,13 @@ def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | No
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     terms = loss_terms(training, set(training.columns), tensors)
-    if not terms.parts:
+    if terms is None or not terms.parts:
         return terms
     if not parts:
         return terms.summed()
     if evaluating is not None:
         same = loss_terms(evaluating, set(evaluating.columns), tensors)
-        if [count for _, count in same.parts] != [count for _, count in terms.parts]:
+        if same is None or [count for _, count in same.parts] != [count for _, count in terms.parts]:
             return terms.summed()
         return_parts(evaluating, same)
     return_parts(training, terms)

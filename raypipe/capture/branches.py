@@ -4,15 +4,17 @@
     if labels.max() >= num_classes: raise   a check goes on; its other way raises an error, and ends every run
     if x.mean() > 0: x = x / 2              undecided: both ways go on
 
-A branch is a check if forward, traced with the other decision at that branch, ends in an error that user code raises.
-An error that the code itself catches makes no check, for the forward goes on. Stages leave checks out: preflight makes
-them on the first mini-batch, in plain PyTorch.
+A branch is a check if forward, traced with the other decision at that branch, ends in an error that the function of the
+branch raises itself. An error from a function that it calls may have another cause, such as an operation that cannot be
+traced. Every visit of a branch is tried, because layers of one class may differ. Stages leave checks out: preflight
+makes them on the first mini-batch, in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,10 +38,11 @@ Traced = TypeVar("Traced")
 
 
 class _Place(NamedTuple):
-    """Place of a branch in the code: instruction ``at`` of ``code``."""
+    """Branch in one forward: instruction ``at`` of ``code``, and the number of its earlier visits."""
 
     code: CodeType
     at: int
+    visit: int
 
 
 def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, ...]] | None:
@@ -83,15 +86,16 @@ def _attempt(
 
 
 def _fails_check(error: Exception, decided: _Decided) -> bool:
-    """Return True for an error of a raise or assert statement, in the code that branched last or outside of torch."""
+    """Return True for an error of a raise or assert statement in the call that branched last, without another cause."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or decided.last is None or isinstance(error, RaypipeError):
+    if trace is None or trace.tb_frame is not decided.frame or isinstance(error, RaypipeError):
         return False
-    code = trace.tb_frame.f_code
-    raises = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-    return raises and (code is decided.last.code or not code.co_filename.startswith(str(_TORCH)))
+    # torch.export handles its own error, that it cannot decide the branch, while forward goes on.
+    if error.__cause__ is not None or not isinstance(error.__context__, GuardOnDataDependentSymNode | None):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 class _Decided(TorchFunctionMode):
@@ -102,11 +106,12 @@ class _Decided(TorchFunctionMode):
 
     Args:
         passed: decisions at places that are known to be checks; False is the decision at other places.
-        otherwise: place to decide the other way, the first time that forward comes to it.
+        otherwise: place to decide the other way.
 
     Attributes:
-        decisions: decision at every place so far, in the order of the first visits.
+        decisions: decision at every place so far, in the order of the visits.
         last: place of the latest decision; None before the first.
+        frame: frame of the latest decision.
         lines: the user's line, as FILE:LINE, of every decision and of every call of ``torch._assert``.
     """
 
@@ -115,6 +120,8 @@ class _Decided(TorchFunctionMode):
         self._passed, self._otherwise = passed, otherwise
         self.decisions: dict[_Place, bool] = {}
         self.last: _Place | None = None
+        self.frame: FrameType | None = None
+        self._visits: Counter[tuple[CodeType, int]] = Counter()
         self.lines: list[str] = []
         # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
         self._drawn: dict[int, torch.Tensor] = {}
@@ -159,15 +166,15 @@ class _Decided(TorchFunctionMode):
         branching = frame
         while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
             branching = branching.f_back  # from a function mode of torch.export to its caller
-        place = _Place(branching.f_code, branching.f_lasti)
-        file = place.code.co_filename
+        instruction = branching.f_code, branching.f_lasti
+        file = branching.f_code.co_filename
         if file.startswith(str(_TORCH)) and not file.startswith(_CHECKING):
             return None
-        decision = self._passed.get(place, False)
-        if place == self._otherwise and place not in self.decisions:
-            decision = not decision
-        self.decisions.setdefault(place, decision)
-        self.last = place
+        place = _Place(*instruction, self._visits[instruction])
+        self._visits[instruction] += 1
+        decision = self._passed.get(place, False) is not (place == self._otherwise)
+        self.decisions[place] = decision
+        self.last, self.frame = place, branching
         self._note(frame)
         return decision
 

@@ -90,13 +90,17 @@ class _Count:
 _SAMPLES, _ADDED_UP = "samples", "added up"
 
 
-def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.Tensor]) -> LossTerms:
+def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.Tensor]) -> LossTerms | None:
     """Find the terms of a loss in its graph, which is that of a loss_fn or of a model that returns its loss.
 
     Args:
         traced: graph whose first output is the loss.
         data: placeholders that are data columns; in the graph of a loss_fn, others are outputs of the model.
         tensors: the model's parameters and buffers by name, for class weights.
+
+    Returns:
+        the terms; None if a graph for one number of samples divides by a number from the data, which may not add up
+        over micro-batches.
     """
     output = next(node for node in traced.graph.nodes if node.op == "output")
     loss: Any = output.args[0]
@@ -111,7 +115,9 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     counts = [kind for kind in kinds if isinstance(kind, _Count)]
     apart = traced.one_size
     # Numbers of labels add up over micro-batches; of other divisors that is not known.
-    if not counts or (apart and any(count.ignore_index is None for count in counts)):
+    if apart and any(count.ignore_index is None for count in counts):
+        return None
+    if not counts:
         return LossTerms(None, set(kinds) == {_ADDED_UP}, bent=bent)
     several = not apart and len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
     parts = tuple(_parts(loss[0], counts, reach)) if several else ()

@@ -19,7 +19,8 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     """Return the scalar loss in a model's output.
 
     It is the output itself, else the item or attribute "loss", else the first item of a tuple. If none of these is a
-    scalar, it is the only floating-point scalar in the output, at any depth, or the only one with the key "loss".
+    scalar, it is the only floating-point scalar in the output, at any depth, or the only one with the key "loss". A
+    scalar under another key, as "aux_loss", is not taken for the loss.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -52,9 +53,11 @@ def _is_scalar(value: Any) -> bool:
 
 def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
     """Return the only scalar in an output that is no tensor, see ``own_loss``; None without scalars."""
-    found = dict(_scalars(output, "output"))
+    found = dict({id(scalar): (place, scalar) for place, scalar in _scalars(output, "output")}.values())
     named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
     found = named if len(named) == 1 else found
+    if len(found) == 1 and not named and not next(iter(found))[-2].isdigit():
+        return None
     if len(found) > 1:
         name = type(model).__name__
         raise CaptureError(

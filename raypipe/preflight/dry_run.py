@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raypipe.capture import Capture
 from raypipe.capture.explain import Inputs, misfit_of_loss, misfit_of_model, not_as_captured
 from raypipe.capture.own_loss import returned
+from raypipe.data.stream_source import ENDLESS
 from raypipe.engine.stage.mixed_precision import converted, model_in
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import same_bits
@@ -168,7 +169,7 @@ def refuse_other_sizes(
         wrong = f"mini-batches of {minibatch_size} are divided into micro-batches of {microbatch_size}"
         cure = "Set num_stages, and num_microbatches to a divisor of minibatch_size."
     for data, count in num_samples.items():
-        if not wrong and count % minibatch_size % one_size:
+        if not wrong and count != ENDLESS and count % minibatch_size % one_size:
             wrong = f"{data}_data has {count} samples, and its last micro-batch {count % minibatch_size % one_size}"
             cure = f"Leave {count % one_size} of them out, or repeat some."
     if wrong:

@@ -67,12 +67,14 @@ def minibatch_rule(
     if train is None or evaluation is None:
         return None
     rule = WholeMinibatch({"train": train, "eval": evaluation})
+    # Untried, an output without samples may be an average over them.
+    untried = None if None in (*train, *evaluation) else rule
     if any(p.is_meta for p in model.parameters()):
-        return rule
+        return untried
     whole = LossTrial(model, loss_fn, seed).losses(rows)
     parts = LossTrial(model, loss_fn, seed, rule).losses(rows)
-    if whole is None:  # it draws random numbers
-        return rule
+    if whole is None:  # it draws random numbers, or fails
+        return untried
     joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
     return None if joined is None or misfit(whole, joined, [1.0]) else rule
 
@@ -85,7 +87,10 @@ def require_rule(
     Raises:
         ConfigError: the loss cannot be computed over the mini-batch; names the fix.
     """
-    if reason := why_not(pipeline, loss_fn):
+    reason = why_not(pipeline, loss_fn)
+    if captured.one_size is not None:
+        reason = "the model takes one number of samples only, so that its outputs for a mini-batch cannot be compared"
+    if reason:
         raise ConfigError(f"loss_over='minibatch' is not possible: {reason}.")
     assert loss_fn is not None
     rule = minibatch_rule(model, loss_fn, captured, rows, pipeline.seed)
@@ -153,7 +158,12 @@ def _outputs(captured: Capture, samples: int, mode: str) -> list[torch.Tensor] |
 
 def _dims(captured: Capture, mode: str) -> tuple[int | None, ...] | None:
     """Return the dimension of the samples in each output tensor (None: without samples); None if not found."""
-    once, twice = _outputs(captured, 4, mode), _outputs(captured, 8, mode)
+    if captured.one_size is not None:
+        return None
+    try:
+        once, twice = _outputs(captured, 4, mode), _outputs(captured, 8, mode)
+    except Exception:  # noqa: BLE001  (the user's code may read values, which the meta device has not)
+        return None
     if once is None or twice is None:
         return None
     dims: list[int | None] = []

@@ -53,6 +53,11 @@ _UNTRIED = (
     "mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
     "counts the items of a target; or set {one} or weights_on='client'."
 )
+_ONE_SIZE = (
+    "loss_reduction='auto': the model takes one number of samples only, so that what the loss averages over cannot be "
+    "tried on a larger mini-batch. Set what micro-batches mean: loss_reduction='mean' (each its own loss, weighed by "
+    "samples), 'sum', or a function that counts the items of a target; or set {one}."
+)
 _OWN = (
     "each micro-batch has a loss of its own (loss_reduction='per_microbatch'), weighed by {weighed}: terms over a "
     "batch, as the load balancing of experts, are per micro-batch"
@@ -143,6 +148,8 @@ def find_reduction(
         trials += filter(None, [_over_many(captured, rows, pipeline.seed)])
     if several and weightless and terms is None and not trials:
         raise ConfigError(_UNTRIED.format(one=pipeline.one_microbatch))
+    if several and captured.one_size is not None and (terms is None or not any(trial.groupings for trial in trials)):
+        raise ConfigError(_ONE_SIZE.format(one=pipeline.one_microbatch))
     candidates = _candidates(terms, few)
     try:
         chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline, loss_fn)
@@ -350,7 +357,9 @@ def _terms_of_loss_fn(
     terms = loss_terms(
         traced, {list(traced.columns)[-1]}, {**dict(module.named_parameters()), **dict(module.named_buffers())}
     )
-    return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
+    return (
+        terms.summed() if terms is not None and terms.parts else terms
+    )  # the user's function runs as it is, and returns the sum
 
 
 def _refusal(

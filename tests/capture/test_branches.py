@@ -114,7 +114,50 @@ def checked_first(x: torch.Tensor) -> torch.Tensor:
     return halved(x)
 
 
-@pytest.mark.parametrize("before", [halved, caught, looped, untraceable, checked_first])
+def large(x: torch.Tensor) -> bool:
+    return bool(x.max() > 9)
+
+
+def shared(x: torch.Tensor) -> torch.Tensor:
+    """One branch of a check and of a computation, in a function that both call."""
+    if large(x):
+        raise ValueError
+    return x / 2 if large(2 * x) else x
+
+
+def strict_once(x: torch.Tensor) -> torch.Tensor:
+    """Of two layers with the same code only the first raises."""
+    for strict in (True, False):
+        if x.max() > 9:
+            if strict:
+                raise ValueError
+            x = x.clamp(max=9)
+    return x
+
+
+def crop(x: torch.Tensor, count: object) -> torch.Tensor:
+    if not isinstance(count, int):  # of torch.export it is a symbol
+        raise TypeError
+    return x / count
+
+
+def cropped(x: torch.Tensor) -> torch.Tensor:
+    return crop(x, (x > 9).sum().item()) if x.max() > 9 else x
+
+
+def reworded(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        try:
+            x = untraceable(x)
+        except Exception as error:
+            raise RuntimeError from error
+    return x
+
+
+GO_ON = [halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded]
+
+
+@pytest.mark.parametrize("before", GO_ON)
 def test_a_branch_that_goes_on_both_ways_is_refused(before: Before) -> None:
     with pytest.raises(CaptureError, match="Net decides by values of its data"):
         captured(before)

@@ -92,3 +92,13 @@ def test_a_plan_has_a_note_on_the_one_size(tmp_path: Path) -> None:
     note = "forward takes one number of samples only: every micro-batch of training and evaluation has 2."
     assert note in trainer.plan().notes
     assert trainer.fit(num_steps=2, local=True, progress=False).metrics["step"] == 2
+
+
+def test_a_loss_that_cannot_be_tried_on_two_micro_batches_needs_a_word(tmp_path: Path) -> None:
+    """View does not run on eight rows, so that nothing shows whether micro-batches weigh by rows or labels."""
+    sizes = {"minibatch_size": 8, "num_microbatches": 2}
+    with pytest.raises(ConfigError, match=r"takes one number of samples only, so that what the loss averages over"):
+        trainer_of(View(), train_data=data(16), folder=tmp_path, **sizes).plan()
+    trainer_of(View(), train_data=data(16), folder=tmp_path, loss_reduction="mean", **sizes).plan()
+    with pytest.raises(ConfigError, match=r"loss_over='minibatch' is not possible: the model takes one number"):
+        trainer_of(View(), train_data=data(16), folder=tmp_path, loss_over="minibatch", **sizes).plan()
