@@ -11,9 +11,8 @@ itself, so they never cross.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raypipe.errors import PlanError
@@ -35,11 +34,6 @@ def pruned(lines: Iterable[tuple[int, int]]) -> Lines:
         if max(fixed, per_sample) > 0 and (not kept or fixed > kept[-1][0]):
             kept.append((fixed, per_sample))
     return tuple(kept)
-
-
-def lowered(lines: Lines, per_sample: int) -> Lines:
-    """Subtract ``per_sample`` bytes per sample from every line."""
-    return pruned((fixed, slope - per_sample) for fixed, slope in lines)
 
 
 FORMAT = 1
@@ -182,45 +176,3 @@ def link_nodes(
         crossing, barred = crossing + change[position], barred + parted[position]
         linked[position] = dataclasses.replace(node, cut_bytes=None if barred else crossing)
     return ModelGraph(tuple(linked), pairs, joined, tuple(before))
-
-
-def merge_nodes(nodes: Sequence[Node]) -> Node:
-    """Merge consecutive nodes into one node, which has ``cut_bytes`` and output of the last."""
-    first, last = nodes[0], nodes[-1]
-    if len(nodes) == 1:
-        return first
-    modules = {node.module for node in nodes}
-    sources = {node.source for node in nodes if node.source}
-    return Node(
-        name=f"{first.name}...{last.name}",
-        module=_common(modules),
-        param_names=tuple(dict.fromkeys(name for node in nodes for name in node.param_names)),
-        param_bytes=sum(node.param_bytes for node in nodes),
-        cut_bytes=last.cut_bytes,
-        forward_s=sum(node.forward_s for node in nodes),
-        backward_input_s=sum(node.backward_input_s for node in nodes),
-        backward_weight_s=sum(node.backward_weight_s for node in nodes),
-        activation_bytes=sum(node.activation_bytes for node in nodes),
-        output_bytes=last.output_bytes,
-        frozen_bytes=sum(node.frozen_bytes for node in nodes),
-        buffer_bytes=sum(node.buffer_bytes for node in nodes),
-        source="estimated" if "estimated" in sources else next(iter(sources), ""),
-        workspace=_joint_workspace(nodes),
-    )
-
-
-def _joint_workspace(nodes: Sequence[Node]) -> Lines:
-    """Compute the workspace of a merged node: in a node's backward, activations of later nodes are released already."""
-    after = 0
-    lines: list[tuple[int, int]] = []
-    for node in reversed(nodes):
-        lines += lowered(node.workspace, after)
-        after += node.activation_bytes
-    return pruned(lines)
-
-
-def _common(modules: set[str]) -> str:
-    """Return the dotted name of the innermost module that contains all these modules."""
-    parts = [name.split(".") for name in modules]
-    shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
-    return ".".join(column[0] for column in shared)

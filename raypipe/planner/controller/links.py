@@ -247,6 +247,7 @@ class LinkEstimator:
             # Another codec is in use: seconds of its messages cannot be compared or mixed with earlier ones.
             self._drift = replace(self._drift, mean_s=None, odd_s=None)
             self._window.clear()
+            self._outliers = 0
         self._ratios = ratios
         self._drift, news = self._drift.after(sum(_middle_s(costs_s) for costs_s in fit.costs_s if costs_s))
         if self._outliers and news is DriftState.STEADY:

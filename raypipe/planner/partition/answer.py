@@ -113,7 +113,7 @@ def _reason(
     speeds = [math.fsum(cluster.devices[i].speed for i in stage.devices) for stage in stages]
     ideal_s = math.fsum(s * speed for s, speed in zip(whole_s, speeds, strict=True)) / math.fsum(speeds)
     takes = f"{bottleneck_s * 1e3:.4g} ms per micro-batch"
-    over = f"{max(0.0, bottleneck_s / ideal_s - 1):.1%} more than if all workers had the same to do"
+    over = f"{max(0.0, bottleneck_s / (ideal_s or math.inf) - 1):.1%} more than if all workers had the same to do"
     replicas = [len(stage.devices) for stage in stages]
     if whole_s[worst.index] < bottleneck_s * (1 - 1e-9):
         text = f"sending over a cut takes longest, {takes}, {over}"

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Candidate, Partition, Plan
@@ -95,6 +95,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     )
     if is_open(request):
         best = only_where_needed(problem, dataclasses.replace(best, prediction=predicted(best, problem.links)))
+        best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     best = dataclasses.replace(best, choice=choice_of(problem, best))
     best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     looked_at = [each for each in decisions if each.partition.replicas in single]
@@ -104,6 +105,12 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         table = table_of([*compared.refused, *map(row_of, decisions)], best.partition.replicas)
         reasons = (("replicas", shape_reason(best, table)), *reasons)
     return dataclasses.replace(best, reasons=reasons, candidates=table)
+
+
+_DEADLOCK = (
+    "schedule={schedule!r} with {workers} workers by stage: workers would wait for each other. Give every stage as "
+    "many workers, or set another schedule."
+)
 
 
 @dataclasses.dataclass
@@ -145,6 +152,8 @@ def _compared(problem: Problem, single: Sequence[Shape]) -> _Compared:
             found.refused.append(Candidate(shape, refused=str(error)))
         except PlanError as error:
             errors.append(error)
+        except ScheduleError:
+            errors.append(PlanError(_DEADLOCK.format(schedule=request.schedule, workers="-".join(map(str, shape)))))
         else:
             if decision is not None:
                 found.decisions.append(decision)

@@ -85,7 +85,7 @@ def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> 
         return f"{what}, for there is one worker" if len(problem.cluster.devices) == 1 else f"{what}: no place to cut"
     if request.num_workers is None and not problem.described:
         return f"{what} by default, for neither num_stages nor num_workers is set"
-    if len(looked_at) == 1:
+    if all(each.partition.num_stages == best.partition.num_stages for each in looked_at):
         return f"{what}; any other number does not fit or cannot be faster"
     steps = sorted(looked_at, key=lambda d: d.partition.num_stages)
     others = ", ".join(f"{human_s(d.prediction.step_s)} with {d.partition.num_stages}" for d in steps)

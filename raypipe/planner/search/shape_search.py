@@ -152,7 +152,7 @@ class ShapeSearch:
                 if any(each.kind.splits_backward for each in self._options.kinds(shape)):
                     last_s = backward_s[-1] - backward_s[first] - (weight_s[-1] - weight_s[first])
                 passing_s = forward_s[-1] + max(0.0, last_s)
-                step_s = max(step_s, (count - 1) * passing_s / math.fsum(speeds) + passing_s / speeds[0])
+                step_s = max(step_s, passing_s / speeds[0])
             least_s = min(least_s, step_s)
         return least_s * ROUNDING
 

@@ -191,6 +191,18 @@ def test_a_change_is_suspected_at_once_and_believed_when_it_stays():
     assert estimate.occupancy_s == pytest.approx(0.025, rel=0.05)
 
 
+def test_an_outlier_before_another_codec_is_forgotten():
+    pipeline = Pipeline([(0.01, 0.02)] * 2, lambda hop, forward, step, m: (0.025 if step == 5 else 0.012, 0.0))
+    estimator = LinkEstimator(0)
+    words = [str(estimator.add(pipeline.step(step, SLACK).messages)) for step in range(6)]
+    assert words[-1] == "suspect"
+    messages = pipeline.step(6, SLACK).messages
+    assert str(estimator.add(m._replace(raw_bytes=4 * m.wire_bytes) for m in messages)) == "steady"
+    estimate = estimator.estimate(True)
+    assert estimate is not None
+    check_sane(estimate)
+
+
 @settings(max_examples=12)
 @given(st.floats(0.0, 0.1), st.lists(st.floats(-0.2, 0.2), max_size=60))
 def test_drift_never_speaks_below_its_threshold(level_s, noise):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph, Node, merge_nodes, most, pruned
+from raypipe.ir.graph import ModelGraph, Node, most
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.cost.columns import Sums, sums_of, workspace_bytes, workspace_lines
 from raypipe.planner.cost.memory import MemoryModel, check_memory, stage_memory
@@ -223,26 +223,6 @@ def test_a_backward_runs_when_later_nodes_have_let_go(nodes) -> None:
         assert workspace_bytes(graph, nodes, samples) == expected
         assert most(workspace_lines(graph, nodes), samples) == expected
     assert workspace_bytes(graph, range(0), 1) == workspace_bytes(graph, (2,), 1) == 0
-
-
-@pytest.mark.slow
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3)),
-        min_size=1, max_size=6,
-    ),
-    st.integers(1, 4),
-    st.data(),
-)  # fmt: skip
-def test_groups_need_what_their_nodes_do(rows, samples, data):
-    nodes = [
-        Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=kept, workspace=pruned(lines))
-        for i, (kept, lines) in enumerate(rows)
-    ]
-    cut = data.draw(st.integers(0, len(nodes) - 1))
-    fine = workspace_bytes(ModelGraph(tuple(nodes)), range(len(nodes)), samples)
-    groups = ModelGraph(tuple(merge_nodes(part) for part in (nodes[:cut], nodes[cut:]) if part))
-    assert workspace_bytes(groups, range(len(groups.nodes)), samples) == fine
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

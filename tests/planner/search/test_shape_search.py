@@ -131,6 +131,20 @@ def _costs(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_plan_is_quicker_than_the_bound_of_its_shape(count: int, seed: int) -> None:
+    drawn = random.Random(seed)
+    profile = Profile(graph_of(drawn), 8)
+    cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", drawn.choice([0.4, 1.0])) for i in range(3)), (Link(1e9, 1e-5),))
+    request = dataclasses.replace(BOUND_REQUEST, num_microbatches=count, schedule=drawn.choice(["auto", "1f1b"]))
+    search = ShapeSearch(Problem(request, profile, cluster, described=True))
+    for stages in (1, 2, 3):
+        best = search.best((1,) * stages)
+        assert best is not None
+        assert search.at_least_s((1,) * stages) <= best.prediction.step_s
+
+
 BOUND_REQUEST = Request(None, None, (), 64, None, num_samples=1000)
 
 
