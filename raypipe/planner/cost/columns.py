@@ -1,6 +1,6 @@
 """Columns of a graph: numbers of its nodes as arrays, and their sums over ranges of nodes.
 
-A decision needs the same numbers of a few graphs hundreds of times, so those of the latest graphs are cached.
+The planner needs the same numbers of a few graphs hundreds of times, so the columns of the latest graphs are cached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEPT = 8
 
 
 class Sums(NamedTuple):
-    """Summed bytes of some nodes; activations per sample."""
+    """Sums of the bytes of some nodes; activation_bytes are those of one sample."""
 
     param_bytes: int
     trainable_bytes: int
@@ -33,12 +33,12 @@ class Columns(NamedTuple):
 
     Attributes:
         busy_s: seconds of one micro-batch, forward and backward.
-        forward_s, backward_s: the forward's part of it, and the backward's.
+        forward_s, backward_s: the forward's part of busy_s, and the backward's.
         weight_s: the part of the backward that computes gradients of parameters.
-        param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
+        param_bytes, trainable_bytes, buffer_bytes, activation_bytes: bytes of the node; activations of one sample.
         workspace: lines of all nodes (``Node.workspace``): fixed bytes, bytes per sample, and bytes per sample of
             activations up to that node; shape (3, lines).
-        workspace_at: first line of each node; shape (nodes + 1,).
+        workspace_at: index of each node's first line; shape (nodes + 1,).
         places: positions where the graph may be cut, and its two ends; shape (places,).
         cut_bytes: bytes of one sample that cross each place; 0 at the ends; shape (places,).
         before: sums of the four byte columns over the nodes before each position; shape (4, nodes + 1).
@@ -110,7 +110,7 @@ def _columns(same: _Same) -> Columns:
 
 
 def prefix(values: Ints) -> Ints:
-    """Return the sums of the first 0, 1, ... all values."""
+    """Return the prefix sums of the values, from 0 to the sum of all; shape (len(values) + 1,)."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
 
 
@@ -130,19 +130,22 @@ def sums_of(graph: ModelGraph, nodes: Sequence[int]) -> Sums:
 
 
 def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
-    """Return the peak bytes beyond kept activations while these nodes run one micro-batch of ``samples``."""
+    """Return the peak workspace while these nodes run one micro-batch of ``samples``: bytes beyond kept activations."""
     fixed, slopes = _lines_of(graph, nodes)
     return max(0, int((fixed + samples * slopes).max(initial=0)))
 
 
 def workspace_lines(graph: ModelGraph, nodes: Sequence[int]) -> Lines:
-    """Return ``workspace_bytes`` as a function of the number of samples."""
+    """Return lines (fixed bytes, bytes per sample) whose maximum is ``workspace_bytes`` at any number of samples."""
     fixed, slopes = _lines_of(graph, nodes)
     return pruned(zip(fixed.tolist(), slopes.tolist(), strict=True))
 
 
 def _lines_of(graph: ModelGraph, nodes: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return fixed bytes and bytes per sample of all lines, less what later nodes have released by then."""
+    """Return (fixed bytes, bytes per sample) of the workspace lines of these nodes.
+
+    Activations that later nodes have released when the node runs backward are subtracted.
+    """
     columns = columns_of(graph)
     if isinstance(nodes, range) and nodes.step == 1:
         start, stop = (nodes.start, nodes.stop) if len(nodes) else (0, 0)

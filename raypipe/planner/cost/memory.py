@@ -79,7 +79,7 @@ class Resident:
     """Peak contents of each stage's memory under a schedule, counted in its rows.
 
     Attributes:
-        in_flight: most micro-batches between their F and their B, or W, by stage.
+        in_flight: by stage, the most micro-batches whose F has begun and whose B, or W, has not ended.
         activation_sets: peak bytes of activations, in units of those of one micro-batch, by stage.
         message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
         recomputed_sets: ``activation_sets`` of a stage with recomputation.
@@ -99,7 +99,7 @@ class MemoryModel:
 
     Attributes:
         spec: schedule; a kind without a memory formula needs ``resident``.
-        microbatch_size: b, samples.
+        microbatch_size: samples in a micro-batch.
         weight_versions: number of weight versions; None follows the schedule.
         version_limit: most weight versions that a stage may keep; None for no limit.
         gradient_factor: bytes of gradients per byte of trainable parameters; one number, or one per stage.
@@ -108,7 +108,7 @@ class MemoryModel:
         leaf_factor: bytes of the parameter copies that forwards use (leaves), per byte of parameters; 0 without copies.
         state_copies: number of in-memory copies of weights, optimizer state and buffers: of the stage itself, and of
             another one, assumed to be as large.
-        reserve_bytes: bytes kept free for temporaries and the runtime; of several stages on a device, the part of each.
+        reserve_bytes: bytes kept free for temporaries and the runtime, per stage.
         resident: numbers counted in the rows of this schedule for one number of stages; None to use the formulas.
         recompute: activation recomputation: on all stages or none, or by stage.
 
@@ -195,7 +195,7 @@ class MemoryModel:
         return more + sum(slack[max(0, len(slack) - hops) :])
 
     def versions(self, depth: int) -> int:
-        """Return the number of copies of the weights on a stage of this depth."""
+        """Return the number of weight versions on a stage of this depth."""
         if self.weight_versions is not None:
             return self.weight_versions
         if self.resident is not None and self.resident.versions:
@@ -214,9 +214,10 @@ class MemoryModel:
         return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
-        """Return bytes by node, shape (4, nodes): per weight version, once, per activation set, trainable parameters.
+        """Return four rows of bytes by node, shape (4, nodes), from which ``at_depth`` computes the bytes of a stage.
 
-        The last row determines the sizes of gradients and optimizer state; see ``at_depth``.
+        The rows are bytes per weight version, bytes held once, bytes per activation set, and bytes of trainable
+        parameters, which determine the sizes of gradients and optimizer state.
         """
         columns = columns_of(graph)
         once = columns.param_bytes - columns.trainable_bytes + columns.buffer_bytes
@@ -230,7 +231,7 @@ class MemoryModel:
         return np.stack([versioned, once, columns.activation_bytes * self.microbatch_size, columns.trainable_bytes])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
-        """Return the bytes on a stage of this depth, from ``node_parts`` or sums of them."""
+        """Return the bytes on a stage of this depth, from the rows of ``node_parts`` or sums of them over nodes."""
         gradients = np.ceil(parts[3] * self.gradients(depth)).astype(np.int64)
         optimizer = (1 + self.state_copies) * np.ceil(parts[3] * self.optimizer(depth)).astype(np.int64)
         many = self.versions(depth) * parts[0] + self.activation_sets(depth) * parts[2]
@@ -248,7 +249,7 @@ class StageMemory:
     """Peak bytes of a stage on one device, by purpose.
 
     Attributes:
-        action: the forward at which the most micro-batches are in flight, as ``0F3``.
+        action: the forward at which the most micro-batches are in flight, such as ``0F3``.
         activation_sets: number of micro-batches' activations in activation_bytes.
         message_bytes: inputs of the micro-batches in flight, and messages that wait at the stage.
         input_bytes: part of message_bytes that is one micro-batch's input.
@@ -289,7 +290,7 @@ class StageMemory:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """(purpose, bytes), for the text of plans; some purposes only if they have bytes."""
+        """Pairs (purpose, bytes), for the text of plans; rare purposes are left out if they have no bytes."""
         return (
             (f"weights x {1 if self.leaf_bytes else self.versions}", self.weight_bytes),
             *(((f"16-bit leaves x {self.versions}", self.leaf_bytes),) if self.leaf_bytes else ()),
@@ -368,7 +369,7 @@ def stage_memory(
 
 
 def check_memory(stages: Sequence[StageMemory], limits: Sequence[int | None]) -> None:
-    """Raise PlanError if a stage needs more than its limit; names the worst one, the action, and its bytes by purpose.
+    """Raise PlanError if a stage needs more than its limit; the message names the worst stage and its bytes by purpose.
 
     Args:
         stages: memory of every stage.
@@ -399,7 +400,7 @@ _AGAIN[[OP_CODE[Op.I], OP_CODE[Op.W]]] = 2, -2
 
 
 def resident_of(schedule: Schedule) -> Resident:
-    """Count, by stage, the most that one of its workers holds at once.
+    """Count the most micro-batches, activation sets and messages that a worker of each stage holds at once.
 
     Args:
         schedule: compute actions only.
@@ -418,7 +419,7 @@ def resident_of(schedule: Schedule) -> Resident:
 
 @functools.lru_cache(maxsize=1024)  # every partition and every search needs the same few numbers
 def resident_under(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
-    """Count the contents of a schedule from its spec, as if all stages were trainable.
+    """Return ``resident_of`` the schedule with this spec, as if all stages were trainable; cached.
 
     Args:
         workers: number of workers, for schedules with several stages on each; ignored for others.
@@ -436,7 +437,10 @@ def resident_under(spec: ScheduleSpec, num_stages: int, workers: int) -> Residen
 
 
 def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
-    """Return the most messages of one hop and direction that have arrived before the action that takes them begins."""
+    """Return the largest number of messages that wait at once in one direction of one link between neighbouring stages.
+
+    A message waits from its arrival until the action that takes it begins.
+    """
     backward = Op.I if schedule.wiring.split_backward else Op.B
     times: dict[tuple[int, Op], list[tuple[float, float]]] = {}
     for _, action, start_s, end_s in timeline.spans:
@@ -451,6 +455,6 @@ def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
 
 
 def _behind(arrived_s: NDArray[np.float64], begun_s: NDArray[np.float64]) -> int:
-    """Return the most messages that have arrived and whose actions have not begun, just before an action begins."""
+    """Return the most messages that wait just before an action begins; arrivals and begins are ascending."""
     waiting = np.searchsorted(arrived_s, begun_s) - np.arange(len(begun_s))
     return int(waiting.max(initial=0))

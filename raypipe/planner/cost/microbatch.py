@@ -36,7 +36,7 @@ class StageTime:
 
     Attributes:
         sigma_s: seconds per sample in the limit of large micro-batches.
-        overhead_samples: b0.
+        overhead_samples: b0, the number of samples at which half of the time is overhead.
         worst_error: largest relative distance of the line from a measured point.
         points: (samples, seconds) as measured, by size.
     """
@@ -98,7 +98,7 @@ class MicrobatchChoice:
         optimum: number with the shortest step, whether it is allowed or not.
         low, high: ends of the range of numbers whose steps are within EPSILON of the shortest.
         decided_by: "memory" or "model" if that excludes a faster number, else "simulation".
-        curve: the numbers of which steps were simulated with the chosen cut and schedule.
+        curve: simulated steps with several numbers, with the chosen cut and schedule.
     """
 
     optimum: float
@@ -110,10 +110,10 @@ class MicrobatchChoice:
 
 
 def explain_number(curve: Sequence[CurvePoint], chosen: int, minibatch_size: int, time: StageTime) -> MicrobatchChoice:
-    """Explain a number of micro-batches by the steps of other numbers.
+    """Explain the chosen number of micro-batches by the steps of other numbers.
 
     Args:
-        curve: simulated steps in the order of their numbers, with the chosen one.
+        curve: simulated steps, ascending by number of micro-batches; the chosen number is among them.
         chosen: chosen number.
         time: seconds of a micro-batch through the whole model.
     """
@@ -147,5 +147,5 @@ def divisors(number: int) -> list[int]:
 
 
 def all_sizes(minibatch_size: int) -> list[tuple[int, int]]:
-    """List (micro-batches, samples) of every possible number, the last micro-batch being the remainder."""
+    """List (number of micro-batches, samples in each) for every possible number; the last may have fewer samples."""
     return sorted({math.ceil(minibatch_size / b): b for b in range(minibatch_size, 0, -1)}.items())

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 EVEN = 0.005
-"""Relative difference up to which predicted seconds count as equal: then the option that costs less memory, workers or
-accuracy is taken. Models and measurements are not exact enough to distinguish them.
+"""Relative difference up to which predicted seconds count as equal; then the option that costs less memory, workers or
+accuracy is taken. Models and measurements are not exact enough to distinguish such seconds.
 """
 
 T = TypeVar("T")
 
 
 def as_quick(options: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
-    """Return the items that count as equal to the fastest, in their order; at least one."""
+    """Return the items whose seconds count as equal to the shortest, in the order of ``options``; at least one."""
     best_s = min(map(seconds, options))
     return [one for one in options if seconds(one) <= best_s * (1 + EVEN)]

@@ -18,7 +18,7 @@ from raypipe.planner.partition.costs import Limits
 
 
 class Piece(NamedTuple):
-    """One stage of an answer.
+    """One stage of the partition that a solver found.
 
     Attributes:
         nodes: positions in the graph, in execution order.
@@ -40,7 +40,7 @@ def make_answer(
 
     Args:
         bottleneck_s: seconds per micro-batch of the slowest stage or cut.
-        name: solver, for the reason.
+        name: name of the solver, for the reason.
     """
     stages, start, whole_s = [], 0, []
     for index, piece in enumerate(pieces):
@@ -85,7 +85,7 @@ def _stage(index: int, start: int, ends: tuple[str, str], held: Sums, piece: Pie
 
 
 def _whole_s(graph: ModelGraph, piece: Piece, *, again: bool) -> float:
-    """Compute the seconds per micro-batch of a stage that may recompute its activations, which runs forwards twice."""
+    """Compute the seconds per micro-batch of a stage; ``again`` adds the second forward of a stage that recomputes."""
     columns, nodes = columns_of(graph), list(piece.nodes)
     busy_s = float(columns.busy_s[nodes].sum())
     if not again or not busy_s:
@@ -135,7 +135,7 @@ def cut_at(graph: ModelGraph, cluster: Cluster, limits: Limits, positions: Seque
 
     Args:
         positions: first node of each stage, and the number of nodes.
-        name: solver, for the reason.
+        name: name of the solver, for the reason.
     """
     busy_s, pieces = columns_of(graph).busy_s, []
     for device, (start, stop) in enumerate(itertools.pairwise(positions)):

@@ -2,15 +2,16 @@
 
         a --> b --> d         {}  {a}  {ab}  {ac}  {abc}  {abcd}
          \\         ^
-          `-> c ---'          augmented antichain of {ab}: a and b, for c still needs a; its cut is a's and b's bytes
+          `-> c ---'          augmented antichain of {ab}: a and b, for c still needs a; a's and b's bytes cross the cut
 
-A *state* is a set of nodes that can have run: it is closed under predecessors. Its maximal nodes are an antichain; with
-every other node that something outside still needs they are the *augmented* antichain (PipeDream's graph.py), whose
-outputs cross a cut at this state: each live tensor once, skip connections included. A chain has one state more than
+A *state* is a set of nodes that can have run: it is closed under predecessors. Its maximal nodes are an antichain. They
+and all other nodes of the state whose outputs are needed outside form the *augmented* antichain (PipeDream's graph.py).
+Its outputs cross a cut at this state: each live tensor once, skip connections included. A chain has one state more than
 nodes; branches multiply.
 
-A stage is the difference of two nested states. From the last stage to the first, one step of the device order at a
-time, where T_j is the time of all nodes in state j, and before and after are the devices in use:
+A stage is the difference of two nested states. Stages are added from the last to the first, each by one step of the
+device order (``Lineup``). T_j is the time of all nodes in state j; before and after are the devices in use before and
+after the step:
 
     best[after][i] = min over states j that contain i of max(best[before][j], traffic(j), (T_j - T_i) / speed)
 
@@ -65,7 +66,7 @@ class States(NamedTuple):
     closed: NDArray[np.bool_]
 
     def sums(self, values: Ints) -> Ints:
-        """Sum a per-node value over the members of each state."""
+        """Sum a per-node value over the members of each state; shape (states,)."""
         bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little", count=len(values))
         total = np.zeros(len(self.members), dtype=np.int64)
         # A column at a time: a product of the two would first make a copy of eight bytes per bit.
@@ -75,7 +76,7 @@ class States(NamedTuple):
 
 
 class _Wires(NamedTuple):
-    """Neighbours and what they cost, by node; sets of nodes are numbers with a bit per node.
+    """Dependencies between nodes, by node; a set of nodes is an integer with one bit per node.
 
     Attributes:
         needs: nodes that must have run before.
@@ -83,7 +84,7 @@ class _Wires(NamedTuple):
         users: nodes that read its output.
         reads: nodes whose output it reads.
         output_bytes: bytes of the output, which stay alive until the last user has run.
-        parted: pairs of ``together`` that begin here, less those that end here.
+        parted: number of pairs of ``ModelGraph.together`` that begin at the node, minus the number that end there.
     """
 
     needs: list[int]
@@ -104,10 +105,14 @@ class _Wires(NamedTuple):
 
 
 def enumerate_states(graph: ModelGraph, time_ps: Ints, max_states: int) -> States:
-    """List every state of the graph; without edges it is a chain in the nodes' own order.
+    """List every state of the graph; a graph with ``edges=None`` is a chain in the order of its nodes.
 
-    Edges go forward in execution order, so a state without its last node is a state too. Therefore every state is made
-    exactly once, by adding to a smaller state a node that comes after all of its nodes.
+    A state stays closed under predecessors without its last node, because edges go forward in execution order. So every
+    state is made exactly once: from the state without its last node.
+
+    Args:
+        time_ps: picoseconds of each node.
+        max_states: largest allowed number of states.
 
     Raises:
         PlanError: there are more than ``max_states``.
@@ -150,7 +155,7 @@ def _arrays(graph: ModelGraph, states: list[tuple[int, int, int, int, int]]) -> 
 
 
 def _wires(graph: ModelGraph) -> _Wires:
-    """Return the predecessors by the graph's edges and by pairs that must stay together, which are ordered too."""
+    """Collect the dependencies of each node, from the graph's edges and its pairs ``together`` and ``before``."""
     size = len(graph.nodes)
     if graph.edges is None:  # a chain whose outputs are its cuts
         edges = [(i, i + 1) for i in range(size - 1)]
@@ -202,7 +207,13 @@ class _Problem(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Values of the recurrence and the choices behind them; shape (states of the lineup, states of the graph)."""
+    """Tables of the recurrence; shape (states of the device order, states of the graph).
+
+    Attributes:
+        best_ps: least period in picoseconds of the stages from this state of the graph to its end.
+        next_state: state of the graph after the first of these stages.
+        by_step: index of the device order's step that adds this stage.
+    """
 
     best_ps: Floats
     next_state: Ints
@@ -210,10 +221,10 @@ class _Table(NamedTuple):
 
 
 def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Cut a DAG so that the slowest stage or cut is as fast as possible; stages may interleave in execution order.
+    """Cut a DAG so that the slowest stage or cut is as fast as possible; a stage's nodes need not be neighbours.
 
-    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds. Without
-    ``graph.edges`` it is the chain of its own order, and the answer is ``prefix_sum``'s.
+    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds. A graph
+    with ``edges=None`` is a chain in the order of its nodes, and gets the partition of ``prefix_sum``.
 
     Raises:
         PlanError: nothing profiled, too many states, or the limits cannot be kept.
@@ -280,7 +291,13 @@ def _solve(problem: _Problem) -> _Table:
 
 
 def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
-    """Mask the graph states that can be before these devices: neither side would take longer than the bound."""
+    """Mask the graph states at which the pipeline may be cut in front of the devices in use.
+
+    A state is left out if it allows no cut, or if the nodes before or after it would take longer than the bound.
+
+    Args:
+        place: index of the state of the device order (``Lineup``), which determines the devices in use.
+    """
     states, lineup = problem.states, problem.lineup
     time_ps = states.time_ps
     keep = ~states.closed
@@ -292,7 +309,11 @@ def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
 
 
 def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield blocks of rows with the columns in their band; both are in order of time."""
+    """Yield blocks (rows, columns), whose columns are those within the period bound of any of the rows.
+
+    Args:
+        rows, columns: indices of graph states, in order of time: before the stage that ``step`` adds, and after it.
+    """
     time_ps = problem.states.time_ps
     reach = problem.bound_ps * problem.lineup.kinds[step.kind].speed
     times = time_ps[columns].astype(np.float64)
@@ -308,7 +329,12 @@ def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterato
 
 
 def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Floats) -> Floats:
-    """Compute the period of each pair in picoseconds, infinite if it makes no stage; shape (rows, columns)."""
+    """Compute the period of each pair in picoseconds, infinite if the pair makes no stage; shape (rows, columns).
+
+    Args:
+        rows, columns: indices of graph states before the stage that ``step`` adds, and after it.
+        gate: by column, the period of the later stages, or of the messages to them if these take longer.
+    """
     states, (speed, capacity, _) = problem.states, problem.lineup.kinds[step.kind]
     spent = states.time_ps[columns] - states.time_ps[rows, None]
     busy = spent / speed
@@ -330,7 +356,7 @@ def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Flo
 
 
 def _pieces(problem: _Problem, table: _Table, place: int) -> list[Piece]:
-    """Follow the table from the empty state to the whole graph."""
+    """Read the stages from the table, first to last; in state ``place`` of the device order all have devices."""
     states, lineup = problem.states, problem.lineup
     spans, state = [], 0
     while place:

@@ -18,7 +18,7 @@ from raypipe.ir.plan import Partition, Stage
 def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
     """Find the partition whose largest stage has the fewest parameter bytes.
 
-    Dynamic programming over the cheapest cut for each distinct number of bytes before it, O(S p^2) for p
+    Dynamic programming over the cheapest cut for each distinct number of bytes before it; O(S p^2) for S stages and p
     operations with parameters. A model without parameters is cut by the number of nodes.
 
     Raises:
@@ -60,7 +60,7 @@ def _spans(positions: Sequence[int], before: Sequence[int]) -> list[tuple[int, i
 def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_stages: int) -> list[int]:
     """Choose the cuts by dynamic programming, with one more stage per round.
 
-    best[j] is (largest stage, traffic, cuts) for the nodes before places[j].
+    best[j] is (largest stage, traffic, cuts) for the nodes before places[j]; ``before`` has the bytes before positions.
     """
     ends = [*places, len(graph.nodes)]
     best: list[tuple[int, int, list[int]] | None] = [(before[end], 0, []) for end in ends]
@@ -90,7 +90,7 @@ def split_before(graph: ModelGraph, modules: Sequence[str]) -> Partition:
         modules: dotted names as in named_modules(); a name also stands for everything inside it.
 
     Raises:
-        PlanError: no such module, out of order, or no cut is possible there; names the module.
+        PlanError: a module does not exist, is out of order, or cannot begin a stage; names the module.
     """
     possible = set(graph.cut_positions())
     positions: list[int] = []

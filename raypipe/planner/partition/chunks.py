@@ -37,7 +37,7 @@ from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of
 
 Shares = Sequence[int | None]
-"""Bytes by stage, of its worker's memory; None for no limit."""
+"""Bytes of its worker's memory that each stage may use; None for no limit."""
 
 
 def stages_by_worker(placement: Sequence[int]) -> list[list[int]]:
@@ -82,7 +82,7 @@ def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = 
 
 
 def check_workers(memory: Sequence[StageMemory], placement: Sequence[int], limits: Sequence[int | None]) -> None:
-    """Refuse a plan whose stages do not fit on their workers together.
+    """Raise PlanError if the stages of a worker together need more memory than the worker has.
 
     Args:
         memory: memory of each stage.
@@ -114,9 +114,9 @@ def _shares(
     placement: Sequence[int],
     caps: Sequence[int | None],
 ) -> Iterator[Shares]:
-    """Yield memory shares of the stages of each worker, in the order in which they are tried.
+    """Yield divisions of each worker's memory among its stages, in the sequence in which they are tried.
 
-    ``resident`` are the bytes by stage of a cut that is too much for some worker.
+    ``resident`` are the bytes by stage of a cut that is too much for some worker; ``caps`` are the workers' limits.
     """
     workers, whole = stages_by_worker(placement), memory.node_parts(graph).sum(axis=1)
     equal = [int(memory.at_depth(whole, len(placement) - s)) + memory.reserve_bytes for s in range(len(placement))]
@@ -138,7 +138,7 @@ def _shares(
 
 
 def _one_each(cluster: Cluster, placement: Sequence[int], shares: Shares) -> Cluster:
-    """Build a cluster with a device for every stage; a link that costs nothing joins those of one worker."""
+    """Build a cluster with one device per stage; links between stages of the same worker cost nothing."""
     devices = []
     for worker, share in zip(placement, shares, strict=True):
         device = cluster.devices[worker]

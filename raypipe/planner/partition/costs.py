@@ -34,11 +34,11 @@ class Limits:
         memory: model of a stage's bytes, by schedule and sizes.
         memory_limit_bytes: limit per device, in addition to the device's own; None for no limit.
         room_bytes: bytes kept free on every device for boundary messages and workspaces; ``fit`` sets them.
-        in_order: stage s is placed on device s, and all devices are used.
-        sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
-            ``in_order`` only. Empty for none.
+        in_order: True if stage s is placed on device s, and all devices are used.
+        sync_s_per_byte: by stage, seconds per micro-batch in which replicas sum the gradients of one trainable byte;
+            with ``in_order`` only. Empty without replicas.
         sums_factor: bytes exchanged by replicas per byte of gradients.
-        shards: replicas exchange parameters after their steps instead of summed gradients (ZeRO-1).
+        shards: True if replicas exchange parameters after their steps instead of summed gradients (ZeRO-1).
         codecs: codec of forward messages, and of backward messages.
         max_states: most states (sets of executed nodes) of a graph that ``antichain`` accepts.
     """
@@ -59,7 +59,7 @@ class Limits:
             raise PlanError(f"{self}: each bound must be at least 1, or None where that is allowed.")
 
     def sync_ps_per_byte(self, depth: int) -> float:
-        """``sync_s_per_byte`` of the stage at this depth, in picoseconds; the last stage is at depth 1."""
+        """Return ``sync_s_per_byte`` of the stage at this depth, in picoseconds; the last stage is at depth 1."""
         return self.sync_s_per_byte[-depth] * 1e12 if self.sync_s_per_byte else 0.0
 
     def capacity_bytes(self, device: ComputeDevice) -> int | None:
@@ -127,8 +127,9 @@ def exchange_ps(
     """Compute the picoseconds for which a micro-batch occupies a link, over both directions.
 
     Args:
-        codecs: codec of forward messages, and of backward messages. Encoding, sending and decoding each have a thread
-            of their own, so that the longest of the three counts.
+        cut_bytes: bytes of a micro-batch that cross each cut, in one direction.
+        codecs: codec of forward messages, and of backward messages. Encoding, sending and decoding run in three
+            threads, so that the longest of the three counts.
     """
     if codecs == (NO_CODEC, NO_CODEC):
         ps_per_byte = EXCHANGE * PICO / bandwidth_bytes_s
@@ -148,10 +149,10 @@ def least_feasible(
     following: Callable[[int], int] = lambda number: number + 1,
     enough: Callable[[_T], int] | None = None,
 ) -> tuple[int, _T] | None:
-    """Return the smallest feasible number from ``lowest`` to ``highest``, with the answer of ``probe``.
+    """Return the smallest feasible number from ``lowest`` to ``highest``, with the answer of ``probe``; else None.
 
-    Feasibility must be monotone: if a number is feasible, all larger ones are. The lower bound is usually close, so
-    strides from it grow before halving begins.
+    Feasibility must be monotone: if a number is feasible, all larger ones are. The result is usually close to
+    ``lowest``, so the search begins there with growing strides, before it halves the interval.
 
     Args:
         probe: returns an answer for a feasible number, None for an infeasible one.

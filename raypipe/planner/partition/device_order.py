@@ -44,7 +44,7 @@ class DeviceKind(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Transition between two states: adds one stage in front of those that have devices already.
+    """Transition from one state to another, which adds one stage in front of the stages that have devices.
 
     Attributes:
         before, after: indices of the states; 0 is the start, without stages.
@@ -81,14 +81,14 @@ class Lineup(NamedTuple):
         return sorted(ends, key=lambda s: self.depths[s])
 
     def depths_by_kind(self) -> list[list[int]]:
-        """List, for each kind, the depths (1 for the last stage) at which a device of it may be."""
+        """List, for each kind of device, the depths of the stages that may be on it; the last stage has depth 1."""
         by_kind: list[set[int]] = [set() for _ in self.kinds]
         for step in self.steps:
             by_kind[step.kind].add(self.depths[step.after])
         return [sorted(depths) for depths in by_kind]
 
     def assign(self, kinds: list[int]) -> list[int]:
-        """Choose a device for each stage, given the stage's kind; devices of a kind are used in cluster order."""
+        """Choose a device of the given kind for each stage; devices of a kind are used in cluster order."""
         left = [list(kind.devices) for kind in self.kinds]
         return [left[kind].pop(0) for kind in kinds]
 
@@ -115,7 +115,10 @@ def line_up(cluster: Cluster, limits: Limits) -> Lineup:
 
 
 def _straight(cluster: Cluster, limits: Limits) -> Lineup:
-    """Build the single order of a cluster whose stage s is on device s; each device is its own kind."""
+    """Build the Lineup of a pipeline with the devices in cluster order: stage s on device s, and no other order.
+
+    Every device is a kind of its own.
+    """
     devices = cluster.devices
     kinds = tuple(DeviceKind(d.speed, limits.capacity_bytes(d), (i,)) for i, d in enumerate(devices))
     last = len(devices) - 1
@@ -185,9 +188,9 @@ def _free_speed(place: _Place, kinds: tuple[DeviceKind, ...], stages: int) -> fl
 def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
     """Yield orders of ``count`` devices (indices into the cluster), the cluster's own order first.
 
-    Of two orders that differ only by alike devices, one is yielded. Devices are alike at a position if they have equal
-    speed, memory, and distances to the devices before them and to those that are left. A cluster of more than
-    ``MOST_DEVICES`` devices yields only its own order.
+    Only one of the orders that differ by an exchange of alike devices is yielded. Devices are alike at a position if
+    they have equal speed, memory, and distances to the devices before them and to those that are left. A cluster of
+    more than ``MOST_DEVICES`` devices yields only its own order.
     """
     devices = cluster.devices
     if len(devices) > MOST_DEVICES:

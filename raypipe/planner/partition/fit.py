@@ -81,7 +81,7 @@ def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: in
 
 
 def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
-    """Add bytes to nodes, as buffers, which are independent of the batch size."""
+    """Return the graph with ``charges`` (bytes by node) added to buffers, which do not depend on the batch size."""
     if not charges:
         return graph
     nodes = list(graph.nodes)
@@ -91,7 +91,7 @@ def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
 
 
 def refilled(partition: Partition, graph: ModelGraph, model: MemoryModel) -> Partition:
-    """Recompute ``memory_bytes`` of the stages with a memory model."""
+    """Return the partition with ``memory_bytes`` of its stages computed by this memory model."""
     stages = zip(partition.stages, memory_of(graph, partition, model), strict=True)
     return dataclasses.replace(
         partition, stages=tuple(dataclasses.replace(stage, memory_bytes=m.total_bytes) for stage, m in stages)
@@ -110,7 +110,7 @@ def stage_limit_bytes(cluster: Cluster, limits: Limits, stage: Stage) -> int | N
 
 
 def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
-    """Return True if the stages of every worker fit on its device together under this memory model."""
+    """Return True if the stages of each worker, counted together by ``memory``, keep the memory limit of its device."""
     held: dict[tuple[int, ...], int] = {}
     for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
         held[stage.devices] = held.get(stage.devices, 0) + need.total_bytes

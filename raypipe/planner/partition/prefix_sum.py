@@ -105,7 +105,7 @@ def any_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
 def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition | None:
     """Find the cut that exceeds the memory limits by the fewest bytes per device, whatever its period.
 
-    None without memory limits, or if there are too few places to cut.
+    Returns None without memory limits, or if there are too few places to cut.
     """
     problem = _problem(graph, cluster, limits)
     if all(kind.capacity_bytes is None for kind in problem.lineup.kinds):
@@ -142,14 +142,17 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
 
 
 def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints:
-    """Return the all-reduce time of the stage at this depth, as work of its device, in picoseconds by place."""
+    """Return the work of summing the gradients of all nodes before each place, for the stage at this depth.
+
+    The work is in picoseconds at speed 1: it is later divided by the speed of the stage's device.
+    """
     speed = lineup.kinds[next(step.kind for step in lineup.steps if lineup.depths[step.after] == depth)].speed
     work: Ints = np.rint(chain.sync_bytes * (limits.sync_ps_per_byte(depth) * speed)).astype(np.int64)
     return work
 
 
 def _bounds(problem: _Problem) -> tuple[int, int]:
-    """Compute a lower bound of the period of all cuts, and an upper bound, in picoseconds."""
+    """Return a lower and an upper bound of the periods of all cuts, in picoseconds."""
     chain, kinds = problem.chain, problem.lineup.kinds
     total = int(chain.time_ps[-1])
     largest = int(np.diff(chain.time_ps).max())
@@ -163,7 +166,7 @@ def _bounds(problem: _Problem) -> tuple[int, int]:
 def _following(problem: _Problem, period_ps: int) -> int:
     """Return the next larger period, in picoseconds, at which a probe could have another result.
 
-    It is the least at which another stage, or the traffic of another cut, is short enough.
+    At that period another stage, or the traffic of another cut, is short enough.
     """
     following = math.inf
     for time_ps in {id(time_ps): time_ps for time_ps in problem.time_ps.values()}.values():
@@ -180,7 +183,7 @@ def _following(problem: _Problem, period_ps: int) -> int:
 
 
 def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
-    """Compute the period of these stages in picoseconds, rounded up."""
+    """Compute the shortest period that these stages and their messages keep, in picoseconds, rounded up."""
     longest = 0
     for first, last, step in cuts:
         time_ps = problem.time_ps[problem.lineup.depths[step.after]]
@@ -190,14 +193,14 @@ def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
 
 
 def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
-    """Compute a lower and an upper bound of the picoseconds of this work at a speed, as whole numbers."""
+    """Bound the time at ``speed``, in whole picoseconds, of work that takes ``time_ps`` at speed 1: (lower, upper)."""
     if speed == 1:
         return time_ps, time_ps
     return math.floor(time_ps / speed * (1 - ROUNDING)), math.ceil(time_ps / speed * (1 + ROUNDING))
 
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """Compute, by (kind, depth), the smallest place at which a stage that ends at each place may begin (``lo``)."""
+    """Compute ``lo`` (see the module) at all places, by (kind, depth), with memory limits raised by ``extra_bytes``."""
     earliest, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
@@ -215,7 +218,7 @@ def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple
 
 
 def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, keep: bool) -> Ints:
-    """Return the earliest places by memory alone, independent of the period: cached for the next probe if ``keep``."""
+    """Return ``lo`` of a stage at this depth by its memory alone; cached for later probes if ``keep``."""
     key = (depth, capacity_bytes)
     earliest = problem.by_memory.get(key)
     if earliest is None:
@@ -227,7 +230,7 @@ def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, k
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
-    """Find the stages of a partition that keeps the period, with ``extra_bytes`` added to each limit; else None."""
+    """Find stages that keep the period, and the memory limits plus ``extra_bytes`` each; None if that is impossible."""
     lineup, places = problem.lineup, len(problem.chain.positions)
     earliest = _earliest(problem, period_ps, extra_bytes)
     numbers = np.arange(places)
@@ -248,7 +251,12 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
 def _walk_back(
     problem: _Problem, reached: Bools, earliest: dict[tuple[int, int], Ints], period_ps: int, state: int
 ) -> list[_Cut]:
-    """Choose cuts from the first stage on, each with the least traffic among those that still reach the end."""
+    """Choose the cuts of a successful probe, from the first stage on, each with the least traffic that is possible.
+
+    Args:
+        reached: by state of the device order and place, True if stages can cover all nodes from the place on.
+        state: state of the device order in which all stages have devices.
+    """
     lineup, chain = problem.lineup, problem.chain
     numbers, place, cuts = np.arange(len(chain.positions)), 0, []
     while state:

@@ -3,8 +3,11 @@
     for each shape (workers of every stage) that the request leaves open:
         for each setting of recomputation, if memory is limited:
             ShapeSearch.best  -->  order of devices, cut, micro-batches, schedule, slack
-    take the decision with the least step time; of equals the one with the fewest workers
+    take the decision with the least step time; of equally quick ones the one with the fewest workers
     try other slack and other orders of execution for it, and predict it in full
+
+A decision is a complete planned configuration (``Decision``). Slack r of a hop, the link between neighbouring stages,
+lets the stage before it have r more micro-batches in flight than the stage after it. In 1F1B r is 1.
 
 Shapes and settings are skipped if a lower bound of their steps shows that they cannot be the best. Settings of the
 user are kept. If nothing fits, the error names the stage that lacks memory at the largest number of stages, and the
@@ -63,9 +66,9 @@ FEW = 8
 quarter of it and so on are tried.
 """
 NEAR = 1.1
-"""Greatest ratio of a step to the best found for which other slack and other orders of execution are tried."""
+"""Other slack and other orders of execution are tried for plans whose step is at most this many times the shortest."""
 MOST_NEAR = 8
-"""Most decisions for which they are tried."""
+"""Largest number of plans for which other slack and other orders of execution are tried."""
 
 
 def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
@@ -75,7 +78,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         cluster: described devices and links; None assumes equal workers, joined by ``ASSUMED_LINK``.
 
     Raises:
-        PlanError: nothing fits, or the model cannot be cut into so many stages; the message has the numbers.
+        PlanError: no plan fits, or the model has too few places to cut for the requested stages; names the numbers.
     """
     places = len(profile.graph.cut_positions()) + 1
     request = settled_workers(request, places, len(cluster.devices) if cluster else None)
@@ -115,7 +118,13 @@ _DEADLOCK = (
 
 @dataclasses.dataclass
 class _Compared:
-    """Best decisions of the shapes that may be the best, rows for shapes that do not fit, and a bound of all steps."""
+    """Result of the comparison of shapes.
+
+    Attributes:
+        decisions: best decision of each shape that may be the best.
+        refused: table rows of the shapes for which no plan is possible.
+        bound_s: lower bound of the seconds of a step over all shapes.
+    """
 
     decisions: list[Decision]
     refused: list[Candidate]
@@ -126,7 +135,7 @@ def _compared(problem: Problem, single: Sequence[Shape]) -> _Compared:
     """Find the best decision for each shape that may be the best.
 
     Args:
-        single: shapes that the request names, or those with one worker per stage.
+        single: one shape for each number of stages to try: with the requested replicas, else with one worker per stage.
 
     Raises:
         PlanError: nothing fits.
@@ -173,7 +182,10 @@ def _recomputing(problem: Problem, recompute: bool | tuple[bool, ...]) -> Proble
 
 
 def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
-    """Try other slack with a decision's cut and micro-batches; return the fastest decision."""
+    """Return the quickest of a decision and its variants with other slack; cut and micro-batches stay the same.
+
+    Only an open schedule on described links, with several stages and no replicas, has such variants.
+    """
     partition, best = decision.partition, decision
     if problem.request.schedule != "auto" or not problem.described or len(partition.stages) == 1:
         return decision
@@ -216,7 +228,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
 
 
 def _assumed(request: Request, graph: ModelGraph) -> Cluster:
-    """Build a cluster of equal workers: as many as offered, else as the requested stages need, else DEFAULT_STAGES."""
+    """Build a cluster of equal workers: the offered number, else as many as the request needs, else DEFAULT_STAGES."""
     stages = request.requested_stages
     wanted = stages and request.workers_in_all(stages)
     places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
@@ -254,7 +266,10 @@ def _check_replicas(request: Request, cluster: Cluster | None) -> None:
 
 
 def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
-    """Set the best slack that fits into memory, of the candidates of a run's controller; unchanged if none fits."""
+    """Set the slack of the request to the best one that fits into memory; return the request unchanged if none fits.
+
+    The slacks that a run's controller would try are compared (``candidates``), and ``quickest`` selects one.
+    """
     stages, hops = (
         stages_of(graph, partition, problem.cluster, limits),
         hops_of(partition, problem.cluster, limits.memory.microbatch_size, request.codecs),

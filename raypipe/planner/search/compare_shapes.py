@@ -8,7 +8,7 @@ More workers add shapes and remove none, so that the best plan for fewer workers
 
     one worker per stage      planned as with num_replicas=1
     every other shape         ``ShapeSearch.best``, unless a lower bound shows that the shape cannot be the best
-    best shape                least step time; of equals the one with the fewest workers, then the fewest replicas
+    best shape                least step time; of equally quick ones the one with the fewest workers, then replicas
 
 The plan includes the table of compared shapes, with the reason for each shape that is not possible.
 """
@@ -78,7 +78,7 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
     """Explain the number of workers of each stage, compared with the best plan of another kind of parallelism.
 
     Args:
-        table: table of compared shapes from ``best_shape``.
+        table: table of compared shapes, from ``table_of``.
     """
     chosen = next(each for each in table if each.chosen)
     what = f"{chosen.kind} on {'-'.join(map(str, chosen.workers))} workers"
@@ -95,7 +95,14 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
 
 
 def always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
-    """Pick the shapes to compare in any case: data parallelism on the most workers, and the other of least bound."""
+    """Pick the shapes that are compared in any case: at most one with one stage, and one with several.
+
+    They are data parallelism on the most workers, and, of the shapes with several stages, the one whose step has the
+    lowest lower bound in seconds.
+
+    Args:
+        wanted: shapes to pick from, most workers first.
+    """
     bounds_s: dict[Shape, float] = {}
     for shape in wanted:
         if len(shape) > 1 and search.at_least_s(shape) < min(bounds_s.values(), default=math.inf):
@@ -106,16 +113,16 @@ def always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
 
 
 def row_of(decision: Decision) -> Candidate:
-    """Return the row of a decision for the table of shapes."""
+    """Convert the plan of a shape to a row of the table of compared shapes."""
     memory = max(stage.memory_bytes for stage in decision.partition.stages)
     step_s, count = decision.prediction.step_s, decision.num_microbatches
     return Candidate(decision.partition.replicas, step_s, memory, count, decision.microbatch_size)
 
 
 def table_of(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
-    """Sort the table and shorten it to MOST_ROWS: possible shapes, quickest first, then impossible ones.
+    """Shorten the table to MOST_ROWS: possible shapes, quickest first, then impossible ones.
 
-    The chosen shape and the best of each kind of parallelism are always kept.
+    The quickest row of a shape counts. The chosen shape and the best of each kind of parallelism are always kept.
     """
     slowest_first = sorted((row for row in rows if not row.refused), key=lambda row: -row.step_s)
     quick = [*{row.workers: row for row in slowest_first}.values()]

@@ -11,7 +11,8 @@ A step takes at least
     arrives + all computation of the stage + returns
     arrives + rounds + returns           a round is the path of one micro-batch from the stage to the last one and back;
                                          a round serves at most the micro-batches that the stage has in flight
-    the first, with all messages of a hop, which are sent one after the other, in place of the stage's computation
+    the first, with all messages of a hop (link between neighbouring stages), which are sent one after the other, in
+    place of the stage's computation
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def cuts_into(graph: ModelGraph, num_stages: int, most: int = MOST_CUTS) -> Ints
     fewest bytes cross is used.
 
     Returns:
-        first position of each stage, and the end: indices into ``columns_of(graph).places``, shape (cuts, stages + 1).
-        None if the graph can be cut at too few positions.
+        for each cut, the first position of each stage and the end of the last, as indices into
+        ``columns_of(graph).places``; shape (cuts, stages + 1). None if the graph can be cut at too few positions.
     """
     inner = len(columns_of(graph).places) - 2
     if inner < num_stages - 1:
@@ -97,7 +98,8 @@ class CutCosts(NamedTuple):
         positions: first node of each stage, and the number of nodes; shape (cuts, stages + 1).
         first: lowest stage with trainable parameters, 0 if no stage has any; shape (cuts,).
         forward_s, backward_s: seconds of one micro-batch.
-        weight_s: seconds of the part of the backward for which no other stage waits (gradients of parameters).
+        weight_s: seconds of the part of the backward for which no other stage waits: gradients of parameters, or up to
+            stage ``first`` the whole backward.
         crossing_bytes: bytes of one sample that cross a hop; shape (cuts, stages - 1).
         held_bytes: bytes of parameters, of trainable parameters, of buffers, and of one sample's activations; shape
             (4, cuts, stages).
@@ -128,8 +130,8 @@ def cut_costs(graph: ModelGraph, seconds: Floats, cuts: Ints, recompute: Sequenc
     """Compute the costs of cuts, on devices of speed 1 and without links.
 
     Args:
-        seconds: seconds of forward, of backward, and of its gradients of parameters, summed over the nodes before each
-            position; shape (3, nodes + 1).
+        seconds: three rows: seconds of the forward, of the backward, and of the part of the backward that computes
+            gradients of parameters, each summed over the nodes before each position; shape (3, nodes + 1).
         cuts: result of ``cuts_into``, shape (cuts, stages + 1).
         recompute: by stage, True if it recomputes activations; empty if no stage does.
     """
@@ -150,7 +152,7 @@ def cut_costs(graph: ModelGraph, seconds: Floats, cuts: Ints, recompute: Sequenc
 def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints, slots: Ints) -> Ints:
     """Compute the bytes of every stage of all cuts, shape (cuts, stages).
 
-    They equal those of ``memory.stage_memory`` without the workspace and without buffers for summing gradients.
+    These are the bytes of ``memory.stage_memory`` without the workspace and without buffers for summing gradients.
 
     Args:
         model: model of sizes and factors; its counts of micro-batches in flight are not used.
@@ -185,12 +187,13 @@ class PlacedCuts:
     """Costs of all cuts into stages on given devices, with one number of micro-batches.
 
     Attributes:
-        groups: devices of each stage, one per replica; stages of one worker have the same.
+        groups: devices of each stage, one per replica; stages on the same worker have the same devices.
         number, size: number of micro-batches, and samples in each.
         costs: costs of the cuts, at speed 1 and without links.
         forward_s, backward_s, weight_s: seconds of one micro-batch, by cut and stage, on the slowest worker of a stage.
         reduce_s: seconds for which replicas sum gradients after their last backward, by cut and stage.
-        hops_s: seconds of a message: latency, occupancy forward, then latency, occupancy backward; each by cut and hop.
+        hops_s: four arrays by cut and hop: latency and occupancy of a forward message, then of a backward message, in
+            seconds.
     """
 
     groups: Groups
@@ -210,7 +213,7 @@ class PlacedCuts:
         return replace(self, costs=self.costs.take(rows), hops_s=hops_s, **arrays)
 
     def of(self, cut: int) -> Costs:
-        """Convert one cut to the simulator's input."""
+        """Convert the costs of the cut with this index to the simulator's input."""
         there, held, back, back_held = (tuple(way_s[cut].tolist()) for way_s in self.hops_s)
         reduce_s = tuple(self.reduce_s[cut].tolist())
         return Costs(
@@ -269,7 +272,7 @@ class CutTables:
     """Cuts of one problem's graph and their costs, cached.
 
     Args:
-        problem: problem whose request leaves no recomputation open.
+        problem: problem whose request sets recomputation for every stage.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -280,7 +283,7 @@ class CutTables:
         self._reduced: dict[tuple[object, ...], Floats] = {}
 
     def seconds(self, size: int) -> Floats:
-        """Sum seconds at a micro-batch size over the nodes before each position; see ``cut_costs``."""
+        """Return the argument ``seconds`` of ``cut_costs`` for micro-batches of ``size`` samples."""
         if size not in self._seconds:
             columns = columns_of(self._problem.profile.graph)
             of_nodes = np.stack([columns.forward_s, columns.backward_s, columns.weight_s]) * self._problem.factors(size)
@@ -288,7 +291,7 @@ class CutTables:
         return self._seconds[size]
 
     def cuts_into(self, num_stages: int, most: int) -> Ints | None:
-        """List cuts like the function ``cuts_into``; only one if the request determines it."""
+        """Return the result of the function ``cuts_into``, or only the one cut that the request determines."""
         if (num_stages, most) not in self._cuts:
             graph = self._problem.profile.graph
             if self._problem.cut_is_given:
@@ -299,12 +302,12 @@ class CutTables:
         return self._cuts[num_stages, most]
 
     def given(self, num_stages: int) -> Partition:
-        """Make the cut that the request determines by names of modules, or by parameters."""
+        """Build the partition that the request determines: cut before the named modules, or into equal parameters."""
         graph, points = self._problem.profile.graph, self._problem.request.split_points
         return split_before(graph, points) if points else equal_parameters(graph, num_stages)
 
     def at_nodes(self, positions: Sequence[int]) -> Ints:
-        """Convert the first node of each stage, and the number of nodes, to a result of ``cuts_into``."""
+        """Convert a cut (first node of each stage, and the number of nodes) to the form of ``cuts_into``."""
         return np.searchsorted(columns_of(self._problem.profile.graph).places, [positions])
 
     def placed(self, groups: Groups, cuts: Ints, count: int, size: int, lanes: int) -> PlacedCuts:
@@ -377,7 +380,7 @@ class CutTables:
 
 
 def by_worker(groups: Groups, values: Floats | Ints) -> NDArray[np.float64]:
-    """Sum values by cut and stage over the stages of each worker, or group of replicas; shape (cuts, workers)."""
+    """Sum values by cut and stage over the stages of each worker (or group of replicas); shape (cuts, workers)."""
     workers = list(dict.fromkeys(groups))
     if len(workers) == len(groups):
         return values.astype(np.float64)
@@ -385,10 +388,11 @@ def by_worker(groups: Groups, values: Floats | Ints) -> NDArray[np.float64]:
 
 
 def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) -> tuple[Floats, Floats]:
-    """Compute (latency, occupancy) in seconds of messages of ``sent`` bytes before encoding, by cut and hop.
+    """Compute (latency, occupancy) of messages in seconds, each by cut and hop; see ``CodecCost.taken_s``.
 
     Args:
-        latency_s, bandwidth: seconds and bytes per second of each hop's link; see ``CodecCost.taken_s``.
+        sent: bytes of the messages before encoding, by cut and hop.
+        latency_s, bandwidth: latency in seconds and bytes per second of each hop's link.
     """
     sending_s = sent / codec.ratio / bandwidth
     parts = np.stack([codec.encode_s_per_byte * sent, sending_s, codec.decode_s_per_byte * sent])

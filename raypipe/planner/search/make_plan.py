@@ -1,4 +1,4 @@
-"""Construction of plans, from a decision or from a cut made without a profile; the latter have no predicted seconds."""
+"""Construction of plans; those of a cut that was made without a profile have no predicted seconds."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Decision, Problem, limits_of, step_s_of
 
 MOST_WORK = 8_000
-"""Most micro-batches of stages in a step of which the curve includes the seconds."""
+"""Largest product of stages and micro-batches of a step that is added to the curve."""
 
 
 def choice_of(problem: Problem, decision: Decision) -> MicrobatchChoice | None:
-    """Explain the number of micro-batches of a decision by steps of the same cut and schedule with other numbers.
+    """Explain the number of micro-batches of a plan by predicted steps of the same cut and schedule with other numbers.
 
-    None if the number was given or follows from a fixed rule.
+    Returns None if the number was given, the schedule is asynchronous, or only one micro-batch size was measured.
     """
     request, stages, minibatch = decision.request, decision.partition.num_stages, decision.minibatch_size
     if problem.request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:

@@ -1,4 +1,4 @@
-"""Cuts of a graph with branches in other execution orders of its nodes than their own, by the antichain method."""
+"""Cuts of a graph with branches by the antichain method, which may change the order in which the nodes run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from raypipe.planner.search.request import Request, microbatches
 from raypipe.planner.search.solvers import FEW_NODES, FEW_STATES, branches, other_order_solver
 
 WORTH = 1e-3
-"""Relative gain from which on another order of execution replaces the model's own."""
+"""Least relative gain in step time for which another order of execution replaces the model's own."""
 WEIGHTS = (1.0, 4.0, 16.0)
-"""Weights, relative to computing, of the seconds in which replicas sum gradients; each is tried. Weight 1 is right only
-if no stage waits for another. The first stage sums its gradients after everything else.
+"""Factors of the seconds in which replicas sum gradients, when the solver adds them to computing; each is tried. Factor
+1 is right only if no stage waits for another. The first stage sums its gradients after everything else.
 """
 
 
 def in_another_order(problem: Problem, decision: Decision) -> Decision:
-    """Cut the graph for the same shape with other execution orders; return the fastest decision.
+    """Cut the graph again, with other execution orders and the same workers per stage; return the quickest decision.
 
-    The antichain method gets the workers of each stage, and their seconds to sum gradients. The part of these that
-    overlaps with other stages' work is unknown before a plan is simulated, so the method runs once for each of WEIGHTS.
+    Returns ``decision`` itself if no order is quicker by ``WORTH``. The antichain method gets the workers of each
+    stage, and the seconds in which they sum gradients. How many of these seconds overlap with other stages' work is
+    unknown before a plan is simulated, so the method runs once for each of WEIGHTS.
 
     Raises:
-        PlanError: the request names the antichain method, and the graph has too many orders.
+        PlanError: the request names the antichain method, and the graph has too many orders or no cut that fits.
     """
     if not _may_reorder(problem):
         return decision
@@ -61,7 +62,9 @@ def in_another_order(problem: Problem, decision: Decision) -> Decision:
 
 
 def only_in_another_order(problem: Problem, shapes: Sequence[Shape]) -> Decision | None:
-    """Find a plan if the nodes fit in another order only, with the least memory that the request allows; None if not.
+    """Find a plan that fits into memory only with another execution order of the nodes; None if no such plan is found.
+
+    Recomputation and schedule are those with the least memory that the request allows.
 
     Args:
         shapes: workers by stage of the plans that were compared.
@@ -95,7 +98,7 @@ def _may_reorder(problem: Problem) -> bool:
 
 
 def _sizes(request: Request, stages: int) -> list[tuple[int, int]]:
-    """List (number, samples) of the default micro-batches, and of the smallest ones if their number is open."""
+    """List (number of micro-batches, samples in each): the default, and the smallest possible if the number is open."""
     minibatch, size, count = microbatches(request, stages)
     sizes = [(count, size)]
     if request.num_microbatches is None and not request.in_lanes:

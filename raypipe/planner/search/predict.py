@@ -3,8 +3,8 @@
     nodes' seconds / speed  -->  F and B of a stage  --+
     cut bytes, link         -->  latency, occupancy  --+-->  simulate  -->  step, bubble
 
-Replicas are simulated as workers of their own, which sum their gradients after their last backwards. Left out are the
-seconds of the optimizer, and everything that the simulator leaves out.
+A hop is the link between neighbouring stages. Replicas are simulated as workers of their own, which sum their gradients
+after their last backwards. Left out are the seconds of the optimizer, and everything that the simulator leaves out.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
     """Predict seconds and bytes of every stage.
 
     Args:
-        graph: graph with the seconds that ``partition`` was made for.
+        graph: graph that was partitioned: its nodes' seconds must be those from which ``partition`` was computed.
+        limits: limits with which ``partition`` was computed.
     """
     first = first_trainable_stage(graph, partition)
     stages = []
@@ -176,7 +177,9 @@ def hops_of(
     microbatch_size: int,
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC),
 ) -> tuple[HopPrediction, ...]:
-    """Compute latency and occupancy of the messages of each hop; both are 0 if its stages have the same workers.
+    """Predict bytes, latency and occupancy of the messages of each hop.
+
+    Latency and occupancy are 0 if both stages of the hop are on the same workers.
 
     Args:
         codecs: codec of forward messages, and of backward messages.
@@ -195,7 +198,7 @@ def hops_of(
 
 
 def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...]) -> Costs:
-    """Convert stages and hops to the simulator's input."""
+    """Convert the predictions of stages and hops to the simulator's input."""
     there_s, back_s = ([hop.ways_s[way] for hop in hops] for way in (0, 1))
     behind_s = tuple(stage.exchange_s - stage.hidden_s for stage in stages)
     return Costs(
@@ -226,7 +229,7 @@ NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
 
 
 def predicted(decision: Decision, links: str, first_trainable: int | None = None) -> Prediction:
-    """Predict one step of a decision.
+    """Predict one step of the plan that ``decision`` describes: its seconds, memory, idle time and bottleneck.
 
     Args:
         links: origin of the cluster's links, for reports.
@@ -273,7 +276,10 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
 
 
 def seconds_of(decision: Decision) -> float:
-    """Compute the seconds of one step of a decision, without the rest of the prediction."""
+    """Predict the seconds of one training step of the plan that ``decision`` describes.
+
+    ``predicted`` also computes the memory, the idle time and the bottleneck.
+    """
     costs, stages = costs_of(*_stages_and_hops(decision)), decision.partition.num_stages
     first = first_trainable_stage(decision.graph, decision.partition)
     return _step_s(spec_of(decision.request, stages, decision.num_microbatches, first), costs)
@@ -286,7 +292,7 @@ def _step_s(spec: ScheduleSpec, costs: Costs) -> float:
 
 
 def _replays(spec: ScheduleSpec) -> bool:
-    """Return True if ``equal_messages_s`` computes the step, which is quicker than a simulation of the rows."""
+    """Return True if ``equal_messages_s`` can compute the step of this schedule; it is quicker than a simulation."""
     return spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas
 
 
@@ -297,10 +303,10 @@ def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], t
 
 
 def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:
-    """Simulate one step, in the steady state if steps overlap.
+    """Simulate one step, in the steady state if consecutive steps overlap.
 
     Args:
-        lowered: schedule with its messages.
+        lowered: schedule with its messages, from ``lower``.
 
     Returns:
         the seconds of a step, and the fraction of the workers' time in which they are idle.
@@ -315,7 +321,7 @@ def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """Simulate the predicted step of a plan (two steps if they overlap), for pictures.
+    """Simulate the predicted step of a plan for a picture; two steps if consecutive steps overlap.
 
     Raises:
         ValueError: the plan has no prediction.

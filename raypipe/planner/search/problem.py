@@ -32,7 +32,7 @@ from raypipe.planner.search.request_schedule import memory_model
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3
-"""Least ratio of a node's extrapolated seconds to its measured ones."""
+"""Least ratio of a node's extrapolated seconds to its measured seconds."""
 
 
 def times_of(profile: Profile) -> StageTime | None:
@@ -88,7 +88,7 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
 
 
 def factors_at(profile: Profile, samples: int, total_s: float) -> Floats:
-    """Compute by node the ratio of its seconds for ``samples`` samples to the profiled ones; see ``graph_at``."""
+    """Compute by node the seconds for ``samples`` samples, divided by the profiled seconds; see ``graph_at``."""
     busy_s, other = columns_of(profile.graph).busy_s, profile.small
     if samples == profile.microbatch_size:
         return np.ones(len(busy_s))
@@ -99,12 +99,15 @@ def factors_at(profile: Profile, samples: int, total_s: float) -> Floats:
 
 
 def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
-    """Compute by node the ratio of its seconds at a third size to ``busy_s``, by a line through two measured sizes.
+    """Extrapolate the seconds of each node to a third micro-batch size, by a line through two measured sizes.
 
     Args:
         other: (samples, seconds by node) of the second measured size.
         busy_s: seconds by node at the profile's size.
         share: position of the third size on the line, from ``other``'s size (0) to the profile's (1).
+
+    Returns:
+        extrapolated seconds divided by ``busy_s``, by node; at least LEAST.
     """
     other_s = np.array(other[1])
     at_s = other_s + share * (busy_s - other_s)
@@ -114,7 +117,7 @@ def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float)
 
 
 def slower(node: Node, factor: float) -> Node:
-    """Multiply a node's seconds by ``factor``; for large graphs, three times as fast as ``dataclasses.replace``."""
+    """Return the node with its seconds multiplied by ``factor``; three times as fast as ``dataclasses.replace``."""
     return Node(
         node.name,
         node.module,
@@ -153,7 +156,7 @@ class Problem:
 
     @functools.cached_property
     def times(self) -> StageTime | None:
-        """t(b) of the whole model; None if it was measured at one size only."""
+        """Curve t(b) of the whole model (see the module); None if it was measured at one micro-batch size only."""
         return times_of(self.profile)
 
     def seconds(self, samples: int) -> float:
@@ -161,7 +164,7 @@ class Problem:
         return seconds_at(self.profile, self.times, samples)
 
     def factors(self, samples: int) -> Floats:
-        """Compute by node the ratio of its seconds for ``samples`` samples to the profiled ones."""
+        """Compute by node the seconds for ``samples`` samples, divided by the profiled seconds."""
         return factors_at(self.profile, samples, self.seconds(samples))
 
     def at(self, samples: int) -> ModelGraph:
@@ -175,7 +178,7 @@ class Problem:
         return {}
 
     def asking(self, request: Request) -> Problem:
-        """Return this problem with another request, with the same cached values."""
+        """Return a copy of this problem with another request and the same cached values."""
         other = dataclasses.replace(self, request=request)
         other.__dict__.update(times=self.times, _graphs=self._graphs)
         return other
@@ -208,7 +211,8 @@ def limits_of(request: Request, num_stages: int | None, stages: int, count: int,
     """Build the limits that a cut has to keep.
 
     Args:
-        num_stages: required number of stages; None leaves it to the solver, with at most ``stages``.
+        num_stages: required number of stages; None leaves it to the solver.
+        stages: number of stages that the memory model assumes.
         count, size: number of micro-batches, and samples in each.
     """
     return Limits(
@@ -230,7 +234,7 @@ class Decision:
         graph: graph with seconds at the chosen micro-batch size.
         limits: limits of the cut, with the memory model of the schedule.
         choice: how the number of micro-batches was chosen; None if it was given, or follows from a fixed rule.
-        reasons: (choice, reason) pairs.
+        reasons: (choice, reason) pairs, as from ``reasons_of``.
         candidates: shapes that were compared; empty if the number of replicas was given.
     """
 

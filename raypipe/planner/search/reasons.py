@@ -1,4 +1,4 @@
-"""Texts for users: reasons of a plan with the deciding numbers, advice if nothing fits, and a profile as a table."""
+"""Texts for users: the reason of each choice in a plan, with the numbers that decided, and a profile as a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reasons_of(
 
     Args:
         looked_at: the compared decisions, one for each number of stages that fits.
-        bound_s: seconds than which no permitted step is shorter.
+        bound_s: lower bound of the seconds of a step over all permitted plans.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
     if bound_s > 0 and best.partition.num_stages > 1:

@@ -1,8 +1,8 @@
 """Choice of the stages that recompute activations, if the request leaves it open.
 
-    1. the first k stages do, which hold the most micro-batches; k = 0, 1, 2, ... are compared by step time
-    2. without memory limits, none do
-    3. afterwards, recomputation is dropped on each stage that fits without it, the one with the longest forward first
+    1. recompute on the first k stages, which hold the most micro-batches; compare k = 0, 1, 2, ... by step time
+    2. without memory limits, recompute on no stage
+    3. then drop recomputation on each stage that fits without it, the stage with the longest forward first
 
 A stage that holds the activations of one micro-batch only, as the last stage of 1F1B, saves nothing by recomputation,
 and runs one more forward for every micro-batch.
@@ -42,8 +42,8 @@ def best_recompute(
     Of equally quick decisions, the one with the fewest recomputing stages is returned.
 
     Args:
-        search_of: returns the search with a setting.
-        below_s: seconds that the step has to be below; None is returned if no step is.
+        search_of: returns the ShapeSearch for a setting.
+        below_s: only steps shorter than these seconds count; None is returned if there is no such step.
 
     Raises:
         ShapeError: nothing fits; the error is that of the setting with the most recomputation.
@@ -70,7 +70,7 @@ def best_recompute(
 
 
 def only_where_needed(problem: Problem, decision: Decision) -> Decision:
-    """Drop recomputation on stages that fit without it; the returned decision keeps the old prediction."""
+    """Drop recomputation on each stage that fits without it; the prediction of the returned decision is not updated."""
     setting, stages = problem.request.recompute, decision.partition.num_stages
     now = decision.request.recomputed(stages)
     if not is_open(problem.request) or not any(now) or decision.request.kind.several_stages:
@@ -86,7 +86,7 @@ def only_where_needed(problem: Problem, decision: Decision) -> Decision:
 
 
 def most_recompute(request: Request) -> bool | tuple[bool, ...]:
-    """Return the setting with recomputation on all stages that the request does not exclude."""
+    """Return the setting with recomputation on all stages for which the request does not forbid it."""
     setting = request.recompute
     return tuple(at is not False for at in setting) if isinstance(setting, tuple) else setting is not False
 
@@ -101,7 +101,7 @@ def _with(decision: Decision, recompute: tuple[bool, ...], memory: MemoryModel) 
 
 
 def _recompute_options(request: Request, num_stages: int) -> Iterator[Setting]:
-    """Yield settings, from no open stage recomputing to all of them."""
+    """Yield the settings to try: recomputation on none, on more and more, and at last on all stages that are open."""
     own = request.recompute if isinstance(request.recompute, tuple) else (None,) * num_stages
     firsts = list(range(num_stages + 1))
     if num_stages > FEW:

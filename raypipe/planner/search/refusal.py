@@ -33,13 +33,13 @@ from raypipe.planner.search.request_schedule import memory_model
 from raypipe.planner.search.solvers import own_order_solver, quick_cut
 
 MOST_TIMES = 8
-"""Most times the given devices, or their memory, that a refusal suggests."""
+"""Largest multiple of the given number of devices, or of their memory, that an error message suggests."""
 MOST_CELLS = 200_000_000
 """Most pairs of positions, over all stages, that ``least_bytes`` compares; beyond it, some positions are left out."""
 
 
 def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
-    """Build the error for a problem of which no plan fits.
+    """Build the error for a problem without a plan that fits.
 
     Args:
         shapes: workers by stage of the plans that were compared, most stages first.
@@ -73,7 +73,7 @@ def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
 def what_would_fit(problem: Problem) -> str:
     """Describe the number of devices or the memory that would suffice; "" if neither would.
 
-    It is also "" without a memory limit, with given cuts, and with replicas. The plan is assumed to need as little
+    Also returns "" without a memory limit, with given cuts, and with replicas. The plan is assumed to need as little
     memory as the request allows: 1F1B if the schedule is open, and the smallest micro-batches if their number is open.
     """
     request, devices = _thriftiest(problem.request), len(problem.cluster.devices)
@@ -133,7 +133,11 @@ def least_bytes(graph: ModelGraph, model: MemoryModel, most_stages: int) -> list
 
 
 def _workspace(graph: ModelGraph, places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Compute the workspace of a stage between each pair of places, as ``columns.workspace_bytes`` does."""
+    """Compute ``columns.workspace_bytes`` of a stage between each pair of places; shape (places, places).
+
+    Args:
+        size: samples in a micro-batch.
+    """
     columns = columns_of(graph)
     fixed, slopes, kept = columns.workspace
     if not len(fixed):
@@ -150,7 +154,10 @@ def _workspace(graph: ModelGraph, places: NDArray[np.int64], size: int) -> NDArr
 
 
 def _of_several_stages(problem: Problem, request: Request, cap: int, count: int, size: int) -> int | None:
-    """Find by bisection about the least memory of workers that hold several stages; None if even much would not do."""
+    """Find by bisection about the least bytes of each worker with which a plan fits, if workers hold several stages.
+
+    Returns None if ``MOST_TIMES * cap`` bytes are not enough either. ``cap`` bytes are known to be too few.
+    """
     stages, devices = request.num_stages or 1, len(problem.cluster.devices)
     limits = dataclasses.replace(limits_of(request, stages, stages, count, size), memory_limit_bytes=None)
 
@@ -172,7 +179,7 @@ def _of_several_stages(problem: Problem, request: Request, cap: int, count: int,
 
 
 def _nearest(problem: Problem, cap: int) -> str:
-    """Describe a plan that fits with other micro-batches or another schedule than the given ones; "" if none does."""
+    """Describe a plan that fits into ``cap`` bytes with smaller micro-batches or 1F1B; "" if no such plan fits."""
     request, devices = problem.request, len(problem.cluster.devices)
     if request.num_microbatches is None or request.kind.several_stages or not request.kind.synchronous:
         return ""
@@ -199,7 +206,7 @@ def _thriftiest(request: Request) -> Request:
 
 
 def _smallest(request: Request, stages: int) -> tuple[int, int]:
-    """Return (samples, number) of the micro-batches that need the least memory."""
+    """Return (samples in each, number) of the permitted micro-batches that need the least memory."""
     minibatch, size, count = microbatches(request, stages)
     if request.num_microbatches is None and request.kind.synchronous and not request.in_lanes:
         size = request.smallest_microbatch(minibatch)

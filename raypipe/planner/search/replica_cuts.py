@@ -30,7 +30,7 @@ Numbers = NDArray[np.float64]
 
 
 def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Cut the graph for a request within limits, with or without replicas, and put stages on workers.
+    """Cut the graph within limits as the request requires, with or without replicas, and assign workers to the stages.
 
     Raises:
         PlanError: no cut fits.
@@ -60,12 +60,12 @@ def homes_of(request: Request, num_stages: int) -> Homes:
 
 
 def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Number the workers of each stage, stage by stage."""
+    """Number the workers stage by stage: counts (1, 2) give [(0,), (1, 2)]."""
     return [tuple(range(first, stop)) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def on_workers(partition: Partition, homes: Homes) -> Partition:
-    """Put the stages of a partition on workers.
+    """Return the partition with these workers for its stages.
 
     Args:
         homes: workers of each stage.
@@ -109,19 +109,23 @@ def hides(kind: ScheduleKind) -> bool:
 def summing_rates_s(
     replicas: int, lanes: int, link: Link, factor: float = 1.0, *, shards: bool = False
 ) -> tuple[float, float]:
-    """Compute the seconds in which replicas sum one byte of gradients.
+    """Compute the seconds in which replicas all-reduce one byte of gradients.
 
-    Each of R replicas sends (R - 1) / R of each of its L / R lanes, and then as much of the total. Messages to all
-    peers share the bandwidth of one link, as they share a worker's network card; both directions run at once. Every
-    chunk waits for the latency of two messages. See ``engine.optim.all_reduce``.
+    There are R replicas and L lanes (partial sums of gradients); each replica holds L / R lanes. For each byte of
+    gradients a replica sends L / R times (R - 1) / R bytes of its lanes (scatter), and (R - 1) / R bytes of the totals
+    (gather). Messages to all peers share the bandwidth of one link, since a worker has one network card; both
+    directions run at once. The gradients are sent in chunks (``chunk_bytes``), each of which waits for the latency of
+    two messages. See ``engine.optim.all_reduce``.
 
     Args:
         link: slowest link between the replicas.
-        factor: bytes that are sent for each byte of gradients.
-        shards: True if totals stay on the replica that sums them, and parameters are sent after the optimizer step.
+        factor: bytes that are sent for each byte of gradients, 0.5 with bf16.
+        shards: True if each replica keeps the total of its slice, and the updated parameters are gathered after the
+            optimizer step.
 
     Returns:
-        the seconds per byte that may overlap with a backward, and those that may not.
+        seconds per byte that may overlap with the last backward, and seconds per byte that may not (0 without
+        ``shards``).
     """
     if replicas == 1:
         return 0.0, 0.0
@@ -154,9 +158,9 @@ def exposed_s(rate_s: float, backward_s: Numbers, sync_bytes: Numbers, first: in
 
 
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Link:
-    """Combine the least bandwidth and the longest latency of all pairs of different devices.
+    """Return a link with the least bandwidth and the longest latency of all pairs of a sender and a receiver.
 
-    The link is free if both groups are one and the same device.
+    The returned link costs nothing if both groups are one and the same device.
     """
     links = [cluster.link(a, b) for a in senders for b in receivers if a != b]
     if not links:
@@ -167,7 +171,7 @@ def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[i
 def check_workers_of_replicas(
     request: Request, num_stages: int, offered: int | None, *, described: bool = False
 ) -> None:
-    """Raise PlanError, with the numbers of offered and required workers, if they are too few for all replicas.
+    """Raise PlanError if fewer workers are offered than all replicas of all stages need.
 
     Args:
         offered: number of offered workers; None if it is not limited.
@@ -185,7 +189,7 @@ def check_workers_of_replicas(
 
 
 def check_shares(request: Request, num_stages: int, num_microbatches: int) -> None:
-    """Raise PlanError, with the fields, if a stage has more replicas than a step has micro-batches."""
+    """Raise PlanError if a stage has more replicas than a step has micro-batches."""
     most = max(request.replicas_of(num_stages))
     if num_microbatches < most:
         raise PlanError(
@@ -196,7 +200,7 @@ def check_shares(request: Request, num_stages: int, num_microbatches: int) -> No
 
 
 def share_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
-    """Return a note if the micro-batches do not divide equally over the lanes."""
+    """Return a note if the micro-batches do not divide equally over the lanes (partial sums of gradients)."""
     lanes = request.num_lanes(num_stages)
     if not request.in_lanes or num_microbatches % lanes == 0:
         return ()

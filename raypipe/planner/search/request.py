@@ -15,8 +15,8 @@ DEFAULT_WORKERS = 2
 PER_WORKER = 2
 """Default number of stages per worker, for schedules that put several there."""
 AUTO_SLACK = 2
-"""Default slack on every hop: with free links a step takes as long as 1F1B's, and a transfer of up to half a
-micro-batch's compute time is hidden, which 1F1B pays in full. It costs one more micro-batch in flight per hop.
+"""Default slack of every hop. It hides a transfer of up to half a micro-batch's compute time, for which 1F1B would
+wait; without transfer times a step takes as long as with 1F1B. It costs one more micro-batch in flight per hop.
 """
 
 
@@ -101,31 +101,31 @@ class Request:
         return len(self.split_points) + 1 if self.split_points else self.num_stages
 
     def with_schedule(self, spec: ScheduleSpec) -> Request:
-        """Replace the schedule, slack and group size by those of ``spec``."""
+        """Return the request with the kind of schedule, the slack and the group size of ``spec``."""
         slack = spec.slack if takes(spec.kind, "slack") else None
         group_size = spec.group_size if takes(spec.kind, "group_size") else None
         return replace(self, schedule=spec.kind, slack=slack, group_size=group_size)
 
     def as_1f1b(self) -> Request:
-        """Replace the schedule by 1F1B, which holds the fewest micro-batches."""
+        """Return the request with the 1F1B schedule, which holds the fewest micro-batches."""
         return replace(self, schedule="1f1b", slack=None, group_size=None)
 
     def takes(self, minibatch: int, samples: int) -> bool:
-        """Return True if the model takes every micro-batch of an epoch, with ``samples`` samples in each.
+        """Return True if the model accepts every micro-batch of an epoch, with ``samples`` samples in each.
 
-        The remainder of a mini-batch, and of the epoch's last one, is a smaller micro-batch. A mini-batch that is
-        itself too small is accepted: no number of micro-batches makes it larger.
+        The last micro-batch of a mini-batch may be smaller, and so may the last mini-batch of an epoch. A mini-batch
+        that is itself too small is accepted: no number of micro-batches makes it larger.
         """
         wholes = filter(None, (minibatch, self.num_samples % minibatch))
         return all((whole % samples or samples) >= min(self.least_microbatch, whole) for whole in wholes)
 
     def smallest_microbatch(self, minibatch: int) -> int:
-        """Find the smallest micro-batch size that the model takes; at most the whole mini-batch."""
+        """Find the smallest micro-batch size that the model accepts; at most the whole mini-batch."""
         return next(size for size in range(1, minibatch + 1) if self.takes(minibatch, size))
 
     @property
     def overlaps(self) -> bool:
-        """True if a stage may end its step before the others do, because it needs no norm or gradient of theirs."""
+        """True if a stage may end its step before the others, because it needs no gradient or norm of theirs."""
         return not (self.clips or self.skips or self.ties)
 
     @property
@@ -152,7 +152,7 @@ class Request:
 
     @property
     def in_lanes(self) -> bool:
-        """True if gradients are summed in lanes: there are replicas, or several lanes, which allow replicas later."""
+        """True if gradients are summed in lanes (partial sums): with replicas, or if several lanes are requested."""
         return self.replicated or (self.lanes or 1) > 1
 
     def replicas_of(self, num_stages: int) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class Request:
         return counts
 
     def num_lanes(self, num_stages: int) -> int:
-        """Return the number of lanes into which gradients are summed."""
+        """Return the number of lanes (partial sums) in which the gradients of a step are accumulated."""
         return self.lanes or math.lcm(*self.replicas_of(num_stages))
 
     def workers(self, num_stages: int) -> int:
@@ -185,13 +185,13 @@ class Request:
         return max(1, self.num_workers // self.replicas_of(num_stages)[0])
 
     def workers_in_all(self, num_stages: int) -> int:
-        """Count the workers including all replicas."""
+        """Count the workers that hold ``num_stages`` stages, including all replicas."""
         counts = self.replicas_of(num_stages)
         return counts[0] * self.workers(num_stages) if self.kind.several_stages else sum(counts)
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
-    """Compute (minibatch_size, microbatch_size, num_microbatches).
+    """Compute (minibatch_size, microbatch_size, num_microbatches) of a request, with defaults for open numbers.
 
     The default number of micro-batches is 4 per stage; with replicas it is 4 per worker, rounded so that each replica
     gets the same number if possible.
@@ -212,5 +212,5 @@ def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
 
 
 def _parted(minibatch: int, wanted: int) -> int:
-    """Count the micro-batches after rounding ``wanted``: all but the last have one size."""
+    """Count the micro-batches of a mini-batch if their size is that of ``wanted`` equal parts, rounded up."""
     return math.ceil(minibatch / math.ceil(minibatch / wanted))

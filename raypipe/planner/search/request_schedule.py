@@ -29,16 +29,17 @@ from raypipe.planner.search.request import AUTO_SLACK, Request
 
 
 def by_hop(slack: int | tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    """Expand slack to one value of r per hop."""
+    """Expand slack to one value of r per hop (link between neighbouring stages)."""
     return (slack,) * (num_stages - 1) if isinstance(slack, int) else slack
 
 
 def slack_of(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Compute the forwards that may be in flight over each hop of an asynchronous schedule.
+    """Return the slack of each hop of an asynchronous schedule: given by the request, or the default.
 
-    The default of "pipedream" is 1 on every hop, which is PipeDream's NOAM. In "2bw" slack does not change the weight
-    version, so the default is 2 if a mini-batch has enough micro-batches: this hides transfers of up to half a
-    micro-batch's compute time.
+    With slack r on a hop, the stage before it runs r forwards further ahead of its backwards than the stage after it.
+    The default of "pipedream" is 1, which is PipeDream's NOAM. In "2bw" slack does not change the weight version, so
+    the default is 2 if a mini-batch has enough micro-batches: this hides transfers of up to half a micro-batch's
+    compute time.
     """
     if request.slack is not None:
         return by_hop(request.slack, num_stages)
@@ -83,7 +84,7 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
 
 
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Compute by how many updates gradients are late in the steady state, by stage."""
+    """Compute, for each stage, by how many updates its gradients are late in the steady state."""
     policy = weight_policy(request, num_stages, num_microbatches)
     if policy.interval is None:
         return (0,) * num_stages
@@ -129,7 +130,7 @@ def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[in
 
 
 def _check_two_versions(request: Request, num_stages: int, num_microbatches: int, ahead: int) -> None:
-    """Raise PlanError unless two weight versions suffice: a micro-batch must end within the next mini-batch.
+    """Raise PlanError unless two weight versions suffice, so that a micro-batch ends within the next mini-batch.
 
     ``ahead`` is the number of forwards that stage 0 runs ahead of its backwards.
     """
@@ -150,7 +151,7 @@ def _check_two_versions(request: Request, num_stages: int, num_microbatches: int
 
 
 def _check_lanes(request: Request, num_stages: int, num_microbatches: int) -> None:
-    """Raise PlanError unless replicas have equal shares of every update, so that their weight versions agree."""
+    """Raise PlanError unless replicas have equal shares of every update, so that their weight versions are the same."""
     lanes, counts = request.num_lanes(num_stages), request.replicas_of(num_stages)
     if any(lanes % count for count in counts):
         raise PlanError(
@@ -168,9 +169,10 @@ def _check_lanes(request: Request, num_stages: int, num_microbatches: int) -> No
 
 
 def _interval(request: Request, num_microbatches: int, lanes: int, ahead: int) -> int:
-    """Compute the micro-batches per update.
+    """Compute the number of micro-batches per update (u in the table of the module).
 
     Args:
+        lanes: number of partial sums of gradients, of which u must be a multiple.
         ahead: forwards that stage 0 runs ahead of its backwards.
 
     Raises:
@@ -258,18 +260,18 @@ def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trai
 
 
 def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
-    """Build the compute actions of one step; those of an asynchronous schedule begin and end with an empty pipeline."""
+    """Build the compute actions of one step, which begins and ends with an empty pipeline even if asynchronous."""
     return schedule_of(spec_of(request, num_stages, num_microbatches, first_trainable), num_stages)
 
 
 def placement_of(request: Request, num_stages: int) -> tuple[int, ...]:
-    """Return the worker of each stage, for a schedule that puts several on a worker; replicas count as one worker."""
+    """Return the worker of each stage, for a schedule with several stages per worker; replicas count as one worker."""
     placement = build_schedule(request, num_stages, 1, 0).wiring.placement
     return tuple(worker // request.replicas_of(num_stages)[0] for worker in placement)
 
 
 def memory_model(request: Request, num_stages: int, num_microbatches: int, microbatch_size: int) -> MemoryModel:
-    """Build the memory model of a stage under this request."""
+    """Build the model of the memory of the plan's stages."""
     spec = spec_of(request, num_stages, num_microbatches)
     policy = weight_policy(request, num_stages, num_microbatches)
     counted, whole = None, request.optimizer_factor
@@ -293,7 +295,10 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
 
 
 def _sums(request: Request, policy: WeightPolicy, spec: ScheduleSpec, replicas: int) -> int:
-    """Count the sums of gradients that a worker holds: one per lane of its own, or one (``engine.stage.gradients``)."""
+    """Count the gradient sums of each of a stage's workers: one per lane of the worker (``engine.stage.gradients``).
+
+    A single sum is enough without replicas if each lane gets at most one micro-batch of an update.
+    """
     alone = replicas == 1 and request.sums_factor == 1.0 and not policy.puts_off
     if alone and in_lane_order(0, policy.interval or spec.num_microbatches, spec.lanes):
         return 1

@@ -24,14 +24,16 @@ SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
 FEW_HOPS = 2
 """Most hops between stages for which every combination of SLACKS is tried."""
 MOST_SPECS = 3000
-"""Most micro-batches of stages in a step for which SLACKS are tried; compiling a schedule takes longer than a step."""
+"""Largest product of stages and micro-batches for which all SLACKS are tried; compiling a schedule takes longer than
+simulating a step.
+"""
 
 
 class ShapeOptions:
     """Settings that a request leaves open, by shape.
 
     Args:
-        problem: problem whose request leaves no recomputation open; a shape with replicas overrides its replicas.
+        problem: its request sets recomputation for every stage; a shape with replicas overrides its replicas.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -95,7 +97,7 @@ class ShapeOptions:
                 yield [with_slack[slack] for slack in slacks]
 
     def orders(self, shape: Shape) -> list[Groups]:
-        """List the devices of each stage, in several orders if each stage has one worker and the cut is open."""
+        """List the choices of devices by stage; several if each stage has one worker and the cut is open."""
         request = self.request(shape)
         if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
             return [tuple(homes_of(request, len(shape)))]

@@ -62,20 +62,21 @@ Ints = NDArray[np.int64]
 _Cell = tuple[Groups, Ints, int, int]
 """Arguments of ``_placed``: devices by stage, cuts, number of micro-batches, and samples in each."""
 MOST_PLACED = 300_000
-"""Most combinations of an order, a cut and a number of micro-batches of which all are compared."""
+"""Largest number of combinations of an order, a cut and a number of micro-batches of which all are compared."""
 FEW_PLACED = 50_000
-"""Most combinations that are compared if those are not all."""
+"""Largest number of combinations that are compared if there are more than MOST_PLACED."""
 LEAST_CUTS = 200
 """Least number of cuts that are compared for each order and number of micro-batches."""
 FEW_STAGES = 8
 """Most stages for which cuts at small messages are compared besides those of the solver."""
 MOST_WORK = 1_500_000
-"""Most micro-batches of stages that one comparison of a shape simulates, about as many seconds / 1e6."""
+"""Limit of the simulations in one ``best``: sum of stages x micro-batches over all; 1e6 take about a second."""
 SLOWER, COMPILING = 10, 6
-"""Additional seconds of other simulations than ``equal_messages_s``, and of compiling a schedule, by those of one."""
+"""Additional work of a simulation without ``equal_messages_s``, and of compiling a schedule, relative to its work."""
 NEAR = 1.03
-"""Greatest ratio of a step to the best found for which its number of micro-batches is tried with all cuts too. Used if
-all cuts can be listed, but not for all numbers of micro-batches."""
+"""Numbers of micro-batches are tried with all cuts too if their step takes at most this many times the shortest. Used
+if all cuts can be listed, but not for all numbers of micro-batches.
+"""
 MOST_STARTS = 6
 """Most candidates, each with another order of devices, whose cuts are improved if not all cuts were listed."""
 MOST_ROUNDS = 20
@@ -94,7 +95,7 @@ class _Batch(NamedTuple):
         cuts: indices of the cuts that fit; the other attributes have one value for each of these.
         bounds_s: lower bound of the step, in seconds.
         requests: request with the schedule.
-        held: activation sets (one per micro-batch and stage) of all stages, and message slots, per micro-batch.
+        held: activation sets of all stages, plus message slots, divided by the number of micro-batches.
     """
 
     placed: PlacedCuts
@@ -123,7 +124,7 @@ class ShapeSearch:
     """Search over orders, cuts, micro-batches and schedules for one shape at a time; costs are cached across shapes.
 
     Args:
-        problem: problem whose request leaves no recomputation open; a shape with replicas overrides its replicas.
+        problem: its request sets recomputation for every stage; a shape with replicas overrides its replicas.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -136,7 +137,7 @@ class ShapeSearch:
     def at_least_s(self, shape: Shape) -> float:
         """Compute a lower bound of the step of plans of this shape, in seconds, without listing cuts.
 
-        All work is shared by the fastest devices. Besides, the first micro-batch passes all stages one after the other.
+        No step is shorter than all work shared by the fastest devices, nor than one micro-batch through all stages.
         """
         problem, request = self._problem, self._options.request(shape)
         speeds = sorted((device.speed for device in problem.cluster.devices), reverse=True)[: sum(shape)]
@@ -165,7 +166,7 @@ class ShapeSearch:
         return min(float(self._least_s(self._placed(*cell)).min()) for cell in self._cells(shape, self._few(shape)))
 
     def exact(self, shape: Shape) -> bool:
-        """Return True if ``best`` lists all cuts for all orders of ``device_orders``; nodes keep their order."""
+        """Return True if ``best`` compares all cuts with all orders of ``device_orders``; nodes keep their order."""
         return max(shape) == 1 and self._number(shape) * len(self._options.sizes(shape)) <= MOST_PLACED
 
     def best(self, shape: Shape, below_s: float = math.inf) -> Decision | None:
@@ -209,9 +210,7 @@ class ShapeSearch:
         return self._decision(best, exact=exact and self._work > 0)
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
-        """Simulate candidates of these cells while their bounds are below ``below_s`` and the best step; list those
-        that fit.
-        """
+        """Simulate candidates by increasing bound, up to ``below_s`` or the best step found; list those that fit."""
         least_s = [np.where(self._may_fit(cell), self._least_s(self._placed(*cell)), np.inf) for cell in cells]
         first_s = [float(bounds_s.min()) for bounds_s in least_s]
         found: list[_Found] = []
@@ -270,7 +269,7 @@ class ShapeSearch:
         return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
 
     def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
-        """Mask cuts without a stage that has several workers and nodes whose buffers change; shape (cuts,)."""
+        """Mask the cuts in which no stage with several workers has nodes that change buffers; shape (cuts,)."""
         counts = self._changing[placed.costs.positions]
         changes = (counts[:, 1:] - counts[:, :-1]) > 0
         several = np.array([len(group) > 1 for group in placed.groups])
@@ -278,7 +277,7 @@ class ShapeSearch:
         return kept
 
     def _caps(self, groups: Groups) -> Floats:
-        """Return the memory limit of each group of workers in bytes; infinite without a limit."""
+        """Return the memory limit in bytes of each worker (or group of replicas); infinite without a limit."""
         devices, limit = self._problem.cluster.devices, self._problem.request.memory_limit_bytes
         of_all = math.inf if limit is None else limit
         own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in dict.fromkeys(groups)]
@@ -290,7 +289,7 @@ class ShapeSearch:
         return stage_bytes(placed.costs, model, *map(np.array, _held(model, len(placed.groups))))
 
     def _may_fit(self, cell: _Cell) -> NDArray[np.bool_]:
-        """Return True for each cut whose ``_total_bytes`` fit, with the schedule that needs least; shape (cuts,)."""
+        """Mask the cuts whose ``_total_bytes`` fit with the schedule that needs the least memory; shape (cuts,)."""
         placed = self._placed(*cell)
         fitting, caps = self._whole(placed), self._caps(placed.groups)
         if not np.isinf(caps).all():
@@ -300,7 +299,7 @@ class ShapeSearch:
         return fitting
 
     def _unfit(self, cell: _Cell) -> str:
-        """Describe the stage that lacks most memory, in that cut of a cell which is nearest to fitting."""
+        """Describe the stage that lacks the most memory, in the cut of this cell that comes nearest to fitting."""
         placed = self._placed(*cell)
         thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
         total, caps = by_worker(placed.groups, self._total_bytes(placed, thriftiest)), self._caps(placed.groups)
@@ -312,7 +311,7 @@ class ShapeSearch:
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
     def _simulated(self, placed: PlacedCuts, best_s: float, request: Request | None = None) -> Iterator[_Found]:
-        """Simulate candidates by increasing bound, up to ``best_s`` or a better step; yield those that fit.
+        """Simulate candidates by increasing bound, up to ``best_s`` or a shorter step found; yield those that fit.
 
         Args:
             request: the only schedule to try; None tries all.
@@ -339,7 +338,7 @@ class ShapeSearch:
                 yield _Found(step_s, one, placed, cut, batch.held[at])
 
     def _count(self, request: Request, placed: PlacedCuts) -> None:
-        """Count the work of one simulation, and that of compiling its schedule at the first time."""
+        """Subtract the work of one simulation, and of compiling a schedule that is new, from the rest of MOST_WORK."""
         plain = request.kind.synchronous and not request.kind.several_stages and not request.replicated
         key = request, placed.number
         self._work -= (
@@ -410,7 +409,7 @@ class ShapeSearch:
         return best
 
     def _better(self, best: _Found, groups: Groups, cuts: Ints) -> _Found:
-        """Return the best of these cuts on these devices if its step is shorter, else ``best``."""
+        """Return the best candidate with these cuts and devices, or ``best`` if no step of these is shorter."""
         placed = self._placed(groups, cuts, best.placed.number, best.placed.size)
         placed = placed.take(np.flatnonzero(self._least_s(placed) < best.step_s))
         more = self._simulated(placed, best.step_s, None if self._short((1,) * len(groups)) else best.request)
@@ -418,7 +417,7 @@ class ShapeSearch:
         return better if better.step_s < best.step_s else best
 
     def _exchanged(self, groups: Groups) -> Iterator[Groups]:
-        """Yield the devices of each stage with two unlike ones exchanged, or one replaced by an unused one."""
+        """Yield variants of the devices by stage: two unlike devices exchanged, or one replaced by an unused one."""
         devices = self._problem.cluster.devices
         if max(map(len, groups)) > 1 or len(set(groups)) < len(groups) or len(groups) > FEW_STAGES:
             return
@@ -480,7 +479,7 @@ def _held(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[i
 
 @functools.lru_cache(maxsize=64)
 def _programs(spec: ScheduleSpec, num_stages: int) -> tuple[Program, ...]:
-    """Build the programs of one step; of two numbers of steps if steps overlap."""
+    """Compile the program of one step or, if consecutive steps overlap, those of two numbers of steps (STEADY)."""
     lowered = lower(schedule_of(spec, num_stages))
     overlaps = lowered.prologue or lowered.wiring.norm_per_stage
     return tuple(build(lowered, repeats) for repeats in (STEADY if overlaps else (1,)))

@@ -17,7 +17,7 @@ from raypipe.planner.search.shape_options import ShapeOptions
 from raypipe.planner.search.solvers import own_order_solver, quick_cut
 
 SolverCut = tuple[Groups, tuple[int, ...]]
-"""Devices of each stage; first node of each stage, and the number of nodes."""
+"""(devices of each stage, positions); the positions are the first node of each stage, and the number of nodes."""
 MANY_STAGES = 256
 """Most stages for which a solver cuts more than once if memory is not limited."""
 MOST_TRIES = 4
@@ -25,7 +25,7 @@ MOST_TRIES = 4
 
 
 class SolverCuts:
-    """Cuts of a solver for the shapes of one problem.
+    """Cuts by a partition solver, for the shapes of one problem.
 
     Args:
         tables: cuts of the problem's graph, and their costs.
@@ -37,7 +37,7 @@ class SolverCuts:
     def cuts(self, shape: Shape) -> list[SolverCut]:
         """List a solver's cuts, for each kind of schedule at the most promising numbers of micro-batches.
 
-        Those are the numbers with the least bounds for a cut that ignores memory.
+        These numbers have the least lower bounds of the step, computed for a cut that ignores memory limits.
         """
         problem, sizes, kinds = self._problem, self._options.sizes(shape), self._options.kinds(shape)
         free = self._cut(problem.unlimited, kinds[0], len(shape), sizes[len(sizes) // 2])
@@ -66,7 +66,12 @@ class SolverCuts:
     def _cut(
         self, problem: Problem, request: Request, num_stages: int, size: tuple[int, int], *, quick: bool = False
     ) -> SolverCut | None:
-        """Cut by a solver; return the devices of each stage, and first nodes with the number of nodes."""
+        """Cut by a solver; return None if no cut fits.
+
+        Args:
+            size: (number of micro-batches, samples in each).
+            quick: True to return any cut that fits, False for the best one.
+        """
         request = dataclasses.replace(request, memory_limit_bytes=problem.request.memory_limit_bytes)
         limits = limits_of(request, num_stages, num_stages, *size)
         solver = quick_cut(request) if quick else own_order_solver(request)

@@ -40,7 +40,7 @@ def other_order_solver(request: Request) -> Solver:
 
 
 def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
-    """Adapt a solver to a schedule with several stages on each worker, as ``in_chunks``; return it for any other."""
+    """Adapt a solver by ``in_chunks`` if the schedule puts several stages on each worker, else return it as it is."""
     if not request.kind.several_stages:
         return solver
     assert request.num_stages is not None, "settled_workers has set it"
@@ -56,7 +56,7 @@ def quick_cut(request: Request) -> Solver:
 
 
 def placed(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Put each stage on the device with its number, and add the seconds and bytes of every stage."""
+    """Put each stage on the device of the same number, and add the seconds and bytes of every stage."""
     on_devices = [dataclasses.replace(stage, devices=(stage.index,)) for stage in partition.stages]
     moved = dataclasses.replace(partition, stages=tuple(on_devices))
     memory = memory_of(graph, moved, limits.memory)

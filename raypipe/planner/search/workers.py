@@ -59,7 +59,7 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
 
 
 def _replicas_of_all(request: Request) -> int:
-    """Return the number of replicas of every stage; PlanError, with the field, if it differs between stages."""
+    """Return the number of replicas that every stage has; raise PlanError if it differs between stages."""
     counts = request.replicas if isinstance(request.replicas, tuple) else (request.replicas or 1,)
     if len(set(counts)) > 1:
         raise PlanError(
@@ -70,14 +70,14 @@ def _replicas_of_all(request: Request) -> int:
 
 
 def used_devices(request: Request, cluster: Cluster) -> Cluster:
-    """Return the cluster with only the devices that a request of ``settled_workers`` uses, the first ones."""
+    """Return the cluster with only its first devices, as many as a request from ``settled_workers`` uses."""
     if not request.kind.several_stages:
         return cluster
     return Cluster(cluster.devices[: request.num_workers], cluster.links)
 
 
 def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
-    """Return a note if a schedule for several stages per worker has one on each worker, or all on a single worker."""
+    """Return a note if a schedule for several stages per worker has one on each worker, or all stages on one worker."""
     workers = request.workers(num_stages)
     if not request.kind.several_stages or num_stages == 1:
         return ()
@@ -119,7 +119,7 @@ def _shares_out(request: Request, stages: int, workers: int) -> bool:
 
 
 def _of_devices(request: Request, stages: int, devices: int) -> int:
-    """Choose the number of devices to use: the most over which the stages divide evenly; all if only one would do."""
+    """Choose how many devices to use: the most over which the stages divide evenly; all if that is only one."""
     if _shares_out(request, stages, devices):
         return devices
     fewer = range(min(devices, stages // PER_WORKER), 1, -1)
