@@ -100,7 +100,7 @@ _new_action = partial(tuple.__new__, Action)
 
 
 class PackedRow(Sequence[Action]):
-    """Actions of one worker; immutable, equal to the tuple of them.
+    """Actions of one worker as arrays; immutable, and equal to a tuple of the same actions.
 
     Args:
         stage, microbatch: by action, arrays of type "i".
@@ -186,8 +186,8 @@ class Wiring:
             without a flush between steps: later stages then wait for forwards of the next update from them.
 
     Raises:
-        ScheduleError: a stage has no worker, or one twice; a worker shares some but not all of its stages; there are
-            fewer lanes than replicas; intervals do not divide update_interval.
+        ScheduleError: a stage has no worker, or the same worker twice; stages of one worker have different workers;
+            there are fewer lanes than replicas; intervals do not divide update_interval.
     """
 
     homes: Homes
@@ -371,7 +371,7 @@ class Schedule:
     """Schedule: the order of actions on each worker, from one flush to the next; micro-batches are counted from 0.
 
     A synchronous step has only a ``body``. In an asynchronous schedule a prologue fills the pipeline, the body repeats,
-    and the epilogue drains it. To the micro-batch numbers in its rows is added:
+    and the epilogue drains it. The micro-batch numbers in the rows of each part are increased by:
 
         prologue   0
         body       i * stride, for i = 0, 1, ... repeats - 1

@@ -26,11 +26,11 @@ class ScheduleKind:
 
     Attributes:
         takes: fields of ScheduleSpec that apply to this kind only.
-        synchronous: the pipeline is flushed before every update of the weights.
-        splits_backward: backwards are I and W instead of B.
+        synchronous: True if the pipeline is flushed before every update of the weights.
+        splits_backward: True if backwards are split into I (gradients of inputs) and W (of weights) instead of B.
         stages_per_worker: 1 or 2; None for ``chunks`` stages.
-        searched: the controller searches its numbers if the user leaves them open.
-        memory_formula: planner.cost.memory has a formula for its activations; for other kinds it counts in the rows.
+        searched: True if the controller searches the numbers of the schedule that the user leaves open.
+        memory_formula: True if planner.cost.memory has a formula for the activations; otherwise it counts in the rows.
     """
 
     takes: tuple[str, ...] = ()
@@ -95,12 +95,12 @@ class ScheduleSpec:
         slack: r by hop, for slack, zb-h1 and the asynchronous kinds; empty with a single stage.
         chunks: v, stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
-        overlap: no stage waits for the global gradient norm before its optimizer step, so that steps overlap if the
-            kind allows it; no effect on other kinds.
+        overlap: True if no stage waits for the global gradient norm before its optimizer step, so that steps overlap
+            if the kind allows it; no effect on other kinds.
         update_interval: u of pipedream, micro-batches per update.
         replicas: workers by stage; empty for one each.
         lanes: gradient-accumulation lanes, at least as many as any stage has replicas.
-        per_replica: a stage of pipedream updates as soon as each of its replicas has done one more micro-batch.
+        per_replica: True if a stage of pipedream updates as soon as each of its replicas has done one micro-batch more.
 
     Raises:
         ScheduleError: an unknown kind, a field that it does not have, or a number out of range.

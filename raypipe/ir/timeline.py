@@ -29,7 +29,7 @@ _new_span = partial(tuple.__new__, Span)
 
 
 class PackedSpans(Sequence[Span]):
-    """Spans of a simulated run; immutable, equal to the tuple of them.
+    """Spans of a simulated run as arrays; immutable, and equal to a tuple of the same spans.
 
     Args:
         worker: worker of each span, an array of type "i".

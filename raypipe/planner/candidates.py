@@ -80,11 +80,12 @@ def candidates(query: ScheduleQuery) -> Iterator[ScheduleSpec]:
 
 
 def thriftiest(schedule: str, now: ScheduleSpec, num_hops: int) -> ScheduleSpec:
-    """Return the candidate for the same micro-batches that holds the fewest of them at a time.
+    """Return the candidate schedule for the same number of micro-batches that keeps the fewest of them in flight.
 
     Args:
         schedule: requested schedule, as in ``ScheduleQuery``.
-        now: current schedule; returned unchanged if its numbers were given by the user.
+        now: current schedule; returned unchanged if ``schedule`` has no candidates (``kinds_to_search``).
+        num_hops: number of hops of the pipeline; each gets a slack of 1 if the candidate has slack.
     """
     kinds = kinds_to_search(schedule)
     if not kinds:
@@ -93,7 +94,10 @@ def thriftiest(schedule: str, now: ScheduleSpec, num_hops: int) -> ScheduleSpec:
 
 
 def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[ScheduleSpec, str] | None:
-    """Return the next candidate that holds more than ``now``, and its name; None if there is no larger one."""
+    """Return the next candidate that holds more micro-batches than ``now``, and a description of the difference.
+
+    Returns None if no candidate holds more.
+    """
     kinds = kinds_to_search(schedule)
     if "kfkb" in kinds:
         k = now.group_size + 1
@@ -105,7 +109,7 @@ def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[Schedu
 
 
 def quickest(options: Sequence[T], score: Callable[[T], float], held: Callable[[T], float]) -> T:
-    """Return the quickest option; of equals the one that holds least.
+    """Return the quickest option; of equally quick options, the one that needs the least memory.
 
     Args:
         score: returns the seconds of an option.
@@ -115,7 +119,7 @@ def quickest(options: Sequence[T], score: Callable[[T], float], held: Callable[[
 
 
 def resident(model: MemoryModel, num_stages: int) -> float:
-    """Sum the activation sets of all stages and the message slots of a stage, in units of mini-batches."""
+    """Return (activation sets of all stages + message slots of one stage) / (micro-batches of a step)."""
     count = sum(model.activation_sets(depth) for depth in range(1, num_stages + 1)) + model.message_slots
     return count / model.spec.num_microbatches
 
@@ -167,7 +171,9 @@ def _neighbours(centre: tuple[int, ...], least: int, most: int) -> Iterator[tupl
 
 
 def _grown_slack(kind: str, query: ScheduleQuery) -> tuple[int, ...]:
-    """Grow slack greedily: add one on the hop that shortens the period most, until nothing helps or fits.
+    """Return the slack by hop that is found greedily: one is added on the hop that shortens the period most.
+
+    This ends when nothing shortens the period, or no larger slack fits into memory.
 
     This start value gains 0.7 to 1.6 % on uneven hops without a memory limit, because a search from uniform slack ends
     in a local optimum there.

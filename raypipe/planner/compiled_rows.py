@@ -45,7 +45,7 @@ class DeadlockError(ScheduleError):
 
 
 class Waves(NamedTuple):
-    """Order in which the steps of one wave, one of each worker that is not blocked, can run at once.
+    """Order of execution in waves: a wave is the next step of each worker that is not blocked, all run at once.
 
     Attributes:
         order: steps, wave after wave.
@@ -62,15 +62,15 @@ class Waves(NamedTuple):
 class CompiledRows:
     """Rows of all workers as steps of at most one wait, one piece of work and one message, numbered row after row.
 
-    After each row comes a step that never runs, and at the end one that is done from the beginning. Work, messages and
-    links are numbers: of entries in lists of seconds, and of times until which a link is busy.
+    After each row comes a step that never runs, and at the end one that is done from the beginning. Work and messages
+    are indices into the lists of ``Seconds``; a link is an index into a list of times until which links are busy.
 
     Attributes:
         first: first step of each worker's row; one more entry for the end of the last row.
         source: the step of another worker that each step waits for; the last step if it waits for nothing, ``-2 - g``
             if it waits for all steps of group g.
         groups: steps that are awaited together.
-        untimed: steps that take part in the order with their wait, but begin without it.
+        untimed: steps whose wait determines the order of execution only, and does not delay their begin.
         work, message: number of the work and of the message of each step.
         link: number of the one-way link of its message; ``num_links`` plus the worker without a message.
         num_links: number of links.
@@ -226,7 +226,7 @@ def run(
 
 
 def run_waves(rows: CompiledRows, seconds: Seconds, *, spans: bool) -> Times:
-    """Run all steps in waves. Without ``spans`` begin and departure are left out."""
+    """Run all steps in waves, and return their times; ``begin`` and ``leave`` are empty without ``spans``."""
     work_s, occupancy_s, latency_s = map(np.asarray, seconds)
     order, bounds, joins = rows.waves
     source, count = rows.source, len(rows.source)

@@ -175,7 +175,12 @@ def pack(stage: NDArray[np.integer], op: NDArray[np.integer], microbatch: NDArra
 
 
 def _slots_of(actions: Row, worker: int, wiring: Wiring, width: int) -> tuple[Ints, Ints]:
-    """Return the slots (see ``_Nodes``; R is ``width``) and micro-batches of actions that a worker's node waits for."""
+    """Return the slots (see ``_Nodes``) and micro-batches of the nodes of these actions.
+
+    Args:
+        actions: actions that a node of ``worker`` waits for.
+        width: R in the number of a slot.
+    """
     stage, op, microbatch = encode(actions)
     slots = (stage * len(OPS) + op) * width
     if width == 1 or not _IS_OF_UPDATES[op].any():
@@ -259,7 +264,7 @@ class _Nodes:
                 )
 
     def _filled(self) -> Ints:
-        """Return the table, -1 where no row has the action."""
+        """Return the table of nodes by slot and micro-batch; -1 if no row has the action."""
         width = 1 + max((int(microbatch.max(initial=-1)) for _, _, microbatch in self._rows), default=-1)
         slots = self._wiring.num_stages * len(OPS) * self._replicas
         table = np.full((slots, width), -1, dtype=np.int32)
@@ -317,7 +322,7 @@ class _Nodes:
             raise ScheduleError(self._explain_unmet(node, wanted, source))
 
     def _find(self, slots: Ints, microbatches: NDArray[np.intp], shift: Ints) -> Ints:
-        """Return the node of each slot (by column) and micro-batch (by row) plus the slot's shift; -1 if none."""
+        """Look up nodes: entry [i, j] is the node with slot j and micro-batch i plus shift j; -1 if no row has it."""
         width = self._table.shape[1]
         if not shift.any():  # most are about their own micro-batch
             return (self._table[slots] if len(microbatches) == width else self._table[slots[:, None], microbatches]).T
@@ -351,8 +356,9 @@ class _Nodes:
     def steps(self) -> CompiledRows:
         """Split the rows into steps.
 
-        A step begins where a role is not later in the order WAIT, WORK, SEND than the one before it, where work has to
-        wait (REDUCE_GRAD of a replica), and after every node other than a SEND that another node waits for.
+        The first node of a row begins a step. A later node does so in three cases: its role does not come after the
+        role of the previous node in the sequence WAIT, WORK, SEND; or its role is WORK and it has to wait (REDUCE_GRAD
+        of a replica); or a node of another worker waits for the previous node, which is no SEND.
         """
         of, first = np.empty(len(self.source), dtype=np.int32), [0]
         for op, own in self._parts():

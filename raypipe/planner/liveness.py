@@ -41,12 +41,14 @@ class Seen(NamedTuple):
 
     Attributes:
         silent_s: seconds since its last pulse.
-        watched: True if the watcher of its node has answered lately, and sees the process.
-        stopped_s: seconds for which its process has been stopped.
-        idle_s: seconds for which its process has used almost no processor time.
-        action: action that was in progress at its last pulse.
-        action_s: seconds for which that action has been in progress; 0 if it waits for another stage or for data.
-        longest_s: seconds of the longest earlier action, measured or planned.
+        watched: True if the watcher of its node has answered lately, and sees the worker's process.
+        stopped_s: seconds for which the process has been stopped.
+        idle_s: seconds for which the process has used almost no processor time.
+        action: action in progress at the last pulse.
+        action_s: seconds for which this action has been in progress; 0 if the action waits for another stage or for
+            data.
+        longest_s: largest of the measured seconds of earlier actions and the predicted seconds of the plan's longest
+            action.
     """
 
     silent_s: float
@@ -59,14 +61,15 @@ class Seen(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """Failure of a worker, or a warning.
+    """Failure of a worker, or a warning that a worker is slow.
 
     Attributes:
-        means: name of the failure, the first column of the table.
-        over: True if the worker is lost, and has to be ended and replaced.
-        why: rest of a sentence that begins with the worker's name.
-        after_s: seconds until the failure was noticed.
-        ran_out_bytes: bytes that it held when it was killed for lack of memory, 0 if unknown; None for other reasons.
+        means: name of the failure: "died", or a name in the first column of the table.
+        over: True if the worker is lost, so that it has to be ended and replaced; False for a warning.
+        why: text that follows the worker's name in messages.
+        after_s: seconds from the failure, or the begin of the slow action, until it was noticed; 0 if unknown.
+        ran_out_bytes: bytes that the worker held when it was killed for lack of memory, 0 if unknown; None if it failed
+            for another reason.
     """
 
     means: str
@@ -83,7 +86,7 @@ class Row(NamedTuple):
         means: name of the failure.
         silence_s: returns the seconds for which the signal has been missing.
         limit_s: returns the longest accepted silence, given the observations and driver_grace_s.
-        over: True if the worker is lost after that.
+        over: True if the worker is lost once ``silence_s`` has reached ``limit_s``.
         why: rest of a sentence that begins with the worker's name; a format string of silence, action and longest.
     """
 

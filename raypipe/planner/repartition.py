@@ -54,7 +54,7 @@ from raypipe.planner.search.solvers import placed
 
 
 def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Sequence[float]) -> Profile:
-    """Scale the profile so that the plan's stages take the measured seconds; it gets the plan's micro-batch size.
+    """Scale the profile to the plan's micro-batch size, and so that the plan's stages take the measured seconds.
 
     Args:
         busy_s: measured seconds of forward plus backward of one micro-batch, by stage.
@@ -107,10 +107,11 @@ def moved(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def line_of(plan: Plan, cluster: Cluster | None, link: Link) -> Cluster:
-    """Return the plan's workers in the order of its stages; each has speed 1 if no cluster is described.
+    """Return a cluster of the plan's workers, in the order of its stages.
 
     Args:
-        link: link between workers if no cluster is described.
+        cluster: described cluster; None to assume workers of speed 1.
+        link: link between workers, used if ``cluster`` is None.
     """
     if cluster is None:
         return Cluster(tuple(ComputeDevice(f"worker{s.index}") for s in plan.partition.stages), (link,))
@@ -118,11 +119,11 @@ def line_of(plan: Plan, cluster: Cluster | None, link: Link) -> Cluster:
 
 
 def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> Decision:
-    """Make the decision of the present plan on these workers, as a baseline for other cuts; without a prediction.
+    """Describe the present plan on these workers as a Decision without a prediction, a baseline for other cuts.
 
     Args:
         request: request with a chosen schedule, for the plan's stages and micro-batches.
-        line: a device for each stage, in their order.
+        line: cluster with one device for each stage, in the order of the stages.
     """
     request = replace(request, recompute=plan.recompute or False)
     graph, limits = _graph_and_limits(request, profile, plan)
@@ -132,7 +133,8 @@ def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
 def cut_anew(request: Request, profile: Profile, plan: Plan, line: Cluster) -> Decision:
     """Find the cut whose slowest stage is quickest on these workers, in their order.
 
-    If recomputation is open, the same stages recompute as in the plan. The arguments are those of ``in_force``.
+    If the request leaves recomputation to the planner, the same stages recompute as in the plan. The arguments are
+    those of ``in_force``.
 
     Raises:
         PlanError: no cut keeps the memory limits.
@@ -171,15 +173,15 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
     Args:
         request: request for the plan's stages and micro-batches.
         plan: plan with which the worker ran out of memory.
-        line: a device for each stage, with the known limits.
-        worker: number of that worker, which is also that of its stage.
+        line: cluster with one device for each stage, with the known memory limits.
+        worker: number of that worker, equal to the number of its stage.
         held_bytes: bytes that the worker held when it ran out; 0 if unknown.
 
     Returns:
         the decision; its cluster has the new limit.
 
     Raises:
-        PlanError: no plan holds less there; names worker, bytes and fields.
+        PlanError: no plan holds less on that worker.
     """
     assert plan.spec is not None, "can_be_cut_again"
     now = in_force(request.with_schedule(plan.spec), profile, plan, line)
@@ -215,7 +217,10 @@ def _thriftiest_first(request: Request, plan: Plan) -> list[Request]:
 
 
 def _again(request: Request, plan: Plan, worker: int) -> list[Request]:
-    """List the requests of ``_thriftiest_first`` with recomputation on this worker's stage; empty if it is not open."""
+    """List the requests of ``_thriftiest_first``, with recomputation on this worker's stage.
+
+    The list is empty if the stage recomputes already, or the user has fixed its recomputation.
+    """
     now = plan.recompute or (False,) * plan.partition.num_stages
     requested = request.recompute if isinstance(request.recompute, tuple) else (request.recompute,) * len(now)
     if now[worker] or requested[worker] is not None:

@@ -74,7 +74,7 @@ class Routes:
         return f"link {hop} - {hop + 1}" + f" (workers {source} - {target})" * (len(self.links_of(hop)) > 1)
 
     def place_of(self, hop: int, microbatch: int) -> tuple[int, int]:
-        """Return the link that a micro-batch's message crosses, and the number of the step's messages before it."""
+        """Return (link, position) of a micro-batch's message on a hop: it is number ``position`` of the step there."""
         link, before, each = self.by_lane[hop][microbatch % self.lanes]
         return link, microbatch // self.lanes * each + before
 
@@ -177,7 +177,7 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     begins = np.array([*accumulate((n for n in messages for _ in (0, 1)), initial=0)])
 
     def crossing(hop: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return wire and message of each action on the hop before ``hop``; -1 if it has none there."""
+        """Return (wire, number) of each action's message between stages hop - 1 and hop; -1 without such a message."""
         link, before, each = by_hop[hop, lane].T
         wire = np.where((link < 0) | (op == OP_CODE[Op.W]), -1, 2 * link + way)
         return wire, np.where(wire < 0, -1, begins[wire] + turn * each + before)

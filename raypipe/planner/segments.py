@@ -156,7 +156,9 @@ def draining_segment(flow: Flow, at: Position) -> Segment:
 def _next_phase(num_to_drain: int, until: int, flowing: bool, *, soon: bool) -> tuple[int, Phase]:
     """Return (mini-batches, phase) of the next segment, if the pipeline must be empty after ``until`` mini-batches.
 
-    ``flowing`` is True if it is not empty now, ``soon`` if it has to drain as soon as possible.
+    Args:
+        flowing: True if the pipeline is not empty now.
+        soon: True if the pipeline has to drain as soon as possible.
     """
     if flowing:
         return (num_to_drain, Phase.DRAIN) if soon or until <= num_to_drain else (1, Phase.STEADY)
@@ -269,8 +271,8 @@ def forward_only(placement: Sequence[int], num_microbatches: int, num_workers: i
 def _orders(wiring: Wiring, num_microbatches: int) -> list[list[Action]]:
     """List the forwards of each worker in the order of a simulation slot by slot, which cannot deadlock.
 
-    Stages are equal, and a message takes one slot. With free links every forward would come directly after the one that
-    it waits for, so that any latency would delay every round.
+    In the simulation stages are equal, and a message takes one slot. If messages took no time, every forward would come
+    directly after the forward that it waits for, and any latency of real links would delay every round.
     """
     placement, num_stages = wiring.placement, wiring.num_stages
     held = [[s for s, worker in enumerate(placement) if worker == w] for w in range(1 + max(placement))]

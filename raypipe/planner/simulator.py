@@ -124,7 +124,10 @@ def program_makespan_s(program: Program, costs: Costs) -> float:
 
 
 def _seconds(program: Program, costs: Costs) -> Seconds:
-    """List the seconds of each stage and operation, with 0 at the end for none."""
+    """List the seconds of the work and messages of the program, by their numbers ``stage * len(OPS) + op``.
+
+    The last entry of each list is 0, for steps without work or message.
+    """
     stages = program.wiring.num_stages
     if costs.num_stages != stages:
         raise PlanError(f"Costs of {costs.num_stages} stages for a schedule of {stages}: give one number per stage.")

@@ -52,7 +52,7 @@ class Living(NamedTuple):
     """Member of the run whose process is alive.
 
     Attributes:
-        position: position in the roster.
+        position: position in the roster, the list of all members of the run.
         worker: number in the current plan; None for a spare.
         step: number of optimizer steps in its state; None if unknown, as after a step that was stopped.
         stays: False if it has to leave: its copies can be read, but it gets no stage.
@@ -178,9 +178,9 @@ def _steps(members: Sequence[Living], copies: Sequence[Copy]) -> set[int]:
 def _sources(
     current: Layout, wanted: Layout, members: Sequence[Living], copies: Sequence[Copy], step: int
 ) -> dict[int, tuple[Copy, ...]] | None:
-    """Return the copies of this step that each worker has to load; workers that keep their state are left out.
+    """Return, by worker, the copies of this step that it has to load; workers that keep their state are left out.
 
-    None if a worker can have the state of this step in no way.
+    Returns None if some worker neither has the state of this step nor can load it from copies.
     """
     whole: tuple[Copy, ...] | None = None  # of all stages of the newest plan that has them
     for generation in sorted({copy.generation for copy in copies}, reverse=True):
@@ -204,12 +204,16 @@ def _keeps(current: Layout, wanted: Layout, member: Living, stages: tuple[int, .
 
 
 def _all_stages(copies: Sequence[Copy], step: int) -> tuple[Copy, ...] | None:
-    """Return one copy of each piece of all stages of a plan; None if one is missing."""
+    """Return one copy of each piece of all stages, after this step; None if a piece has no such copy.
+
+    Args:
+        copies: copies of one plan; at least one.
+    """
     return _of_stages(copies, range(copies[0].num_stages), step) or None
 
 
 def _of_stages(copies: Sequence[Copy], stages: Iterable[int], step: int) -> tuple[Copy, ...] | None:
-    """Return the first copy of each piece of these stages that has this step; None if one is missing."""
+    """Return, for each piece of these stages, the first copy that has this step; None if a piece has no such copy."""
     chosen = [next((c for c in of_piece if step in c.steps), None) for of_piece in _by_piece(copies, stages)]
     whole = tuple(copy for copy in chosen if copy is not None)
     return whole if len(whole) == len(chosen) else None
@@ -224,7 +228,7 @@ def _by_piece(copies: Sequence[Copy], stages: Iterable[int]) -> Iterator[list[Co
 
 
 def lacking(copies: Sequence[Copy]) -> str:
-    """Name the state of the newest plan of which no worker has a copy; "" if one step has copies of all stages."""
+    """Describe which state of the newest plan is missing in all copies; "" if some step has copies of all stages."""
     newest = [copy for copy in copies if copy.generation == max(copy.generation for copy in copies)]
     if not newest:
         return "no worker has copies"

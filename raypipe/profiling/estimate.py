@@ -146,11 +146,16 @@ def _divided(profiled: Profile, factor: float) -> _Seconds:
 def _costs_by_size(
     captured: Capture, meta: _OnMeta, here: _Counts, there: _Counts | None, sizes: Sequence[int], rates: Rates
 ) -> dict[int, list[tuple[float, float, float]]]:
-    """Estimate (forward, backward for inputs, backward for parameters) seconds of every node, by micro-batch size.
+    """Estimate the seconds of every node at several micro-batch sizes, from counts of FLOPs and bytes.
 
     Args:
-        here: counts at one size, which is estimated too.
-        there: counts at twice that size; None if the model does not run on so many samples.
+        here: counts of a forward over ``here.samples`` samples.
+        there: counts over twice as many samples: the work at other sizes is on the line through both. None if the model
+            does not run on so many; then the smallest or largest size is counted instead.
+        sizes: micro-batch sizes to estimate, besides ``here.samples``.
+
+    Returns:
+        By micro-batch size, (forward, backward for inputs, backward for parameters) seconds of every node.
     """
     wanted = sorted({here.samples, *sizes})
     if there is None and len(wanted) > 1:
@@ -225,7 +230,7 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that counts each operation's work and kept bytes, and if its inputs have a backward."""
+    """Observer of Steps that records each operation's work and kept bytes, and if it has a backward for its inputs."""
 
     kept: KeptBytes
     work: list[_Work] = field(default_factory=list)
@@ -247,7 +252,7 @@ class _Counts(NamedTuple):
     Attributes:
         passes: True if the operation has a backward for its inputs.
         kept: bytes that the operation keeps for its backward.
-        kept_besides_data: the same without data columns, and with the loss's bytes in the last operation.
+        kept_besides_data: kept bytes without data columns; the last operation also has the bytes that the loss keeps.
     """
 
     samples: int
@@ -275,7 +280,7 @@ def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
 
 
 def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
-    """Compute the work of each operation at ``size``, on a line through two counts, or return that of ``here``."""
+    """Compute the work of each operation at ``size`` on a line through two counts; with one only, return its work."""
     if there is None:
         return here.work
     share = (size - here.samples) / (there.samples - here.samples)
@@ -291,7 +296,7 @@ def _picking(model: TracedModel) -> Any:
 
 
 class _OnMeta(NamedTuple):
-    """A model on the meta device: parameters by site, and shape and dtype of every data column."""
+    """A model on the meta device: a parameter for each use, and shape and dtype of every data column."""
 
     steps: Steps
     leaves: list[torch.Tensor]

@@ -207,7 +207,12 @@ class _Run:
         return wholes
 
     def _beyond(self, seconds: float, rounds: int) -> Wholes:
-        """Time the whole model above the example's size, at which a run takes ``seconds``, while that is cheap."""
+        """Time the whole model at sizes above the example's, while that is cheap.
+
+        Args:
+            seconds: seconds of a run at the example's size.
+            rounds: number of timed runs at each size.
+        """
         wholes: Wholes = {}
         for size in larger_sizes(self.samples, self.larger):
             if (rounds + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long

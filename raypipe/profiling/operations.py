@@ -52,10 +52,14 @@ class Moment(NamedTuple):
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
-    """Return the seconds that the work between two moments would take on an otherwise idle processor.
+    """Estimate the seconds that the work between two clock readings would take on an otherwise idle processor.
 
-    If the thread has not waited, these are at most its processor time: the rest of the wall time belongs to other
-    processes. If it has waited, for a sleep or a device, the wall time counts.
+    If the thread has not waited in between, this is its CPU time or the wall time, whichever is less: the rest of the
+    wall time belongs to other processes. If it has slept or waited for a device, or if that is unknown, this is the
+    wall time.
+
+    Args:
+        begin, end: clock readings of this thread.
     """
     wall_s, cpu_s = end.wall_s - begin.wall_s, end.cpu_s - begin.cpu_s
     return wall_s if begin.waits < 0 or end.waits > begin.waits else min(wall_s, cpu_s)
@@ -204,7 +208,8 @@ class OperationTimer:
 
         Args:
             parameters: trainable parameters that the operation reads.
-            weight_like: True if the operation depends on parameters only; its backward then counts as one for these.
+            weight_like: True if the operation depends on parameters only, so that its whole backward counts as backward
+                for parameters.
 
         Returns:
             (seconds, outputs without history).

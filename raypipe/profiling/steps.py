@@ -106,7 +106,10 @@ class _Child:
 
 
 def child_of(call: Callable[..., Any]) -> str | None:
-    """Return a text that is equal for two children of an nn.Sequential that do equal work; None for other calls."""
+    """Return a text that identifies the work of a child of an nn.Sequential; None if ``call`` is no such child.
+
+    The texts of two children that do equal work are equal.
+    """
     if not isinstance(call, _Child):
         return None
     child = call.function.children[call.position]

@@ -169,7 +169,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with its loss and tensors (``leaves``: a parameter for each use), to run one operation at a time."""
+    """A model with its loss and tensors, to run one operation at a time; ``leaves`` has a parameter for each use."""
 
     steps: Steps
     leaves: Sequence[torch.Tensor]
@@ -182,13 +182,15 @@ def workspaces(
 ) -> list[Lines]:
     """Compute each operation's workspace, the largest of several lines: (bytes at 0 samples, bytes per sample).
 
-    The lines are fitted to runs with two numbers of samples. With one number only, the bytes of operations on
-    parameters alone count as fixed. Of other operations the largest gradient of a parameter does, and the rest grows.
+    The lines are fitted to runs with two numbers of samples. With one number only, all bytes of an operation on
+    parameters alone count as fixed. Of another operation, the bytes of its largest parameter gradient count as fixed,
+    and the rest as proportional to the samples.
 
     Args:
         columns: data columns.
-        other: data columns with another number of samples, which are left out if None, or if the model fails on them.
-        kept: number of samples -> ``kept_bytes`` with leaves, buffers and data as ``held``; counted here if missing.
+        other: data columns with another number of samples; not used if None, or if the model fails on them.
+        kept: number of samples -> result of ``kept_bytes`` with leaves, buffers and data as ``held``; counted here for
+            numbers that are missing.
     """
     known = kept or {}
     readings = {samples_of(columns): _readings(passes, columns, known.get(samples_of(columns)))}
@@ -228,7 +230,7 @@ def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[in
 def _readings(passes: Passes, columns: Columns, own: Sequence[int] | None) -> list[tuple[int, int]]:
     """List (operation's position, workspace in bytes) after every aten operation of a forward and backward.
 
-    The workspace is all live bytes, less those that this operation and earlier ones keep for the backward.
+    The workspace is all live bytes, less the bytes that this operation and earlier ones keep for the backward.
 
     Args:
         own: bytes that each operation keeps; None to count them here.
@@ -268,7 +270,7 @@ def _readings(passes: Passes, columns: Columns, own: Sequence[int] | None) -> li
 
 
 def kept_bytes(passes: Passes, columns: Columns, held: Sequence[torch.Tensor]) -> list[int]:
-    """Count the bytes that each operation keeps for its backward; those of the loss are in the last operation.
+    """Count the bytes that each operation keeps for its backward; the bytes of the loss are added to the last one.
 
     Args:
         held: tensors that do not count, because they exist anyway.

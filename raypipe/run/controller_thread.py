@@ -1,4 +1,6 @@
-"""Controller of a run: a thread that processes the reports of every step, and sets how later orders run.
+"""Controller of a run: a thread that processes the reports of every step, and chooses the settings of later orders.
+
+An order is a request to the stages to run one training step or a few.
 
     loop: reports of a step --> Control.on_step --> [queue] --> thread: Controller.handle, maybe for seconds
     loop: next order        <-- Control.settings <-- setting       |    Replanning.search, maybe for seconds
@@ -73,12 +75,12 @@ class _Machine(Protocol):
 
 
 class ControllerThread:
-    """Thread that runs the controller of schedules and codecs, and searches for other cuts.
+    """Thread that runs the controller of schedules and codecs, and searches for other cuts of the model into stages.
 
     Args:
         setup: configuration of the controller; None if no schedule or codec may change.
         state: attribute ``state`` of an earlier submission of this run; "" for a new run.
-        machine: controller to run; None for a new one from ``setup`` and ``state``.
+        machine: controller to run; None to make one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
@@ -108,11 +110,11 @@ class ControllerThread:
         self._thread.start()
 
     def on_step(self, event: StepDone) -> None:
-        """Queue a completed step."""
+        """Queue a completed step for the controller, and return at once."""
         self.do(partial(self._handle, event))
 
     def do(self, task: Callable[[], None]) -> None:
-        """Queue a task, such as a search for another cut."""
+        """Queue a task for the thread, such as a search for another cut, and return at once."""
         self._tasks.put(task)
 
     def take_news(self) -> list[ControllerDecision | tuple[LinkEstimate, ...] | str]:
@@ -197,14 +199,18 @@ class Control:
 
     @property
     def opens(self) -> bool:
-        """True before the first step of a controller, which knows nothing of the links.
+        """True until the first step after ``begin`` has started a controller, which has not measured any link yet.
 
         That step should run alone: the next orders can then be issued with the settings that ``open`` waits for.
         """
         return self._opens
 
     def open(self) -> None:
-        """Wait for the decision after the first step, OPENING_TIMEOUT_S seconds at most, and publish it."""
+        """Wait up to OPENING_TIMEOUT_S seconds until the controller has handled its first step; publish its decisions.
+
+        Decisions that come later are published after the next step. Does nothing without a controller, or if that step
+        was not completed.
+        """
         if self._thread is not None and not self._opens:  # else that step was halted before it began
             self._thread.opened.wait(OPENING_TIMEOUT_S)
             self._publish(self._thread)
@@ -215,10 +221,10 @@ class Control:
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
     def begin(self, made: PlanInForce, *, resumed: bool) -> None:
-        """Start the controller for a plan, if it may change anything.
+        """Start the controller for a plan, if the plan permits changes of schedule, codecs or cut.
 
         Args:
-            resumed: True to continue from the state in the run's folder.
+            resumed: True to continue from the controller's state in the run's folder, if there is one.
         """
         config, place = made.retune, self._reporter.folder.place
         self._config = config
@@ -272,7 +278,11 @@ class Control:
         self._publish(self._thread)
 
     def _publish(self, thread: ControllerThread) -> None:
-        """Publish new decisions and estimates. A new state is saved at once, because the driver may die."""
+        """Write the thread's new decisions and estimates to the run's log, its watcher and the user's callbacks.
+
+        After a decision in ``SAVED``, the controller's state is saved in the run's folder at once, so that a restarted
+        driver can continue from it.
+        """
         reporter, changed = self._reporter, False
         for news in thread.take_news():
             if isinstance(news, str):
@@ -297,7 +307,7 @@ class Control:
 
 
 def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
-    """Build the controller's event for a step. It has no samples if a copy of a stage's state was sent meanwhile.
+    """Build the controller's event for a step; without samples if a copy of a stage's state was sent during the step.
 
     Args:
         seconds: duration, from the end of the previous step to the end of this one.

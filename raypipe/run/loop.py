@@ -1,4 +1,6 @@
-"""Training loop of a run: sends orders to the stages and processes their reports. The same for actors and threads.
+"""Training loop of a run: sends orders to the stages and processes their reports, for actors and for threads.
+
+An order is a request to run one training step or a few.
 
 newest checkpoint --> first position
 orders --> fleet --> reports of all stages --> one StepRecord per step --> progress, metrics, run folder
@@ -147,7 +149,11 @@ class _Loop:
         return self._finish(began_at)
 
     def _start(self, began_at: int) -> None:
-        """Start the controller and the callbacks, write the files of this submission, and accept requests."""
+        """Start the controller and the callbacks, write the files of this submission, and accept requests.
+
+        Args:
+            began_at: number of optimizer steps done before this submission; 0 for a new run.
+        """
         spec, lease, folder = self._spec, self._lease, self._reporter.folder
         self._progress.goodput.begin(began_at)
         self._control.begin(self._plan, resumed=began_at > 0)
@@ -184,7 +190,11 @@ class _Loop:
         self._checkpoints.finish(progress.at.step)
 
     def _finish(self, began_at: int) -> Outcome:
-        """Write the measured timeline, publish why the run ends at this step, and return the outcome."""
+        """Write the measured timeline, publish why the run ends at this step, and return the outcome.
+
+        Args:
+            began_at: number of optimizer steps done before this submission.
+        """
         progress, latest = self._progress, self._checkpoints.latest
         if progress.at.step > began_at:
             measured = Timeline(self._measured_spans(), "measured", name=self._spec.name)
@@ -260,9 +270,12 @@ class _Loop:
         begins.keep(spec)
 
     def _resume_from_copies(self, lost: StageError) -> None:
-        """Set the position to that of the newest in-memory copies that the lost driver recorded.
+        """Set the position to the step of the newest in-memory copies that the lost driver recorded.
 
         The recovery that follows rolls back to the newest copies that still exist.
+
+        Args:
+            lost: error that describes the loss, for the run's log.
         """
         progress = self._progress
         self._note_taken_lease()

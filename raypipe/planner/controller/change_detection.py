@@ -20,7 +20,11 @@ from raypipe.ir.communication import StageSample
 
 
 class DriftState(StrEnum):
-    """Result of comparing a step with the running mean: it agrees, disagrees, or is the second that disagrees."""
+    """Result of comparing the seconds of a step with the running mean of earlier steps.
+
+    STEADY: the step agrees with the mean. SUSPECT: it differs, and the step before it did not differ in the same
+    direction. CHANGED: it differs, as the step before it did.
+    """
 
     STEADY = "steady"
     SUSPECT = "suspect"
@@ -33,7 +37,7 @@ class Drift:
 
     Attributes:
         threshold: relative distance from the mean above which a step disagrees with it.
-        floor_s: least mean for this comparison, so that distances up to ``threshold * floor_s`` never count.
+        floor_s: distances are relative to the mean or to these seconds, whichever is more.
         weight: weight of the newest step in the mean.
         mean_s: running mean; None before the first step.
         odd_s: seconds of the last step if it disagreed with the mean, else None.
@@ -74,10 +78,12 @@ MEASURED_STEPS = 4
 
 
 class StageEstimator:
-    """Estimator of the seconds of all stages; or of all workers, numbered as stages, if stages have replicas.
+    """Estimator of the seconds that each stage takes for a forward, a backward and an optimizer step.
+
+    If stages have replicas, every worker is treated as a stage, and its number as a stage number.
 
     Args:
-        drift_threshold: relative change of a stage's forward plus backward that counts as a change.
+        drift_threshold: relative change of a stage's forward plus backward seconds that counts as a change.
     """
 
     def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
@@ -90,7 +96,7 @@ class StageEstimator:
         self._measured = 0  # steps since then
 
     def add(self, samples: Iterable[StageSample]) -> DriftState:
-        """Add one step; return CHANGED if a stage has become faster or slower for good, else STEADY.
+        """Add the samples of one step; return CHANGED if a stage has become faster or slower for good, else STEADY.
 
         After a change all stages forget all but the last two steps. Other stages have often slowed too, by less than
         the threshold, and mixing seconds from before and after would make the stages seem out of balance.
@@ -138,7 +144,7 @@ class StageEstimator:
         return tuple(f + b for f, b in zip(forward_s, backward_s, strict=True))
 
     def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """Compute medians by stage: forward, whole backward, optimizer step."""
+        """Return (forward, whole backward, optimizer step) seconds, each by stage, as medians of the newest steps."""
         rows = [
             (
                 median(s.forward_s for s in window),
@@ -151,10 +157,11 @@ class StageEstimator:
         return forward_s, backward_s, step_s
 
     def split_backward_s(self) -> tuple[tuple[float, float], ...]:
-        """Compute the median seconds of (I, W) by stage; empty until split backwards of all stages were timed.
+        """Compute the median seconds of the two parts of a split backward, (I, W), by stage.
 
-        A run with whole backwards splits one now and then to time its parts. In between, the parts are computed as the
-        last measured fractions of whole backwards.
+        I computes the gradients of inputs, W those of weights. The result is empty until split backwards of all stages
+        were timed. A run with whole backwards splits one now and then to time its parts. In between, the parts are
+        computed from whole backwards by the last measured fractions.
         """
         by_stage = []
         for stage, window in enumerate(self._window):
@@ -169,13 +176,16 @@ class StageEstimator:
         return tuple(by_stage)
 
     def _whole_s(self, sample: StageSample) -> float:
-        """Return the seconds of a whole backward; if only split ones ran, estimate it from those of both parts."""
+        """Return the seconds of a whole backward in this sample.
+
+        If the step ran split backwards only, the seconds of a whole one are estimated from those of I and W.
+        """
         if sample.backward_s or sample.input_s is None or sample.weight_s is None:
             return sample.backward_s
         shares = self._shares(sample.stage)
         return (sample.input_s + sample.weight_s) / (sum(shares) if shares is not None else 1.0)
 
     def _shares(self, stage: int) -> tuple[float, float] | None:
-        """Return I and W as fractions of a whole backward; None before both were timed."""
+        """Return the seconds of I and W as fractions of a whole backward; None before a step timed both kinds."""
         timed = self._split_shares[stage]
         return (median(i for i, _ in timed), median(w for _, w in timed)) if timed else None

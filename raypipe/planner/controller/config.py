@@ -58,7 +58,10 @@ class ControllerConfig:
 
     @property
     def lossless(self) -> ControllerConfig:
-        """Permissions for a switch that cannot be judged: whole backwards, no codecs, and the same micro-batches."""
+        """Configuration with fewer permissions than this one, for a switch that is not tried and judged afterwards.
+
+        Codecs and the number of micro-batches may not change, and with mode "auto" backwards are not split.
+        """
         mode = "slack" if self.mode == "auto" else self.mode
         return replace(self, mode=mode, forward_codecs=(), backward_codecs=(), microbatch_seconds=())
 

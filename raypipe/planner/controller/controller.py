@@ -56,7 +56,7 @@ FORMAT = 4
 
 
 class Controller:
-    """Controller of a run: handles StepDone events, and returns decisions to apply at the next flush."""
+    """Controller of a run: handles StepDone events, and returns decisions for the next flush (empty pipeline)."""
 
     def __init__(self, setup: ControllerConfig) -> None:
         self.setup = setup
@@ -125,7 +125,8 @@ def why(result: SearchResult, gain: float, who: str, name: Name) -> str:
 
     Args:
         gain: relative gain of the best choice over the current one.
-        who: names of the links and stages that caused the search by changing; "" if no change did.
+        who: names of the links and stages whose change caused the search; "" if no change did.
+        name: describes a choice in words.
     """
     occasion = f"{who} changed: " if who else ""
     best, current = name(result.best.choice), name(result.current.choice)
@@ -154,9 +155,10 @@ def numbers_of(result: SearchResult, measured: Measured, gain: float, measured_s
     Args:
         gain: relative gain of the best choice over the current one.
         measured_s: measured seconds of a step.
+        name: describes a choice in words.
 
     Returns:
-        values by name; seconds of links are by hop and direction, of the slowest link of a hop.
+        values by name. Seconds of links are listed by hop and direction, for the slowest link of each hop.
     """
     return {
         "current": name(result.current.choice),
@@ -203,7 +205,7 @@ MOST_DOUBLINGS = 4
 """Most doublings of the quiet time after failed switches."""
 OWN_CHANGE = 6
 """Steps after an undone switch within which a change of links is attributed to the switch itself: the driver is up to
-three steps ahead with its orders, and a change is detected after two."""
+three steps ahead with its requests, and a change is detected after two."""
 SEEN = 2
 """Steps with another choice after which it must have shown up in the estimates of links."""
 SLOWER = 2.0
@@ -242,7 +244,7 @@ Answer = tuple[State, list[ControllerDecision]]
 
 
 def _note(state: State, event: StepInput, config: ControllerConfig) -> Answer:
-    """Count the step, and correct the memory budgets; schedule a search at once if the choice no longer fits."""
+    """Count the step, and correct the memory budgets; a search is due at once if the step's choice no longer fits."""
     done, known = event.done, state.known
     if done.step <= known.step:  # the run has rolled back
         known = known.rewound()
@@ -275,7 +277,7 @@ def _time(state: State, event: StepInput, config: ControllerConfig) -> Answer:
 
 
 def _change(state: State, event: StepInput, config: ControllerConfig) -> Answer:
-    """Forget what was measured before a change of a link or stage, and decide DRIFT; nothing without a change."""
+    """Forget what was measured before a change of a link or stage, and decide DRIFT; do nothing without a change."""
     seen, step, known = event.seen, event.done.step, state.known
     if seen.news is not DriftState.CHANGED or _in_flight(state, event):
         return state, []
@@ -306,7 +308,11 @@ def _end_quiet(state: State, event: StepInput, config: ControllerConfig) -> Answ
 
 
 def _differ(links_s: Sequence[float], event: StepInput, config: ControllerConfig) -> bool:
-    """Return True if the links differ from ``links_s``, what ``Comparison.links_s`` was before a switch."""
+    """Return True if the seconds of messages on some link have changed since a switch.
+
+    Args:
+        links_s: ``Comparison.links_s`` of the switch, measured before it.
+    """
     measured = event.measure()
     if measured is None or not links_s:
         return False
@@ -344,7 +350,7 @@ def _judge(state: State, event: StepInput, config: ControllerConfig) -> Answer:
 
 
 def _taken_back(known: Known, comparison: Comparison, event: StepInput, config: ControllerConfig) -> Answer:
-    """Request the previous choice, and enter Quiet, for twice as long after each failed switch up to a limit."""
+    """Request the previous choice, and enter the state Quiet; each failed switch doubles its length, up to a limit."""
     step, failed = event.done.step, known.failed + 1
     quiet = config.retune_interval_steps * 2 ** min(failed, MOST_DOUBLINGS)
     known = replace(_requested(known, comparison.before, event, config), failed=failed)
@@ -452,12 +458,15 @@ def _due_anyway(state: State, event: StepInput, config: ControllerConfig) -> boo
 
 
 def _in_flight(state: State, event: StepInput) -> bool:
-    """Return True if a requested switch has not taken effect yet: the step ran with another choice."""
+    """Return True if a requested switch has not taken effect yet, because the step still ran with another choice."""
     return event.done.choice != state.known.wanted
 
 
 def _searched(state: State, event: StepInput, config: ControllerConfig) -> Known:
-    """Record a search, and schedule the next one; sooner at the beginning of a run, when steps are unusually slow."""
+    """Return ``state.known`` with the search of this step recorded, and the next one scheduled.
+
+    The interval to the next search is the number of steps since the run began, up to ``retune_interval_steps``.
+    """
     known, step, interval = state.known, event.done.step, config.retune_interval_steps
     for_news = known.news_searches if _due_anyway(state, event, config) else (*known.news_searches, step)
     # Earlier steps ran on other links, and a trial must not be compared with them.
@@ -466,7 +475,10 @@ def _searched(state: State, event: StepInput, config: ControllerConfig) -> Known
 
 
 def _requested(known: Known, choice: Choice, event: StepInput, config: ControllerConfig) -> Known:
-    """Record that another choice is requested, and keep the seconds of messages that it will compress."""
+    """Return ``known`` with ``choice`` as the requested choice.
+
+    The seconds of messages that ``choice`` compresses, and the present choice does not, are kept in the result.
+    """
     step, uncompressed = event.done.step, known.uncompressed
     if (measured := event.measure()) is not None:
         until = step + REMEMBER_INTERVALS * config.retune_interval_steps

@@ -1,5 +1,7 @@
 """Input event of the controller, the decisions that it returns, and the settings that it changes.
 
+Hop h is the connection of stages h and h + 1.
+
 StepDone ------------> Controller.handle ------------> ControllerDecision, ControllerDecision, ...
 
 Choice: 1f1b          kfkb k=3          slack r=1,3,1          zb-h1 r=2,2          ... + int8/bf16 on hop 1
@@ -54,9 +56,9 @@ class Choice:
         return any(name != "none" for name in (*self.forward_codecs, *self.backward_codecs))
 
     def memory_model(self) -> MemoryModel:
-        """Build the model that counts micro-batches in flight and waiting messages.
+        """Build the memory model, which counts micro-batches in flight and waiting messages.
 
-        Without replicas it uses a formula; with replicas it counts them in the rows of actions.
+        The model uses a formula if no stage has replicas, and counts in the rows of actions otherwise.
         """
         spec = self.spec
         counted = resident_under(spec, len(spec.replicas), sum(spec.replicas)) if spec.replicas else None

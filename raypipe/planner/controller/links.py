@@ -90,6 +90,7 @@ def round_trip(
     """Estimate latency and clock offset from the messages of one step.
 
     Args:
+        forward, backward: messages in each direction.
         ways: occupancy forward and backward.
 
     Returns:
@@ -131,7 +132,8 @@ def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: flo
     A message that may have waited for an unreported message is left out.
 
     Args:
-        clock_s: offset of the receiver's clock.
+        clock_s: lead of the receiver's clock over the sender's.
+        latency_s: one-way latency.
     """
     occupied = []
     previous: LinkSample | None = None
@@ -146,7 +148,12 @@ def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: flo
 
 
 def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
-    """List the seconds per byte between the arrivals of successive messages that met, judged by an estimate of them."""
+    """List, for each message that met its predecessor on the link, the seconds between their arrivals per byte.
+
+    Args:
+        messages: messages of one direction in one step, in sending order.
+        per_byte: estimated occupancy in seconds per byte, by which it is judged if two messages met.
+    """
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     gaps = []
     for a, b in pairwise(messages):
@@ -160,9 +167,13 @@ def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
 
 
 def _late_gaps(messages: Sequence[LinkSample], most_s: float) -> list[float]:
-    """List the seconds per byte between arrivals for messages slower than the quickest one, which may have met another.
+    """List, for each message that may have met its predecessor, the seconds between their arrivals per byte.
 
-    Gaps of more than ``most_s`` seconds are left out.
+    A message may have met its predecessor if it took longer than the quickest message.
+
+    Args:
+        messages: messages of one direction in one step, in sending order.
+        most_s: longer times between two arrivals are left out.
     """
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     return [
@@ -193,7 +204,7 @@ def _slopes(steps: Sequence[Sequence[LinkSample]]) -> list[float]:
 
 
 def _upper_bound(steps: Sequence[Sequence[LinkSample]]) -> float:
-    """Bound seconds per byte by the shortest time between two messages that did not meet."""
+    """Return an upper bound of the seconds per byte: the least time between two sends per byte of the first message."""
     bounds = [
         (b.sent_at_s - a.sent_at_s) / a.wire_bytes
         for step in steps
@@ -263,7 +274,7 @@ class LinkEstimator:
     def estimate(self, forward: bool) -> LinkEstimate | None:
         """Estimate one direction from the newest steps, or from the newest one alone if it disagrees with the others.
 
-        None before any message in this direction.
+        Returns None if no usable message in this direction has been added.
         """
         steps = list(self._window)[-self._outliers :]
         if not (len(steps) == len(self._last[0]) and all(map(is_, steps, self._last[0]))):
@@ -307,7 +318,7 @@ class _Fit(NamedTuple):
 
 
 def _measure(steps: Sequence[Step]) -> _Fit | None:
-    """Fit latency and occupancy to the messages of some steps; None if no step can be used."""
+    """Fit latency and occupancy to the messages of some steps; return None if no step can be used."""
     ways = _ways(steps)
     usable = [(step, trip) for step in steps if (trip := round_trip(*step, ways)) is not None]
     if not usable:
@@ -324,7 +335,11 @@ def _measure(steps: Sequence[Step]) -> _Fit | None:
 
 
 def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
-    """Estimate occupancy per byte of both directions; the round trip bounds one that is not separable from latency."""
+    """Estimate the occupancy per byte of both directions.
+
+    An occupancy that cannot be separated from latency is limited to the round trip of the quickest messages less the
+    other direction's occupancy, or to half of that round trip if neither direction's can be separated.
+    """
     trips = [_least_s(step[0]) + _least_s(step[1]) for step in steps if all(step)]
     # With messages in one direction only, the clock offset cannot be separated from transfer times.
     total_s = max(0.0, median(trips)) if trips else 0.0

@@ -65,6 +65,7 @@ class Measured:
 
         Args:
             place: index into ``links``.
+            ratio: uncompressed bytes over compressed bytes.
         """
         link = self.links[place]
         if link is None:
@@ -75,10 +76,10 @@ class Measured:
         return tuple(max(s, least_s) / ratio for s in link.draws_s)
 
     def slowest_s(self, seconds: Callable[[LinkEstimate], float]) -> list[float]:
-        """List a value of the slowest link for hop 0 forward, hop 0 backward, hop 1 forward, ...; 0 if unknown.
+        """Return the largest value over the links of hop 0 forward, hop 0 backward, hop 1 forward, ...; 0 if unknown.
 
         Args:
-            seconds: takes the value from an estimate.
+            seconds: returns the value of a link, from its estimate.
         """
         hops = [self.routes.links_of(hop) for hop in range(self.routes.num_stages - 1)]
         return [
@@ -88,10 +89,10 @@ class Measured:
         ]
 
     def round_trip_s(self, hop: int, quantile: float = 0.5) -> float:
-        """Compute the seconds of a transfer forward and one backward on the slowest link of a hop, if it is idle.
+        """Compute the seconds of one message forward and one backward on the slowest link of a hop, without queueing.
 
         Args:
-            quantile: quantile of the messages' occupancies that is used.
+            quantile: quantile of the measured occupancies that is used, from 0 to 1.
         """
         return max(self._round_trip_s(link, quantile) for link in self.routes.links_of(hop))
 
@@ -104,10 +105,11 @@ class Measured:
         return total_s
 
     def scaled(self, num_microbatches: int, seconds_ratio: float) -> Measured:
-        """Scale to another number of micro-batches.
+        """Convert the measurements to another number of micro-batches of the same mini-batch.
 
         Args:
-            seconds_ratio: seconds of F and B of such a micro-batch over the measured ones.
+            num_microbatches: the other number.
+            seconds_ratio: forward plus backward seconds of a micro-batch of that size, over those of a measured one.
         """
         share = self.num_microbatches / num_microbatches
         return replace(
@@ -174,7 +176,7 @@ def busiest_hops(measured: Measured) -> Sequence[int]:
 
 
 def _wires(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], CodecCost]) -> Iterator[Wire]:
-    """Yield latency and occupancies of every link and direction, for messages in the codecs of a choice."""
+    """Yield latency and occupancies of every link and direction, for messages compressed by the choice's codecs."""
     for place in range(len(measured.links)):
         forward = place % 2 == 0
         name = choice.codec(measured.hop_of(place), forward)
@@ -198,8 +200,8 @@ class UncompressedTimes:
     """Seconds of messages before a codec was switched on.
 
     Attributes:
-        seconds: occupancy of one message, for link 0 forward, link 0 backward, link 1 forward, ...; 0 if the messages
-            are not compressed now, or it is unknown; empty if nothing is known.
+        seconds: occupancy of one message, for link 0 forward, link 0 backward, link 1 forward, ...; 0 if messages are
+            not compressed now, or their occupancy is unknown. Empty if nothing is known.
         num_microbatches: M of these messages; with another M their bytes change in proportion.
         until: first step in which ``seconds`` is no longer valid.
     """
@@ -217,11 +219,15 @@ class UncompressedTimes:
         return replace(self, seconds=tuple(0.0 if p // 2 in links else s for p, s in enumerate(self.seconds)))
 
     def after_switch(self, before: Choice, after: Choice, measured: Measured, until: int) -> UncompressedTimes:
-        """Return the times after a switch of the choice, with those of messages that ``after`` newly compresses.
+        """Return the known times of uncompressed messages after a change of settings from ``before`` to ``after``.
+
+        For messages that only ``after`` compresses, this is the median of the newest measured occupancies. Times of
+        messages that both compress are kept; times of messages that ``after`` leaves uncompressed are dropped.
 
         Args:
-            measured: measurements with ``before``.
-            until: first step in which newly kept times are no longer valid.
+            measured: measurements of steps with ``before``.
+            until: first step in which the times added here are no longer valid. If none is added, the limit stays as
+                it was.
         """
         count, seconds, new = before.num_microbatches, list[float](), False
         known = self._seconds_with(count) or (0.0,) * len(measured.links)
@@ -238,7 +244,7 @@ class UncompressedTimes:
         return UncompressedTimes(tuple(seconds), count, until if new else self.until)
 
     def added_to(self, measured: Measured, ratios: Sequence[float]) -> Measured:
-        """Add these times to measurements.
+        """Return ``measured`` with these times, and unchanged if no times are known.
 
         Args:
             ratios: compression ratios in use, in the order of ``measured.links``.

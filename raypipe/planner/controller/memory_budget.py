@@ -55,14 +55,17 @@ class MemoryBudget:
     recompute: bool = False
 
     def most_of(self, choice: Choice) -> int:
-        """Convert ``most_in_flight`` to micro-batches of this choice, which may be larger or smaller."""
+        """Convert ``most_in_flight`` to micro-batches of this choice, which may be larger or smaller.
+
+        ``most_in_flight`` must not be None.
+        """
         assert self.most_in_flight is not None
         if self.num_microbatches is None:
             return self.most_in_flight
         return self.most_in_flight * choice.num_microbatches // self.num_microbatches
 
     def need_bytes(self, choice: Choice, depth: int) -> int:
-        """Compute the peak bytes of a stage with ``depth - 1`` stages after it."""
+        """Compute the peak bytes under ``choice`` of a stage with ``depth - 1`` stages after it."""
         model = replace(choice.memory_model(), recompute=self.recompute)
         resident = model.activation_sets(depth) * self.activation_bytes + model.in_flight(depth) * self.input_bytes
         resident += model.message_slots * self.message_bytes
@@ -71,7 +74,12 @@ class MemoryBudget:
         return self.fixed_bytes + self.extra_bytes + math.ceil(resident * share + max(Fraction(0), workspace))
 
     def measured(self, choice: Choice, depth: int, peak_bytes: int) -> MemoryBudget:
-        """Increase ``extra_bytes`` so that the computed peak is at least the measured one; it never decreases."""
+        """Return the budget with ``extra_bytes`` increased, if needed, so that the computed peak reaches the measured.
+
+        Args:
+            choice, depth: as in ``need_bytes``.
+            peak_bytes: measured peak.
+        """
         return replace(self, extra_bytes=self.extra_bytes + max(0, peak_bytes - self.need_bytes(choice, depth)))
 
 

@@ -98,7 +98,7 @@ class Observer:
         )
 
     def estimates(self) -> tuple[LinkEstimate, ...]:
-        """Return an estimate of every hop and direction with messages: that of its slowest link."""
+        """Return, for every hop and direction that had messages, the estimate of the slowest link."""
         slowest: dict[tuple[int, bool], LinkEstimate] = {}
         for link in self._links:
             for forward in (True, False):

@@ -45,7 +45,7 @@ class SearchResult:
         lossless: the quickest one without codecs.
         current: the choice that the run uses now.
         tried: number of scored candidates.
-        limit: explains that memory does not allow a larger k or r; "" if it does.
+        limit: explains that memory does not allow a larger group size k or slack r; "" if it does.
     """
 
     best: Scored
@@ -58,7 +58,8 @@ class SearchResult:
 def search(config: ControllerConfig, measured: Measured, current: Choice) -> SearchResult:
     """Find the quickest choice that the configuration allows.
 
-    The schedule of ``current`` is a candidate if it fits. If nothing fits, the choice that holds least is the best.
+    The schedule of ``current`` is a candidate if it fits into memory. If no candidate fits, the one that holds the
+    fewest micro-batches is the best.
     """
     scores: dict[Choice, float] = {}
     codecs = {(c.name, True): c for c in config.forward_codecs} | {(c.name, False): c for c in config.backward_codecs}
@@ -93,9 +94,10 @@ def search(config: ControllerConfig, measured: Measured, current: Choice) -> Sea
 
 
 def agrees(config: ControllerConfig, measured: Measured, result: SearchResult) -> bool:
-    """Return True if the best choice, without codecs, gains ``min_gain`` on either half of the messages.
+    """Return True if the gain of a search's best choice does not depend on a few messages only.
 
-    Then no few of them decide.
+    Steps are predicted from every second message, and from the others. The best choice, which must have no codecs, has
+    to be quicker than the current one by ``min_gain`` both times.
 
     Args:
         measured: measurements from which ``result`` was made.
@@ -114,7 +116,9 @@ def _orders(
 ) -> Iterator[Choice]:
     """Yield the candidates without codecs that fit, for the number of micro-batches of ``measured``.
 
-    ``plain`` is the current choice without codecs, ``score`` returns the seconds of a choice's step.
+    Args:
+        plain: current choice without codecs.
+        score: returns the predicted seconds of a choice's step.
     """
     query = ScheduleQuery(
         schedule=config.mode,
@@ -135,10 +139,14 @@ def _compressed(
     codecs: Mapping[tuple[str, bool], CodecCost],
     score: Callable[[Choice], float],
 ) -> Scored | None:
-    """Find the best choice with codecs; None if no codec may be used, or no codec saves time.
+    """Find the best choice with codecs; return None if no codec may be used, or no codec saves time.
 
-    It is searched from ``order``, the best choice without codecs: the best codecs for all hops are chosen first, and
-    then dropped on hops that gain nothing. ``codecs`` are by (name, forward).
+    The best pair of codecs for all hops is chosen first. Then codecs are dropped on hops that gain nothing by them.
+
+    Args:
+        order: best choice without codecs.
+        codecs: codecs by (name, True for forward messages).
+        score: returns the predicted seconds of a choice's step.
     """
     hops = len(config.budgets) - 1
     if not hops or not (config.forward_codecs or config.backward_codecs):
@@ -164,7 +172,10 @@ def _compressed(
 
 
 def _nearest_count(config: ControllerConfig, current: Choice, counts: Iterable[int]) -> int:
-    """Choose M if nothing fits: the largest; the current one if weights and optimizer alone exceed a limit."""
+    """Choose the number of micro-batches if no candidate fits into memory.
+
+    This is the largest of ``counts``, or the current one if weights and optimizer alone exceed the limit of a stage.
+    """
     hopeless = any(
         budget.limit_bytes is not None and budget.fixed_bytes + budget.extra_bytes >= budget.limit_bytes
         for budget in config.budgets
@@ -181,13 +192,16 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
 
 
 def _pick(config: ControllerConfig, choices: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
-    """Return the quickest choice; of equals the one that holds the fewest micro-batches over all stages."""
+    """Return the quickest choice; of equally quick ones, that with the fewest micro-batches held over all stages."""
     choice = quickest(choices, score, lambda one: resident(one.memory_model(), len(config.budgets)))
     return Scored(choice, score(choice))
 
 
 def _limit(config: ControllerConfig, choice: Choice) -> str:
-    """Explain why memory does not allow k, or r on every hop, to grow by one; "" if it does, or they cannot grow."""
+    """Explain why memory does not allow the group size k, or the slack r of every hop, to grow by one.
+
+    Returns "" if memory allows that, or if neither number may grow.
+    """
     larger = next_larger(config.mode, choice.spec, len(config.budgets) - 1)
     if larger is None:
         return ""

@@ -82,7 +82,7 @@ class Comparison:
         """Add a step that ran with the earlier choice after the switch was requested.
 
         Args:
-            since: step of the last change of the links; earlier steps are dropped if it is this one.
+            since: step of the last change of the links, 0 if unknown; if it is this step, earlier steps are dropped.
         """
         if done.choice != self.before or not done.counts:
             return self
@@ -228,9 +228,10 @@ State = Measure | Confirm | Trial | Quiet
 
 
 def state_to_dict(state: State) -> dict[str, Any]:
-    """Convert to JSON values what a later driver can use: its first step measures links and stages anew.
+    """Convert the part of a state that a later driver can use to JSON values.
 
-    A switch on trial is left out: that driver begins with the choice before it.
+    Measurements are left out, because that driver measures links and stages anew. A switch on trial is left out too:
+    that driver begins with the choice before the switch.
     """
     known = state.known
     return {

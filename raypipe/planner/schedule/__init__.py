@@ -13,8 +13,8 @@ and the executor runs rows without any decision of its own.
     2:  .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6  . B7  .  .
     3:  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
 
-S is the number of stages, s a stage, M the number of micro-batches, r_h the slack of hop h; memory is counted in
-micro-batches in flight:
+S is the number of stages, s a stage, M the number of micro-batches, and r_h the slack of hop h, which joins stages h
+and h + 1. Memory is counted in micro-batches in flight:
 
 kind         order of a worker                                   needs
 gpipe        all forwards, all backwards                         memory of M micro-batches
@@ -49,10 +49,12 @@ __all__ = ["schedule_of"]
 
 
 def schedule_of(spec: ScheduleSpec, num_stages: int) -> Schedule:
-    """Build the compute actions of one step; those of an asynchronous kind begin and end with an empty pipeline.
+    """Build the compute actions of one step.
+
+    An asynchronous kind gets a prologue and an epilogue too, so that it begins and ends with an empty pipeline.
 
     Args:
-        num_stages: S, over all workers.
+        num_stages: number of stages over all workers.
 
     Raises:
         ScheduleError: a number is out of range for so many stages.

@@ -46,10 +46,10 @@ from raypipe.planner.schedule.sync import check_counts, slack_by_hop
 
 
 def minibatches_to_drain(num_microbatches: int, ahead: int) -> int:
-    """Count the mini-batches that the epilogue completes: those that were begun before it, at least 1.
+    """Count the mini-batches that were begun before the epilogue, which completes them; at least 1.
 
-    A single stage begins no mini-batch ahead. Its epilogue has one all the same, because weights are late by the same
-    rule in every mini-batch.
+    A single stage begins no mini-batch ahead. Its epilogue has one all the same, because the rule for the age of
+    weights is equal for all mini-batches.
 
     Args:
         ahead: W_0, forwards that stage 0 runs ahead of its backwards.
@@ -58,13 +58,14 @@ def minibatches_to_drain(num_microbatches: int, ahead: int) -> int:
 
 
 def continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
-    """Build the compute actions of 1F1B without a flush; see the module for a picture.
+    """Build the compute actions of 1F1B without a flush; the module docstring has a picture.
 
     Args:
         spec: spec of "pipedream" or "2bw"; with ``overlap`` every stage clips by the norm of its own gradients.
 
     Raises:
-        ScheduleError: a number is out of range, u does not divide M, or replicas have unequal shares of an update.
+        ScheduleError: a number is out of range, ``update_interval`` does not divide the number of micro-batches, or
+            replicas have unequal shares of an update.
     """
     num_microbatches, replicas = spec.num_microbatches, Replicas(spec.replicas, spec.lanes)
     interval = num_microbatches if spec.kind == "2bw" else spec.update_interval or spec.lanes
@@ -102,7 +103,10 @@ def _check_interval(interval: int, num_microbatches: int) -> None:
 
 
 def _check_shares(counts: Sequence[int], lanes: int, interval: int) -> None:
-    """Reject unequal shares; with equal ones, all replicas of a stage have equal progress and versions at an update."""
+    """Raise ScheduleError unless the replicas of each stage get equally many micro-batches of every update.
+
+    Only then all replicas of a stage have equal progress and equal weight versions at an update.
+    """
     if interval % lanes or any(lanes % count for count in counts):
         raise ScheduleError(
             f"An asynchronous schedule of stages {'-'.join(map(str, counts))} with {lanes} lanes and an update every "
@@ -114,7 +118,8 @@ def _check_shares(counts: Sequence[int], lanes: int, interval: int) -> None:
 def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
     """Restrict a ``continuous`` schedule to ``num_minibatches`` between two flushes, as a prologue and one body.
 
-    The rows equal those of prologue, bodies and epilogue, but also exist for fewer mini-batches than an epilogue has.
+    The rows equal the prologue, bodies and epilogue of ``schedule``. Unlike these, they also exist if there are fewer
+    mini-batches than the epilogue completes.
     """
     wiring, total = schedule.wiring, num_minibatches * schedule.stride
     prologue, body = [], []
@@ -140,12 +145,12 @@ def part(lowered: Schedule, phase: Phase) -> Schedule:
 
 
 def _workers(wiring: Wiring) -> list[tuple[int, tuple[int, int]]]:
-    """Return (stage, (index of the replica, number of replicas)) by worker."""
+    """List (stage, (index of the replica, number of replicas)) of each worker."""
     return [(s, (number, len(held))) for s, held in enumerate(wiring.homes) for number in range(len(held))]
 
 
 def _turns(stage: int, own: tuple[int, int], ahead: int, forwards: int, backwards: int, trains: bool) -> Row:
-    """Build a row of forwards and backwards in turn for one replica; the longer of the two series ends the row.
+    """Build a row of one replica: forwards and backwards in turn, then what is left of the longer series.
 
     Args:
         own: (index of the replica, number of replicas).

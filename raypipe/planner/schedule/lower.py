@@ -192,7 +192,11 @@ def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, 
 
 
 def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
-    """Lower one part of one worker's row; changes ``progress`` in place to the end of the part."""
+    """Lower one part of one worker's row: prologue, body or epilogue.
+
+    Args:
+        progress: micro-batches finished before the part; changed in place to those finished after it.
+    """
     stage, op, microbatch = encode(row)
     lane = rules.wiring.lane_of(microbatch) if rules.replicated else 0
     before, behind = rules.receive[stage, op, lane], rules.send[stage, op, lane]
@@ -258,7 +262,10 @@ def _own_count(wiring: Wiring, stage: int, update: int, worker: int) -> int:
 
 
 def _with_empty_update(row: Row, worker: int, wiring: Wiring) -> Row:
-    """Return the actions that end the only update of a row, if the worker has no micro-batch of it; else the row."""
+    """Return ``row``; if the worker has no micro-batch in it, return the actions that end its only update instead.
+
+    In that case the whole row is one update (``_check_share``).
+    """
     held = [stage for stage, workers in enumerate(wiring.homes) if worker in workers]
     if not held or _own_count(wiring, held[0], 0, worker):
         return row
@@ -274,9 +281,10 @@ def _finishing_op(wiring: Wiring, stage: int) -> Op:
 
 
 def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: int) -> list[Action]:
-    """Return the actions after a stage has finished an update; the step follows if all stages of the worker have.
+    """Return the actions that follow the last micro-batch of an update on ``stage``.
 
-    Removes the update from ``progress`` in place in that case.
+    If all stages of the worker have finished the update, these include REDUCE_NORM and STEP of all of them, and the
+    update is removed from ``progress`` in place.
     """
     last = (update + 1) * wiring.interval_of(stage) - 1
     co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
@@ -293,9 +301,12 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
 
 
 def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Progress, wiring: Wiring) -> None:
-    """Raise ScheduleError unless the body advances every stage by its stride.
+    """Raise ScheduleError unless the body of a row advances every stage by the schedule's ``stride`` micro-batches.
 
-    That is, unless ``before``, the progress before the body with updates shifted by one repetition, equals ``after``.
+    Args:
+        before: (stage, update) -> number of micro-batches finished before the body, with each update replaced by the
+            one that follows it by one repetition of the body.
+        after: the same counts after the body; valid if equal to ``before``.
     """
     for stage, update in sorted(before.keys() | after.keys()):
         expected, finished = before.get((stage, update), 0), after[stage, update]

@@ -44,8 +44,8 @@ class Replicas:
     """Replicas per stage, and the number of gradient-accumulation lanes.
 
     Attributes:
-        by_stage: R_s; empty for one each.
-        lanes: L, at least the largest of them.
+        by_stage: number of replicas of each stage, R_s; empty for one each.
+        lanes: number of lanes, L, at least the largest number of replicas.
     """
 
     by_stage: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Replicas:
         """Return the number of replicas of every stage.
 
         Raises:
-            ScheduleError: not one number for each stage, or one below 1.
+            ScheduleError: ``by_stage`` does not have one number for each stage, or has a number below 1.
         """
         counts = self.by_stage or (1,) * num_stages
         if len(counts) != num_stages or min(counts) < 1:
@@ -68,7 +68,7 @@ class Replicas:
         return tuple(tuple(range(first, stop)) for first, stop in pairwise(ends))
 
     def microbatches(self, wiring: Wiring, stage: int, worker: int) -> NDArray[np.int64]:
-        """Return the micro-batches of one update on a worker, in order."""
+        """Return the micro-batches of one update that a worker runs on a stage, in order."""
         number = np.arange(wiring.update_interval)
         own = np.array([wiring.worker_of(stage, lane) == worker for lane in range(wiring.lanes)])
         microbatches: NDArray[np.int64] = number[own[wiring.lane_of(number)]]
@@ -83,8 +83,8 @@ def warmups_of(replicas: Sequence[int], slack: Sequence[int] | int = 1) -> tuple
     """Return, by stage, the forwards that each replica runs ahead of its backwards.
 
     Args:
-        replicas: R_s by stage.
-        slack: r_h by hop, or one value for all hops.
+        replicas: number of replicas by stage, R_s.
+        slack: slack by hop, r_h, or one value for all hops.
     """
     hops = len(replicas) - 1
     by_hop = (slack,) * hops if isinstance(slack, int) else tuple(slack)

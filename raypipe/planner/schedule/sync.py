@@ -94,7 +94,7 @@ def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0, repl
         3:  .  .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .  .
 
     Every stage holds M micro-batches. The paper runs the backwards in reverse; in order, gradients add
-    up in the same order as in 1F1B, so both give the same bits.
+    up in the same order as in 1F1B, so the results of both are bitwise equal.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -129,7 +129,7 @@ def slack(
         slack: r_h by hop, or one number for all hops. The other arguments are those of ``k_f_k_b``.
 
     Raises:
-        ScheduleError: a number is out of range, or not one r_h for each hop.
+        ScheduleError: a number is out of range, or ``slack`` does not have one number for each hop.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
     by_hop = slack_by_hop(num_stages, slack)
@@ -138,10 +138,10 @@ def slack(
 
 
 def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]:
-    """Expand slack to r_h of every hop.
+    """Return the slack r_h of every hop h: one number is repeated for all hops, a sequence becomes a tuple.
 
     Raises:
-        ScheduleError: a number is out of range, or not one for each hop.
+        ScheduleError: a number is below 1, or the sequence does not have one number for each of num_stages - 1 hops.
     """
     hops = num_stages - 1
     by_hop = (slack,) * hops if isinstance(slack, int) else tuple(slack)
@@ -193,7 +193,10 @@ def _schedule(
 def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
     """Build the row of one worker: ``warmup`` groups forward, then one forward and one backward in turn, then the rest.
 
-    The worker's micro-batches, ``own``, are divided into groups of these sizes.
+    Args:
+        own: micro-batches of the worker.
+        sizes: sizes of the groups into which ``own`` is divided.
+        trains: False for a stage without backwards.
     """
     if not trains:
         return pack(np.full(len(own), stage), np.full(len(own), OP_CODE[Op.F]), own)
@@ -210,7 +213,7 @@ def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: i
 
 
 def take_turns(count: int, warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the positions of ``count`` forwards and of as many backwards in one row.
+    """Return (positions of the forwards, positions of the backwards) in a row with ``count`` of each.
 
     The row has ``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left.
     """

@@ -50,7 +50,7 @@ def from_csv(text: str, kind: str = "csv", update_interval: int | None = None) -
 
 
 def _homes(rows: Sequence[Sequence[Action]]) -> list[int]:
-    """Return the worker of each stage; ScheduleError as in ``from_csv``."""
+    """Return the worker of each stage; raise ScheduleError as described in ``from_csv``."""
     homes: dict[int, int] = {}
     for worker, row in enumerate(rows):
         for action in row:

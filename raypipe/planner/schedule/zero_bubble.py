@@ -76,7 +76,9 @@ def zb_h1(
     overlap: bool = False,
     replicas: Replicas = SINGLE,
 ) -> Schedule:
-    """Slack 1F1B with split backwards, in the memory of 1F1B's first stage on every stage; see the module for pictures.
+    """Build slack 1F1B with split backwards; the module docstring has pictures.
+
+    A stage holds at most as many micro-batches as the first stage of slack 1F1B.
 
     Args:
         num_stages: S.
@@ -86,7 +88,7 @@ def zb_h1(
         overlap: True if steps may overlap.
 
     Raises:
-        ScheduleError: a number is out of range, or not one r_h for each hop.
+        ScheduleError: a number is out of range, or ``slack`` does not have one number for each hop.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
     by_hop = slack_by_hop(num_stages, slack)
@@ -112,9 +114,13 @@ def zb_h1(
 
 
 def _row(stage: int, own: NDArray[np.int64], warmup: int, lag: int, trains: bool) -> Row:
-    """Build the row of one worker, for its ``own`` micro-batches.
+    """Build the row of one worker.
 
-    ``warmup`` is the number of forwards before the first I, ``lag`` that of own micro-batches by which W is deferred.
+    Args:
+        own: micro-batches of the worker.
+        warmup: number of forwards before the first I.
+        lag: number of the worker's micro-batches by which W is deferred.
+        trains: False for a stage without backwards.
     """
     count = len(own)
     if not trains or not count:
