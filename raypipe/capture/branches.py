@@ -36,14 +36,16 @@ Traced = TypeVar("Traced")
 
 
 class _Place(NamedTuple):
-    """Place of a branch in the code: instruction ``at`` of ``code``."""
+    """Position of a branch in the code: the instruction at byte offset ``at`` of ``code``."""
 
     code: CodeType
     at: int
 
 
 def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, ...]] | None:
-    """Trace a model and decide its certain branches: those on certain draws, and checks.
+    """Trace a model and decide those of its branches on values that can go one way only.
+
+    These are checks, and comparisons of a random number with a bound outside of its range.
 
     Args:
         trace: traces the model; called once, and once or twice more for each check.
@@ -74,7 +76,7 @@ def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, .
 def _attempt(
     trace: Callable[[], Traced], passed: Mapping[_Place, bool], otherwise: _Place | None = None
 ) -> tuple[_Decided, Traced | None, Exception | None]:
-    """Trace with these decisions; return the decisions that were made, and the result or the error."""
+    """Call ``trace`` in a new ``_Decided(passed, otherwise)``; return (this mode, result or None, error or None)."""
     with _Decided(passed, otherwise) as decided:
         try:
             return decided, trace(), None
@@ -83,7 +85,10 @@ def _attempt(
 
 
 def _fails_check(error: Exception, decided: _Decided) -> bool:
-    """Return True for an error of a raise or assert statement, in the code that branched last or outside of torch."""
+    """Return True if a raise or assert statement of a check caused ``error``.
+
+    The statement must be in the function that branched last, or outside of torch. Errors of raypipe do not count.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -98,10 +103,11 @@ class _Decided(TorchFunctionMode):
     """Function mode that decides branches which torch.export cannot decide, because they depend on values.
 
     Models with LayerDrop compare a random number for every layer with a probability that is 0 by default (Hugging
-    Face's OPT, BART and Whisper before 5.23). The draw stays in the graph, so that later draws keep their numbers.
+    Face's OPT, BART and Whisper before 5.23). This random operation stays in the graph, so that the numbers of later
+    random operations do not change.
 
     Args:
-        passed: decisions at places that are known to be checks; False is the decision at other places.
+        passed: by place, decisions (truth values) at branches that are known to be checks; others are decided False.
         otherwise: place to decide the other way, the first time that forward comes to it.
 
     Attributes:
@@ -155,7 +161,7 @@ class _Decided(TorchFunctionMode):
         return result
 
     def _decide(self, frame: FrameType) -> bool | None:
-        """Return the decision at the branch on a truth value in ``frame``; None in code of torch."""
+        """Decide and record the branch on a truth value in ``frame``; None if it is in torch, outside distributions."""
         branching = frame
         while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
             branching = branching.f_back  # from a function mode of torch.export to its caller
@@ -177,7 +183,7 @@ class _Decided(TorchFunctionMode):
 
 @contextmanager
 def _symbols_decided(decide: Callable[[FrameType], bool | None]) -> Iterator[None]:
-    """Decide comparisons of numbers that stem from the data, as ``x.max().item() > 3``, within the context."""
+    """Let ``decide(frame)`` decide comparisons of data-dependent numbers in the context: ``x.max().item() > 3``."""
     original = torch.SymBool.__bool__
 
     def decided(self: torch.SymBool) -> bool:
