@@ -168,7 +168,8 @@ def _group_losses(
     Args:
         loss_of: returns the loss of some rows, with its gradients.
         gradients: only its ``tolerance`` is used, which is returned in the result.
-        size: number of rows of every micro-batch, which makes a single division; None for the three divisions.
+        size: number of rows of every micro-batch of the only division, which is left out if rows would remain; None for
+            the three divisions.
     """
     count = len(next(iter(rows.values())))
     whole = loss_of(rows)
@@ -301,7 +302,7 @@ class LossTrial:
         return scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
 
     def refuse_unrepeatable(self, outputs: Any, target: torch.Tensor) -> None:
-        """Call the loss_fn once, and raise an error if a later call with the same arguments might differ.
+        """Call the loss_fn once, and raise an error if a later call with equal arguments might differ from it.
 
         Raises:
             CaptureError: the loss_fn draws random numbers, or changes a buffer of its own.

@@ -231,6 +231,8 @@ def _fitting(
     """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
 
     Args:
+        terms: terms in the graph of the loss; None if the loss could not be traced.
+        trials: losses and gradients with which each candidate is tried.
         target: name of the target column; None if the model returns its own loss.
 
     Raises:
