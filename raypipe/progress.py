@@ -33,7 +33,7 @@ def say(stream: TextIO | None, text: str) -> None:
     the flush at Python's exit fail.
 
     Args:
-        stream: sys.stdout or sys.stderr; None, if Python was started with this stream closed, writes nothing.
+        stream: sys.stdout or sys.stderr. If Python was started with it closed, it is None, and nothing is written.
     """
     if stream is None:
         return
@@ -57,8 +57,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
 class RunProgress:
     """Display of a run's progress: on a terminal one line that is rewritten, elsewhere a new line every few seconds.
 
-    It is called with each News of the run. It prints first the run's folder, then what a start waits for and from where
-    the run resumes, then new steps and alerts, and at the end the folder again.
+    The object is called with each News of the run. It prints the run's folder at first and at the end. In between it
+    prints what the start waits for, from where the run resumes, new steps and alerts.
 
     Args:
         notes: notes of the plan, printed at once.

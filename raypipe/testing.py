@@ -50,7 +50,7 @@ class Reference:
 
     Attributes:
         model: the trained copy; it shares no memory with the user's model.
-        losses, grad_norms: one number per step; the norm is that before clipping.
+        losses, grad_norms: one number per step; gradient norms are those before clipping.
         gradients: for each step, {parameter name: gradient after clipping}; None for a parameter without a gradient.
         parameters, buffers: tensors by name, after the last step.
         skipped: steps (from 0) that the optimizer did not take, because of on_nonfinite="skip".
@@ -86,7 +86,7 @@ def reference(
             because the number of micro-batches then follows from them.
         microbatches_by_step: number of micro-batches of every step of a run with retune_microbatches; metrics.parquet
             has it at the end of each step's ``schedule``.
-        device: device to compute on, for example "cuda"; a pipeline computes the same bits on a device of this kind.
+        device: device to compute on, for example "cuda"; a pipeline on such a device gives bitwise equal results.
 
     Raises:
         ConfigError: the precision is not fp32; the number of micro-batches depends on a profile, or on a number of
@@ -222,7 +222,7 @@ def _accumulate(
 def _over_minibatch(
     outputs: Sequence[Any], loss_of: Callable[[Any], torch.Tensor], rule: WholeMinibatch
 ) -> torch.Tensor:
-    """Compute one loss over the outputs of all micro-batches, and run their backwards in the order of micro-batches."""
+    """Compute one loss over the joined outputs of all micro-batches, then run each micro-batch's backward in order."""
     leaves = [[x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)] for output in outputs]
     cut = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(outputs))
     loss = loss_of(rule.join_returned(cut))

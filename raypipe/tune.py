@@ -124,7 +124,7 @@ class _Trial(tune.Trainable):
         """Do nothing for a checkpoint of this trial, because ``setup`` has already resumed the run.
 
         Raises:
-            ConfigError: it is a checkpoint of another trial, as in population based training.
+            ConfigError: ``checkpoint`` is of another trial, as in population based training.
         """
         assert self._handle is not None
         other = json.loads(Path(checkpoint, POINTER).read_text(encoding="utf-8"))["path"]

@@ -17,7 +17,7 @@ from raypipe.ir.report import StepRecord
 
 
 class _Logger(Callback):
-    """Logger of steps, each once: steps that a recovery repeats are not logged again.
+    """Base class of loggers. Steps that a recovery repeats are logged only once.
 
     Attributes:
         every_steps: steps from one logged step to the next.
@@ -190,7 +190,7 @@ _NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 class MLflow(_Logger):
     """Logger to MLflow, with one request every two seconds instead of one per step.
 
-    A resumed run, here or in another driver, continues the same MLflow run, which is found by its tag.
+    A run that resumes continues the same MLflow run, which is found by its tag.
 
     Attributes:
         experiment: name of the experiment, which is created if it is missing.

@@ -65,7 +65,7 @@ class _Returned(NamedTuple):
 
     @classmethod
     def of(cls, mode: Analysis) -> _Returned:
-        """Read the output structure of a model that was traced in one mode."""
+        """Return the output structure of a traced model; ``mode`` is its analysis in training or in evaluation mode."""
         return cls(mode.traced.out_spec, mode.fixed)
 
 
@@ -89,7 +89,7 @@ class _UserLoss:
             return self.loss_fn(self.as_returned(outputs), *targets)
 
     def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Build the model's output, in its own structure, from the flat output tensors of the last stage."""
+        """Rebuild the output that the model returns, such as a dict, from the flat output tensors of the last stage."""
         leaves: list[Any] = list(outputs)
         for position, value in self.returned.fixed:
             leaves.insert(position, value)
@@ -101,7 +101,7 @@ class _UserLoss:
 
 
 def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
-    """Return the loss that the model computed itself, or all terms of this loss if each is weighted separately."""
+    """Return the model's own loss, which is the last stage's output; several outputs are terms with own weights."""
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -154,7 +154,7 @@ class Capture:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """FILE:LINE of every check in a training forward that its stages leave out, see branches.py."""
+        """FILE:LINE of every check on values in a training forward; stages leave these checks out, see branches.py."""
         return self.model.train.traced.checks if isinstance(self.model, TracedModel) else ()
 
     @property
@@ -184,9 +184,9 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         loss_fn: (output, target) -> scalar; None if the model returns its own loss.
         evaluates: False if nothing will be evaluated: evaluation mode is then not traced, which halves the time.
         metric_reads: outputs that metrics read, if the model returns its own loss; kept in evaluation mode.
-        precision: number format that stages compute in; the model is captured in it.
-        parts: True to return the terms of the model's own loss one by one if they average over different things; False
-            to return their sum.
+        precision: number format in which stages compute; the model is captured in this format.
+        parts: True to let the captured model return the terms of its own loss one by one if they average over
+            different items; False to let it return their sum.
 
     Raises:
         CaptureError: the model cannot be traced or trained; names the line or module, and the fix.
@@ -239,7 +239,7 @@ def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, prec
 
 
 def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, precision: Precision) -> None:
-    """Refuse a precision with 16-bit buffers if forward updates a float buffer: small changes would be rounded away."""
+    """Raise CaptureError if forward updates a float buffer that ``precision`` would round to 16 bits."""
     if not precision.leaves:
         return
     changing = _changed_by(source)
@@ -260,7 +260,13 @@ def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
 
 
 class _Example(NamedTuple):
-    """One micro-batch, divided into the arguments of the model and the names of the columns that the loss_fn takes."""
+    """Example micro-batch, divided into arguments of the model and targets of the loss_fn.
+
+    Attributes:
+        inputs: arguments of the model, in the run's precision.
+        targets: names of the columns that the loss_fn takes; empty without a loss_fn.
+        shapes: shape and dtype of every column, by name.
+    """
 
     inputs: Inputs
     targets: tuple[Any, ...]
@@ -274,7 +280,10 @@ class _Example(NamedTuple):
         loss_fn: Any,
         precision: Precision,
     ) -> _Example:
-        """Split an example into inputs and targets: the last column is the target if there is a loss_fn."""
+        """Split an example into inputs and targets, and convert the inputs to ``precision``.
+
+        With a loss_fn the last column is the target; without one all columns are inputs.
+        """
         tensors = tuple(example.values() if isinstance(example, Mapping) else example)
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip(columns, tensors, strict=True)}
         if isinstance(example, Mapping):
@@ -291,7 +300,7 @@ class _Example(NamedTuple):
 
 
 def _children_captured(model: nn.Sequential, inputs: Inputs, *, evaluates: bool) -> SequentialModel:
-    """Capture the children of an nn.Sequential, which stages call without a trace."""
+    """Capture the children of an nn.Sequential as modules: stages call the children, and nothing is traced."""
     try:
         train, evaluation = sequential_children(model, inputs.args[0])
     except CaptureError:
@@ -326,7 +335,15 @@ def _traced(
 
 
 def _both_modes(run: Callable[..., Traced], kept: Sequence[Any], *, evaluates: bool) -> tuple[Traced, Traced | None]:
-    """Trace in training mode with ``run``, and in evaluation mode if anything is evaluated."""
+    """Trace a model in training mode and, if ``evaluates`` is True, in evaluation mode.
+
+    Args:
+        run: ``trace`` with the model and the example bound.
+        kept: keys of the outputs that metrics read; the evaluation graph returns them after the loss.
+
+    Returns:
+        (training graph, evaluation graph); the latter is None if nothing is evaluated.
+    """
     training = run(training=True)
     if not evaluates:
         return training, None
@@ -345,7 +362,10 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
-    """Turn the graphs of both modes into lines of source; ``held`` maps parameters and buffers to their bytes."""
+    """Convert the graphs of both modes to lines of source.
+
+    For ``samples`` and ``held`` see ``model_graph``; ``title`` is the name of the model's class.
+    """
     train = lines_of(traced.train)
     if traced.eval is None:
         return TracedRecipe(train, None, (), (), title)
@@ -354,7 +374,7 @@ def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title
 
 
 def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StageProgram:
-    """Copy the last stage's program, with ``take(output)`` in place of ``loss_fn(output, target)``."""
+    """Copy the last stage's program, with ``loss_fn(output, target)`` replaced by ``take(output)``."""
     assert isinstance(program.loss, _UserLoss), "a model that returns its own loss has no output"
     return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
 
@@ -362,8 +382,11 @@ def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StagePro
 def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms | None:
     """Find what each term of the model's own loss averages over, such as samples or labels.
 
-    If the terms need separate weights and ``parts`` is True, both graphs are changed in place to return the terms one
-    by one. If both graphs do not have the same terms, they still return the sum.
+    If the terms need separate weights and ``parts`` is True, both graphs are changed in place: they return the terms
+    one by one. If the two graphs do not have the same terms, both still return the sum.
+
+    Args:
+        training, evaluating: graphs in both modes; ``evaluating`` is None if nothing is evaluated.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     terms = loss_terms(training, set(training.columns), tensors)

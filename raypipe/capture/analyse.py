@@ -35,11 +35,11 @@ class Traced:
         parameters, buffers: placeholder -> name in the user's model (the first one, if a tensor has several names).
         constants: placeholder -> tensor that forward reads and that is neither a parameter nor a buffer.
         columns: placeholder -> name of the data column.
-        key: placeholder of the key from which all random draws are derived.
+        key: placeholder of the key from which all random numbers are derived.
         num_draws: number of random draws in the graph.
         out_spec: pytree spec of the model's output.
-        pinned: (node that allocates it, last node that uses it) for each memory, except buffers, that operations change
-            in place. All nodes that use this memory must share a stage.
+        pinned: (node that allocates the storage, last node that uses it), for each tensor storage that operations
+            change in place, except buffers. All nodes that use such a storage must share a stage.
         checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
         one_size: True if the graph takes the number of samples of the example only.
     """
@@ -76,8 +76,8 @@ _FILE = re.compile(r'File "([^"]+)", line (\d+)')
 def functional_twin(op: Any) -> Any | None:
     """Return the out-of-place variant of an in-place aten operation (``add_`` -> ``add``); None if ``op`` has none.
 
-    It is the overload that takes the same arguments: that of ``pow_.Scalar`` is ``pow.Tensor_Scalar``. ``aten.copy``,
-    which has no derivative, is not returned.
+    The variant is the overload with the same arguments: ``pow_.Scalar`` gives ``pow.Tensor_Scalar``. ``copy_`` gives
+    None, because ``aten.copy`` has no derivative.
     """
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or name == "copy_":
@@ -95,7 +95,7 @@ def _parameters(op: Any) -> list[tuple[str, str, bool]]:
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """List the inputs whose memory an operation changes, according to its schema.
 
-    The schemas of batch_norm and instance_norm omit that training changes their running statistics, which are added.
+    Running statistics of batch_norm and instance_norm in training mode are added, because the schemas omit them.
     """
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "_schema"):
@@ -129,7 +129,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map every node to the node that allocated the memory of its output, according to the operations' schemas."""
+    """Map each node to the node that allocated the memory of its output: itself, or for a view the node of the base."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         base = _viewed(node)
@@ -138,11 +138,11 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def work_out_of_place(traced: Traced) -> None:
-    """Replace in-place operations on activations (relu_, add_) by their out-of-place twins, in ``traced.graph``.
+    """Replace in-place operations on activations (relu_, add_) by out-of-place variants, in ``traced.graph``.
 
     A stage's inputs are leaves, which autograd does not allow to change in place, and a tensor that is still being sent
     must not change either. A replacement is safe if no other view of the same memory is read afterwards. Operations
-    that have no twin or no safe replacement stay; their memory is added to ``traced.pinned``.
+    that have no variant or no safe replacement stay; their memory is added to ``traced.pinned``.
 
     Raises:
         CaptureError: forward changes a parameter or a constant in place.
@@ -181,9 +181,10 @@ def work_out_of_place(traced: Traced) -> None:
 
 
 def _of_type(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return the result of an operation in a dtype, which ``x.add_(y)`` keeps and ``x.add(y)`` may promote.
+    """Ensure that the result of ``node`` has a dtype: ``x.add_(y)`` keeps the dtype of x, ``x.add(y)`` may promote it.
 
-    It is the node itself, or a new conversion that replaces it for its users.
+    Returns:
+        ``node`` if it has the dtype; else a new conversion, which the users of ``node`` now read.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _of_example(used.meta["val"]))
     if any(map(is_open, pytree.tree_leaves((args, kwargs)))) or node.target(*args, **kwargs).dtype == dtype:  # type: ignore[operator]
@@ -197,14 +198,17 @@ def _of_type(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _of_example(value: Any) -> Any:
-    """Return a traced value with the sizes of the example, as a tensor on the meta device or a number."""
+    """Return a meta tensor with the example's sizes for a traced tensor, or a number for a symbolic number.
+
+    Tensors with data-dependent sizes and other values are returned unchanged.
+    """
     if isinstance(value, torch.Tensor) and not is_open(value):
         return torch.empty([_of_example(size) for size in value.shape], dtype=value.dtype, device="meta")
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def _refuse_lasting(root: fx.Node, node: fx.Node, traced: Traced) -> None:
-    """Refuse that ``node`` changes the memory of ``root`` in place if ``root`` is a constant or a parameter."""
+    """Raise CaptureError if ``node`` changes ``root`` in place, and ``root`` is a constant or a parameter."""
     if root in traced.constants:
         raise CaptureError(
             f"forward changes a tensor in place that is an attribute of the model, a global or in a closure "
@@ -219,14 +223,17 @@ def _refuse_lasting(root: fx.Node, node: fx.Node, traced: Traced) -> None:
 
 
 def line_of(node: fx.Node) -> str:
-    """Return the line of the user's code that made an operation as " at file:line"; "" if unknown."""
+    """Return " at FILE:LINE" of the user's code that made an operation; "" if unknown."""
     places = _FILE.findall(node.meta.get("stack_trace") or "")
     own = [place for place in places if "/torch/" not in place[0] and not place[0].startswith(("<", _OURS))]
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def _replace_after(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Make all nodes after ``new`` read ``new``, which changed ``old`` in place and now works out of place."""
+    """Let all users of ``old`` that come after ``new`` read ``new``; ``order`` has the position of each node.
+
+    The operation ``new`` has changed ``old`` in place so far, and now returns a new tensor.
+    """
     for user in list(old.users):
         if order[user] > order[new]:
             user.replace_input_with(old, new)
@@ -239,9 +246,9 @@ def write_buffers_early(graph: fx.Graph, buffers: Collection[fx.Node]) -> None:
         self.steps += 1                      add_(steps, 1) ................................ copy_(steps, add_)
         self.mean = 0.9 * self.mean + m      add = 0.9 * mean + m .......................... copy_(mean, add)
 
-    torch.export puts the ``copy_`` at the end of the graph, which would tie all stages together, since all uses of a
-    buffer must share a stage. In the first line ``copy_`` copies a tensor onto itself and is dropped. In the second it
-    is moved, and operations that read the old value get a clone of it, which the backward uses too.
+    torch.export puts the ``copy_`` at the end of the graph. That would join all stages, since all uses of a buffer
+    must share a stage. In the first example ``copy_`` copies a tensor onto itself and is removed. In the second it is
+    moved, and operations that read the old value get a clone of the old value, which the backward uses too.
 
     Args:
         buffers: placeholders of the model's buffers.
@@ -267,7 +274,7 @@ def write_buffers_early(graph: fx.Graph, buffers: Collection[fx.Node]) -> None:
 
 
 def _changes(tensor: fx.Node, roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the operations that change the memory of a tensor in place."""
+    """Return the operations that change the memory of a tensor in place; ``roots`` is from ``storage_roots``."""
     sharing = [one for one, root in roots.items() if root is roots[tensor]]
     return {user for one in sharing for user in one.users if one in mutated_args(user)}
 
@@ -333,7 +340,7 @@ def analyse(traced: Traced) -> Analysis:
 
 
 def _pinned_effect(node: fx.Node, traced: Traced, roots: dict[fx.Node, fx.Node]) -> bool:
-    """Return True if an operation changes memory in ``traced.pinned`` in place.
+    """Return True if an operation changes memory in ``traced.pinned`` in place; ``roots`` is from ``storage_roots``.
 
     Other operations read the change through an alias, so the operation is live even if its output has no users.
     """
@@ -342,7 +349,7 @@ def _pinned_effect(node: fx.Node, traced: Traced, roots: dict[fx.Node, fx.Node])
 
 
 def reachable(targets: Iterable[fx.Node]) -> set[fx.Node]:
-    """Collect these nodes and everything that they are computed from."""
+    """Collect the nodes ``targets`` and all nodes from which they are computed."""
     live: set[fx.Node] = set()
     stack = list(targets)
     while stack:
@@ -393,7 +400,7 @@ def dim_with(node: fx.Node, size: Any) -> int | None:
 
 
 def is_open(value: Any) -> bool:
-    """Return True for a traced tensor with a data-dependent size, as of ``x[x > 0]`` and ``nonzero``."""
+    """Return True for a traced tensor with a data-dependent size, such as ``x[x > 0]`` or the result of ``nonzero``."""
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 

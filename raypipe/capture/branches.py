@@ -38,7 +38,7 @@ Traced = TypeVar("Traced")
 
 
 class _Place(NamedTuple):
-    """Branch in one forward: instruction ``at`` of ``code``, and the number of its earlier visits."""
+    """Branch in one forward: the instruction at byte offset ``at`` of ``code``, and the number of its earlier visits."""
 
     code: CodeType
     at: int
@@ -46,7 +46,9 @@ class _Place(NamedTuple):
 
 
 def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, ...]] | None:
-    """Trace a model and decide its certain branches: those on certain draws, and checks.
+    """Trace a model and decide those of its branches on values that can go one way only.
+
+    These are checks, and comparisons of a random number with a bound outside of its range.
 
     Args:
         trace: traces the model; called once, and once or twice more for each check.
@@ -77,7 +79,7 @@ def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, .
 def _attempt(
     trace: Callable[[], Traced], passed: Mapping[_Place, bool], otherwise: _Place | None = None
 ) -> tuple[_Decided, Traced | None, Exception | None]:
-    """Trace with these decisions; return the decisions that were made, and the result or the error."""
+    """Call ``trace`` in a new ``_Decided(passed, otherwise)``; return (this mode, result or None, error or None)."""
     with _Decided(passed, otherwise) as decided:
         try:
             return decided, trace(), None
@@ -102,10 +104,11 @@ class _Decided(TorchFunctionMode):
     """Function mode that decides branches which torch.export cannot decide, because they depend on values.
 
     Models with LayerDrop compare a random number for every layer with a probability that is 0 by default (Hugging
-    Face's OPT, BART and Whisper before 5.23). The draw stays in the graph, so that later draws keep their numbers.
+    Face's OPT, BART and Whisper before 5.23). This random operation stays in the graph, so that the numbers of later
+    random operations do not change.
 
     Args:
-        passed: decisions at places that are known to be checks; False is the decision at other places.
+        passed: by place, decisions (truth values) at branches that are known to be checks; others are decided False.
         otherwise: place to decide the other way.
 
     Attributes:
@@ -162,7 +165,7 @@ class _Decided(TorchFunctionMode):
         return result
 
     def _decide(self, frame: FrameType) -> bool | None:
-        """Return the decision at the branch on a truth value in ``frame``; None in code of torch."""
+        """Decide and record the branch on a truth value in ``frame``; None if it is in torch, outside distributions."""
         branching = frame
         while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
             branching = branching.f_back  # from a function mode of torch.export to its caller
@@ -184,7 +187,7 @@ class _Decided(TorchFunctionMode):
 
 @contextmanager
 def _symbols_decided(decide: Callable[[FrameType], bool | None]) -> Iterator[None]:
-    """Decide comparisons of numbers that stem from the data, as ``x.max().item() > 3``, within the context."""
+    """Let ``decide(frame)`` decide comparisons of data-dependent numbers in the context: ``x.max().item() > 3``."""
     original = torch.SymBool.__bool__
 
     def decided(self: torch.SymBool) -> bool:

@@ -5,7 +5,7 @@
 
 A value that skips a stage is both an input and an output of that stage. Its gradient from later stages then enters the
 backward as a root, before the stage's own uses add their gradients. Plain autograd adds them in this order too, so the
-sums are equal to the bit. A *site* is one use of a parameter by one operation; it gets an argument of its own.
+sums are bitwise equal. A *site* is one use of a parameter by one operation; it gets an argument of its own.
 
     lines of a stage + inputs, outputs  -->  def forward(self, *sites, *buffers, *constants, *inputs, *columns, key)
 """
@@ -209,10 +209,14 @@ def assign_by_position(lines: Lines, cuts: Sequence[int], order: Sequence[int] =
 
 
 def check_order(graph: ModelGraph, cuts: Sequence[int], order: Sequence[int]) -> None:
-    """Refuse an order of operations, cut at ``cuts``, whose stages would not compute the same bits as the model.
+    """Raise an error if stages cut from this sequence of operations would not compute bitwise what the model computes.
+
+    Args:
+        cuts: ascending positions in ``order``; a new stage begins at each.
+        order: sequence of the graph's nodes, as positions in ``graph.nodes``.
 
     Raises:
-        CaptureError: the order is no permutation of the graph's nodes, or two nodes are in stages that ``edges``,
+        CaptureError: the sequence is no permutation of the graph's nodes, or two nodes are in stages that ``edges``,
             ``together`` or ``before`` of the graph forbid; names both.
     """
     if sorted(order) != list(range(len(graph.nodes))):
@@ -308,7 +312,7 @@ def assign_by_owner(
 
 
 def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    """Map each operation to the operations that must share its stage."""
+    """Convert pairs of positions in ``together`` to {operation: operations that must share its stage}, as indices."""
     partners: dict[int, list[int]] = {}
     for one, other in together:
         a, b = lines.operations[one], lines.operations[other]
@@ -318,7 +322,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first of the stages ``holders`` from ``earliest`` on; raise a CaptureError if all are before it."""
+    """Return the first of the stages ``holders`` from ``earliest`` on; without one, raise a CaptureError."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

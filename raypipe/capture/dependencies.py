@@ -95,7 +95,14 @@ def _users(node: fx.Node, order: dict[fx.Node, int], analysis: Analysis, end: in
 
 
 def _shared_memory(analysis: Analysis, order: dict[fx.Node, int], roots: dict[fx.Node, fx.Node]) -> Iterator[list[int]]:
-    """Yield, for each memory that is changed in place, the ascending positions of all operations that use it."""
+    """Yield, for each tensor storage that is changed in place, the ascending positions of the operations that use it.
+
+    If the storage is that of a data column, position 0 is included.
+
+    Args:
+        order: position of each operation.
+        roots: node that allocated each node's storage, see ``storage_roots``.
+    """
     for root in dict.fromkeys((*analysis.changing_buffers, *(root for root, _ in analysis.traced.pinned))):
         family = [node for node, own in roots.items() if own is root]
         members = {order[n] for node in family for n in (node, *node.users) if n in order}
@@ -105,9 +112,9 @@ def _shared_memory(analysis: Analysis, order: dict[fx.Node, int], roots: dict[fx
 
 
 def _kept_sums(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield pairs of consecutive users of every tensor whose gradient is a sum of three or more terms.
+    """Yield the positions of consecutive users, in pairs, of each tensor whose gradient sums three or more terms.
 
-    The users must keep their order, because the bits of such a sum depend on the order of its terms.
+    The users must keep their order, because rounding of such a sum depends on the order of its terms.
     """
     trained: set[fx.Node] = set()
     for node in analysis.nodes:
@@ -146,7 +153,7 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _kept_places(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield pairs of positions that keep operations beside the neighbours that they have in the model.
+    """Yield pairs of positions (a, b), where operation a must not come after operation b, to keep neighbours together.
 
     An operation without users stays before the next operation of its module. An operation without inputs from others
     stays after its predecessor, unless it reads both a data column and a parameter.
@@ -171,7 +178,7 @@ def _next_of_module(nodes: list[fx.Node], at: int) -> int:
 def model_graph(
     analysis: Analysis, samples: int, held: Mapping[str, int], frozen: frozenset[str] = frozenset()
 ) -> ModelGraph:
-    """Build the planner's graph, with one Node per operation and the bytes per sample that a cut after it sends.
+    """Build the planner's graph: one Node per operation, with the bytes per sample that a cut after it sends.
 
     Args:
         samples: batch size of the example that was traced.
@@ -209,7 +216,7 @@ def model_graph(
 
 
 def _output_bytes(node: fx.Node, known: dict[fx.Node, int]) -> int:
-    """Count the bytes of an operation's output; if its size depends on values, return those of its largest input."""
+    """Count an operation's output bytes; an output whose size depends on values counts as its largest input."""
     value = node.meta.get("val")
     if is_open(value):
         return max(_output_bytes(used, known) if used not in known else known[used] for used in node.all_input_nodes)

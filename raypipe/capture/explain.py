@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeError:
-    """Build the error to raise if torch.export failed on a model with ``error``."""
+    """Build the error to raise after torch.export has failed on a model with ``error``."""
     _, misfit = misfit_of_model(model, inputs)
     if misfit is not None:
         return misfit
@@ -112,7 +112,12 @@ def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) 
 
 
 def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torch.Tensor, column: Any) -> RaypipeError:
-    """Build the error for a loss_fn that failed on the model's output and the target, by calling it once more."""
+    """Call a failing loss_fn again, and build an error that describes its arguments and the fix.
+
+    Args:
+        output: output of the model.
+        column: name of the data column that is the target.
+    """
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,7 +154,13 @@ def _remedy(error: Exception) -> str | None:
 def _misfit(
     model: nn.Module, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, error: Exception
 ) -> RaypipeError:
-    """Build the error for a module that failed on ``args``; ``module`` may be the whole model."""
+    """Build the error for a module that failed; ``module`` may be the whole model.
+
+    Args:
+        args: positional arguments of the module.
+        inputs: arguments of the model, to find out whether the module reads a data column.
+        error: exception that the module raised.
+    """
     where, text, remedy = quoted(error), short(error), _remedy(error)
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     if module is model or not tensors:
@@ -182,8 +193,9 @@ def _part_of(x: torch.Tensor, held: torch.Tensor) -> bool:
 
 @contextmanager
 def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
-    """Run the code inside with the model in one mode, without gradients and warnings; modes, buffers and torch's
-    random generator are restored afterwards.
+    """Set the model to one mode for the code inside, and switch gradients and warnings off.
+
+    Modes, buffers and torch's random generator are restored afterwards.
     """
     with (
         in_mode(model, training=training),

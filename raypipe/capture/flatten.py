@@ -42,7 +42,10 @@ _AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mo
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
-    """Build the flat training or evaluation graph of a model, whose inputs have the names ``columns``.
+    """Build the flat graph of a model from an exported program, in training or evaluation mode.
+
+    Args:
+        columns: names of the data columns, in the order of the program's inputs.
 
     Raises:
         CaptureError: an input of the graph is not a tensor, or the graph contains an operation that cannot be cut.
@@ -99,7 +102,7 @@ def _used(graph: fx.Graph, node: Any, traced: Traced) -> Any:
 def _placeholders(
     model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str], traced: Traced
 ) -> dict[fx.Node, Any]:
-    """Add a placeholder to ``traced`` for each input of the program; map the program's nodes to the placeholders."""
+    """Add a placeholder to ``traced`` for each input of the program; return {node of the program: placeholder}."""
     env: dict[fx.Node, Any] = {}
     canonical = canonical_names(model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -211,7 +214,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
-    """Turn one branch of a torch.cond into a function of the operands."""
+    """Turn one branch of a torch.cond in ``traced`` into a function of its operands; ``detached``: see _copy_nodes."""
     inner = Traced(fx.Graph(), {}, {}, {}, {}, traced.key, 0, traced.out_spec)
     env: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
@@ -230,9 +233,13 @@ def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
 
 
 def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced) -> None:
-    """Refuse in-place changes of activations under torch.no_grad.
+    """Raise CaptureError if ``node``, in a no-grad region, changes an activation of the surrounding graph in place.
 
     Autograd ignores such a change, but would differentiate the out-of-place operation that would replace it.
+
+    Args:
+        source: graph of the region.
+        env: node of ``source`` -> its copy in ``traced.graph``.
     """
     roots = storage_roots(source)
     for changed in mutated_args(node):
@@ -249,6 +256,11 @@ def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, A
 
 def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool, uncast: str) -> Any:
     """Copy the operations of a no-grad or autocast region into the flat graph; return the copies of its outputs.
+
+    Args:
+        node: call of the region.
+        args: arguments of the call, with nodes replaced by their copies.
+        detached, uncast: state outside of the region, see ``_copy_nodes``.
 
     Raises:
         CaptureError: the region switches autocast on in another way than the run's precision, or is of another kind.
@@ -372,7 +384,10 @@ def _body_of(graph: fx.Graph) -> Body:
 
 
 def _refuse_draws(node: fx.Node, where: str) -> None:
-    """Refuse a random operation inside torch.cond or torch.func.vmap (``where``), whose draws cannot be numbered."""
+    """Raise CaptureError if a node inside ``where`` (torch.cond or torch.func.vmap) is a random operation.
+
+    Random operations there cannot be numbered, so their results would depend on the partition.
+    """
     if node.op == "call_function" and draws_randomness(node.target, node.args, node.kwargs):
         raise CaptureError(
             f"forward draws random numbers inside {where} ({node.target}{line_of(node)}), where raypipe cannot make "

@@ -121,9 +121,10 @@ def nothing_lost() -> Iterator[None]:
 def cuda_autocast_refused() -> Iterator[None]:
     """Refuse torch.autocast("cuda") on a machine without CUDA, unless it is known to be switched off.
 
-    Without CUDA torch disables every such autocast, so a trace would lose an enabled one. If it is created inside the
-    context, its argument ``enabled`` decides. If it decorates a function (as in rotary embeddings of x-transformers),
-    the source of the decorator decides. One that was created before and kept in an attribute is refused.
+    Without CUDA torch disables every such autocast, so a trace would lose an enabled one. An autocast that is created
+    inside the context is refused if its argument ``enabled`` is True. An autocast that decorates a function (as in
+    rotary embeddings of x-transformers) is refused unless the decorator's source contains False. An autocast that was
+    created earlier and kept in an attribute is always refused.
     """
     if torch.cuda.is_available():
         yield
@@ -196,7 +197,7 @@ def _switches_refused() -> Iterator[None]:
 def generators_kept(whose: str) -> Iterator[None]:
     """Refuse code inside that uses a global random generator or changes torch's default dtype; both are restored.
 
-    Draws of torch are allowed if a RandomKey determines them, because these leave torch's generator unchanged.
+    Random operations of torch under a RandomKey are allowed, because they leave torch's generator unchanged.
 
     Args:
         whose: name of the code inside, for the message.
@@ -235,7 +236,9 @@ def generators_kept(whose: str) -> Iterator[None]:
 
 @contextmanager
 def watched_forward(model: torch.nn.Module, *, twice: bool = False) -> Iterator[list[str]]:
-    """Restore the Python state that forward changes, after each call: a trace would leave fake tensors in this state.
+    """Replace ``model.forward`` within the context, and restore the Python state that each call of it changes.
+
+    Otherwise a trace would leave fake tensors in this state.
 
     Args:
         twice: True to run forward twice in every call and refuse state that the second run changes again.

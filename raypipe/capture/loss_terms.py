@@ -69,12 +69,12 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Divisor of a term.
+    """Divisor of a term: a number in the graph, a count of labels, or a count of the True items of a mask.
 
     Attributes:
-        node: the divisor itself; or, with an ignore_index, the labels to count; or the mask whose True items count.
-        ignore_index: label that does not count, False for a mask; None if ``node`` is the divisor.
-        class_weights: weight of each class; None if every label counts as 1.
+        node: the number, the labels, or the mask.
+        ignore_index: for labels, the label that does not count; False for a mask; None for a number.
+        class_weights: weight of each class, for labels; None if every label counts as 1.
     """
 
     node: fx.Node
@@ -91,11 +91,11 @@ _SAMPLES, _ADDED_UP = "samples", "added up"
 
 
 def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.Tensor]) -> LossTerms | None:
-    """Find the terms of a loss in its graph, which is that of a loss_fn or of a model that returns its loss.
+    """Find the terms of a loss in its graph: the graph of a loss_fn, or of a model that returns its own loss.
 
     Args:
         traced: graph whose first output is the loss.
-        data: placeholders that are data columns; in the graph of a loss_fn, others are outputs of the model.
+        data: placeholders that are data columns; other placeholders of a loss_fn's graph are outputs of the model.
         tensors: the model's parameters and buffers by name, for class weights.
 
     Returns:
@@ -166,7 +166,7 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
 
 
 class _Reach:
-    """Nodes of a loss's graph, by what they are computed from, without random draws.
+    """Nodes of a loss's graph, by what they are computed from. Random operations, and nodes behind them, are left out.
 
     Attributes:
         of_data: data columns, and nodes computed from data columns, constants and buffers only.
@@ -223,13 +223,18 @@ def _scales(node: fx.Node, reach: _Reach) -> bool:
 
 
 def _bends(term: fx.Node, reach: _Reach) -> bool:
-    """Return True if a term is a piecewise linear function, such as abs or clamp, of a scalar of the model's output."""
+    """Return True if a term is a piecewise linear function, such as abs or clamp, of a scalar from the model."""
     inputs = [node for node in term.all_input_nodes if node not in reach.fixed and node not in reach.of_data]
     return _name(term).rstrip("_") in _BENT and any(_is_number(node) for node in inputs)
 
 
 def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
-    """Classify a term: an average with a divisor from the data (_Count), an average over samples, or a sum."""
+    """Classify a term of the loss.
+
+    Returns:
+        A _Count for an average whose divisor follows from the data, _SAMPLES for an average over samples, _ADDED_UP
+        for a sum.
+    """
     name = _name(node)
     if name in _LABELS:
         arguments = bind_arguments(node.target, node.args, node.kwargs)
@@ -257,7 +262,7 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
 
 
 def _masks(node: fx.Node, reach: _Reach) -> set[fx.Node]:
-    """Return the masks of data that pick the items of a node's inputs, as in ``x[labels != -1].square().mean()``."""
+    """Return the masks, computed from data, that select items of a node's inputs: ``x[labels != -1].mean()``."""
     masks, seen, stack = set(), set(), list(node.all_input_nodes)
     while stack:
         used = stack.pop()
@@ -287,7 +292,7 @@ def _words(count: _Count) -> str:
 
 
 def _program(traced: Traced, counts: list[_Count], tensors: Mapping[str, torch.Tensor]) -> GraphFunction:
-    """Build a function that computes the value of each divisor from the data columns."""
+    """Build a function that computes the value of each divisor from the data columns; ``tensors``: see loss_terms."""
     graph = fx.Graph()
     wanted = reachable([node for count in counts for node in (count.node, count.class_weights) if node is not None])
     columns = [node for node in traced.columns if node in wanted]

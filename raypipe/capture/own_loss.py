@@ -18,9 +18,9 @@ from raypipe.errors import CaptureError
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     """Return the scalar loss in a model's output.
 
-    It is the output itself, else the item or attribute "loss", else the first item of a tuple. If none of these is a
-    scalar, it is the only floating-point scalar in the output, at any depth, or the only one with the key "loss". A
-    scalar under another key, as "aux_loss", is not taken for the loss.
+    The loss is the output if that is a tensor, else its item or attribute "loss", else the first item of a sequence if
+    that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output, or
+    the only one with the key "loss". A scalar under another key, as "aux_loss", is not taken for the loss.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -52,7 +52,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
-    """Return the only scalar in an output that is no tensor, see ``own_loss``; None without scalars."""
+    """Return the only scalar in an output, see ``own_loss``; None without scalars. Several raise a CaptureError."""
     found = dict({id(scalar): (place, scalar) for place, scalar in _scalars(output, "output")}.values())
     named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
     found = named if len(named) == 1 else found
@@ -69,7 +69,7 @@ def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
 
 
 def _scalars(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point scalars in dicts, tuples, lists and dataclasses, each after its place in the output."""
+    """Yield (path, scalar) of floating-point scalars in nested containers; ``place`` is the path of ``value``."""
     if _is_scalar(value) and value.is_floating_point():
         yield place, value
     elif isinstance(value, Mapping):

@@ -72,7 +72,7 @@ class Memory:
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def changes(self, later: Memory) -> Iterator[tuple[str, Any, Any]]:
-        """Yield (path, value in self, value in ``later``) of every difference, in the order of reading."""
+        """Yield (path, value here, value in ``later``) for every value that differs, in the order of reading."""
         for path in dict.fromkeys((*self.values, *later.values)):
             here, there = self.values.get(path, _MISSING), later.values.get(path, _MISSING)
             if not _same(here, there):
@@ -97,7 +97,7 @@ _MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def read_memory(model: nn.Module, loss_fn: Any = None) -> Memory:
-    """Read the Python state that a model and a loss_fn, if there is one, refer to, but no parameters and buffers."""
+    """Read the Python state to which a model and its loss_fn, if not None, refer, without parameters and buffers."""
     walk = _Walk()
     walk.module(model, "model")
     if loss_fn is not None:
@@ -113,14 +113,14 @@ def read_memory_of(thing: Any, name: str) -> Memory:
 
 
 def first_change(once: Memory, twice: Memory) -> str:
-    """Describe the first value that differs after a second call; "" if there is no such value."""
+    """Describe the first value that differs between the states after one and after two calls; "" if all are equal."""
     for path, before, after in once.changes(twice):
         return f"{path} with every call: {_words(before)} after one call, {_words(after)} after the next"
     return ""
 
 
 def refuse_change(once: Memory, twice: Memory, whose: str) -> None:
-    """Refuse state that differs after a second call of ``whose``.
+    """Raise an error if state differs between the states after one and after two calls of ``whose``.
 
     Raises:
         CaptureError: names the path of the state and both values.
@@ -162,7 +162,7 @@ class _Walk:
                 self.module(child, f"{path}.{name}")
 
     def value(self, value: Any, path: str, depth: int) -> None:
-        """Record a value of any type, recursively."""
+        """Record a value under ``path``, and recursively what it refers to; ``depth`` counts the levels above it."""
         if isinstance(value, _PLAIN):
             self.memory.values[path] = value
         elif isinstance(value, nn.Parameter | random.SystemRandom):  # the latter has no state to remember

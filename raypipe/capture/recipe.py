@@ -55,13 +55,18 @@ class TracedRecipe:
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
     ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
-        """Build the stage functions of both modes: (training, evaluation); None if nothing is evaluated.
+        """Build the stage functions for training and for evaluation.
 
-        Evaluation is divided so that each parameter and changing buffer is read in a stage that holds it in training.
+        Evaluation is divided so that each parameter, and each buffer that changes, is read in a stage that holds it in
+        training.
 
         Args:
-            cuts: ascending positions in ``order``; a new stage of training begins at each.
-            order: operations of training as positions in execution order; empty for the execution order itself.
+            cuts: ascending indices into ``order``, at each of which a new stage of training begins.
+            order: permutation of the operations of training, as positions in execution order; empty for execution order
+                itself.
+
+        Returns:
+            (functions for training, functions for evaluation); the latter are None if nothing is evaluated.
 
         Raises:
             CaptureError: a buffer that changes would be in two stages, or evaluation needs a tensor in another stage
@@ -121,9 +126,9 @@ class ModelRecipe:
         """Build the program of every stage.
 
         Args:
-            cuts: positions in the sequence of nodes; a new stage begins at each.
-            order: the sequence, as positions of the graph's nodes (``Partition.order``); empty for the order of the
-                graph. It only assigns nodes to stages: within a stage operations keep the order of the model.
+            cuts: ascending positions in ``order``; a new stage begins at each.
+            order: permutation of the graph's nodes (``Partition.order``); empty for the order of the graph. It only
+                assigns nodes to stages: within a stage operations keep the order of the model.
 
         Raises:
             CaptureError: the cuts separate operations that must share a stage, the order is invalid, nothing is
@@ -175,6 +180,10 @@ class ModelRecipe:
 
     def _first_trainable(self, holders: Mapping[str, Sequence[int]], used: Container[str]) -> int:
         """Return the index of the first stage that holds a trainable parameter in ``used``.
+
+        Args:
+            holders: stages that hold each parameter, by name, ascending.
+            used: names of the parameters that a training forward uses.
 
         Raises:
             CaptureError: no such parameter exists.

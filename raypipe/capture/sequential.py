@@ -55,8 +55,8 @@ class Child:
         sites: parameter's name in the child -> (canonical name in the model, index among all uses of the parameter).
         buffers: buffer's name in the child -> canonical name in the model.
         changes: canonical names of the buffers that the child's forward changed.
-        first_draw: number of random draws in the children before this one.
-        num_draws: number of random draws in this child.
+        first_draw: number of random operations in the children before this one.
+        num_draws: number of random operations in this child.
         changes_input: True if the child changes its input in place.
         output_bytes: bytes of the child's output for one sample.
     """
@@ -154,10 +154,14 @@ class SequentialFunction:
         return module(x)
 
     def _refuse_rounded(self, unconverted: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
-        """Refuse a forward that changed a buffer that had been converted to 16 bits: the converted copy is dropped.
+        """Raise StageError if forward has changed a buffer that had been converted to 16 bits: the copy is dropped.
 
         On the CPU, values are compared. On a GPU a comparison would make the host wait, so only version counters are
         read there, and norms in training mode always count as changing their statistics.
+
+        Args:
+            unconverted: buffers as they were passed to the stage.
+            used: buffers after the conversion, on which the children ran.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -244,7 +248,11 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
 def _tried_children(
     model: nn.Sequential, trial: nn.Sequential, example: torch.Tensor, *, training: bool
 ) -> list[Child]:
-    """Run each child of ``trial``, a copy of the model in one mode, on the example, and return the children's facts."""
+    """Run the children one by one on the example, and return the facts about each.
+
+    Args:
+        trial: copy of ``model``, already in the mode of ``training``, whose children run.
+    """
     first = {parameter: name for name, parameter in model.named_parameters()}
     first_buffer = {buffer: name for name, buffer in model.named_buffers()}
     skeleton = skeleton_of(model)
@@ -286,7 +294,13 @@ def _of_child(name: str, run: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> None:
-    """Refuse a child whose copy ``run`` has changed a parameter of ``own``, or that does not return a tensor."""
+    """Raise CaptureError if a child has changed one of its parameters, or does not return a tensor.
+
+    Args:
+        whose: name of the child, for the message.
+        own: the user's child.
+        run: copy of the child, which has run and returned ``output``.
+    """
     for local, parameter in own.named_parameters():
         if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
             raise CaptureError(
@@ -350,7 +364,7 @@ class SequentialModel:
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
     ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
-        """Build the stage functions of both modes: (training, evaluation); None if nothing is evaluated.
+        """Build the stage functions of both modes: (training, evaluation); the latter is None if nothing is evaluated.
 
         A new stage begins at the index of each child in ``cuts``. ``order`` is ignored: a chain has only one order.
         """
@@ -359,7 +373,7 @@ class SequentialModel:
 
 
 def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
-    """Build one function per stage; the first stage reads the data column."""
+    """Build one function per stage, from the children between ``cuts``; the first stage reads the data column."""
     bounds = [0, *cuts, len(children)]
     parts = [children[start:stop] for start, stop in itertools.pairwise(bounds)]
     for name in sorted({name for child in children for name in child.changes}):
@@ -385,8 +399,8 @@ def _sequential_function(children: Sequence[Child], column: str, *, first: bool)
 class BuffersBefore:
     """Snapshot of a module's buffers, taken before its forward to list the buffers that the forward changed.
 
-    torch's version counters miss what a batch norm does to its statistics and writes through ``.data``, so values are
-    compared too, to the bit. Statistics of norms in training mode always count as changed.
+    Version counters of torch miss writes through ``.data``, and updates of statistics by a batch norm. Therefore values
+    are compared too, bitwise. Statistics of norms in training mode always count as changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -397,7 +411,7 @@ class BuffersBefore:
         }
 
     def changed(self) -> Iterator[str]:
-        """Yield the names in the module of buffers that were replaced, written to, or have other values."""
+        """Yield the name in the module of each buffer that was replaced or written to, or whose values have changed."""
         norms = [(path, x) for path, x in self._module.named_modules() if isinstance(x, _NormBase) and x.training]
         statistics = {f"{path}.{name}".lstrip(".") for path, norm in norms for name, _ in norm.named_buffers()}
         for name, held in self._module.named_buffers():

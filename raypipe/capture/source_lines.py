@@ -184,9 +184,13 @@ _MARK = re.compile(r"value(\d+)of")
 def _texts(
     nodes: list[fx.Node], number: Mapping[fx.Node, int]
 ) -> tuple[dict[fx.Node, tuple[tuple[str, ...], tuple[int, ...]]], dict[str, Any]]:
-    """Return ({node: (parts of its source, numbers of the values between them)}, {name in the source: object}).
+    """Generate the Python source of every operation, split where it refers to other values.
 
-    fx generates the source, from a copy of the graph in which the name of every node contains its number.
+    fx generates the source from a copy of the graph, in which the name of each node contains the node's number.
+
+    Returns:
+        ({node: (fragments of its source, numbers of the values to which it refers between these fragments)},
+        {name: object} for the objects to which the source refers by name).
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -35,7 +35,7 @@ from raypipe.errors import CaptureError
 
 
 class OneSizeError(CaptureError):
-    """The model takes one number of samples only."""
+    """Error for a model that runs only on the number of samples of its example."""
 
 
 _UNLIMITED = 1 << 40
@@ -56,7 +56,7 @@ def trace(
 
     Args:
         inputs: one example micro-batch of at least two samples.
-        returns_loss: True if the model computes its own loss; of its outputs, the loss and ``kept`` stay.
+        returns_loss: True if the model computes its own loss; the graph then returns only the loss and ``kept``.
         training: True for training mode, False for evaluation mode.
         one_length: True to trace for the example's length, without trying a dynamic one.
         one_size: True to trace for the example's number of samples only.
@@ -88,9 +88,12 @@ def trace(
 
 @contextmanager
 def _columns_named(model: torch.nn.Module, kwargs: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give forward a named parameter for each column that its ``**kwargs`` take; restored afterwards.
+    """Replace ``**kwargs`` in the signature of forward by one named parameter per column; restored afterwards.
 
     torch.export takes dynamic sizes by the name of a parameter.
+
+    Args:
+        kwargs: columns that are passed to forward by name.
     """
     signature, original = inspect.signature(model.forward), model.forward
     kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
@@ -176,6 +179,9 @@ def _export(model: torch.nn.Module, inputs: Inputs, *, one_size: bool, free_leng
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Map the parameters of forward to the dynamic shapes of its arguments, in the form that torch.export takes.
 
+    Args:
+        args, kwargs: dynamic shapes of the positional and of the keyword arguments.
+
     Raises:
         CaptureError: forward does not take these arguments.
     """
@@ -206,8 +212,8 @@ def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, A
 def _decided_by_length(program: torch.export.ExportedProgram) -> bool:
     """Return True if forward branched on the length of a column of token ids.
 
-    torch.export records such branches as guards, which stages do not check. A guard that two lengths are equal does not
-    count if they are equal in the example.
+    torch.export records such branches as guards, which stages do not check. A guard that requires two lengths to be
+    equal does not count if they are equal in the example.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -264,7 +270,10 @@ class _AsUntraced:
 
 
 def _types_of(lstm: nn.LSTM, dtype: torch.dtype) -> Any:
-    """Return the dtypes of an LSTM's outputs, in their structure, for inputs of ``dtype``, by running a small LSTM."""
+    """Return the dtypes of an LSTM's outputs for inputs of ``dtype``, in the structure of the outputs.
+
+    A small LSTM with the same options is run to find them.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         small = nn.LSTM(
             4, 4, bias=lstm.bias, batch_first=lstm.batch_first, bidirectional=lstm.bidirectional,

@@ -49,7 +49,14 @@ READY: Tensors = (None,)
 
 
 class _StageLink:
-    """Link for messages between the replicas of one stage (``all_reduce.ReplicaLink``), for one thread at a time."""
+    """Link between the replicas of one stage (``all_reduce.ReplicaLink``); only one thread at a time may use it.
+
+    Args:
+        work: work of the stage, whose counters get the bytes sent and the seconds of waiting.
+        channels: channels to the other workers, by worker number.
+        device: device of the tensors, which are copied to the host to be sent.
+        timeout_s: longest wait for a message.
+    """
 
     def __init__(self, work: StageWork, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
         self._work, self._channels, self._timeout_s = work, channels, timeout_s
@@ -93,7 +100,7 @@ def all_reduces(
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Find the last backward before each REDUCE_GRAD of its stage, in the row (actions of one worker).
+    """Find the last backward of each stage before the stage's REDUCE_GRAD, in the row (actions of one worker).
 
     The result maps the index of the backward in the row to the micro-batch of the REDUCE_GRAD.
     """
@@ -138,7 +145,7 @@ class Reduction:
         self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """Sum the gradients of a stage's update over its replicas.
+        """Sum the gradients of a stage's update over the replicas of the stage.
 
         In the call for the last of the worker's stages, gradients of parameters that several stages hold are summed
         too, and every ``parameter.grad`` is set. If the update has to be deferred, nothing is done.
@@ -170,9 +177,9 @@ class Reduction:
             self._updates[stage].average()
 
     def _recv_shared(self, worker: int, action: Action) -> Tensors:
-        """Receive gradients of shared parameters from ``worker``, which sends them to the first replica only.
+        """Receive gradients of shared parameters from ``worker``, in the message that ``action`` names.
 
-        The first replica forwards them to the other replicas.
+        ``worker`` sends them to the first replica of this stage only, which forwards them to the other replicas.
         """
         if not self._placement.leads:
             return self._receive(self._placement.replicas[0], action)
@@ -186,9 +193,9 @@ class Reduction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (gradient norm of the whole model, loss), scalars, equal on every stage.
 
-        Messages are exchanged in the first call; calls for the worker's other stages return its result. The norm does
-        not depend on the partition: it is the norm of the parameters' norms in the order of the user's
-        named_parameters(), as in torch.
+        The first call exchanges messages; calls for the worker's other stages return the same result. The norm does not
+        depend on the partition: it is the norm of the parameters' norms in the order of the user's named_parameters(),
+        as in torch.
 
         Args:
             losses: terms of the mini-batch's loss, if this worker holds the last stage; else empty.
@@ -228,7 +235,7 @@ class Reduction:
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
         """Return the loss of the mini-batch, summed over the replicas of the last stage, without computing a norm.
 
-        None on other stages, and on all but the first replica of the last stage.
+        The result is None on other stages, and on all replicas of the last stage but the first.
         """
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)
@@ -247,12 +254,13 @@ class Reduction:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute (gradient norm, loss) of the model together with the other leaders (first replicas).
 
-        Each leader sends the norms of its own and of later stages to the previous leader. The first one computes the
-        total, which returns the same way.
+        Each leader sends the norms of its own and of later stages to the previous leader. The first leader computes the
+        total, and sends it back the same way.
 
         Args:
             loss: loss of the mini-batch; None on all but the last stage.
             of_parts: for each stage of this worker, ``Update.part_norms`` of all replicas; empty without sharding.
+            with_frozen: see ``norm``.
         """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable

@@ -23,7 +23,7 @@ from raypipe.user_lines import quoted, short
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Enable gradients for the code inside, which a caller may have switched off.
+    """Enable gradients for the code inside, in case the caller has switched them off.
 
     Raises:
         ConfigError: the caller has switched autocast on, which would not apply to stages.
@@ -154,11 +154,11 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
 
 
 class _EnoughError(Exception):
-    """A pickler has written so many bytes that its trial ends early; the value is accepted."""
+    """Exception that ends the trial of a pickler after 16 MiB; the value is accepted."""
 
 
 class _Sink:
-    """Discards what a pickler writes; raises _EnoughError after 16 MiB."""
+    """File object that discards what a pickler writes, and raises _EnoughError after 16 MiB."""
 
     left = 1 << 24
 
@@ -174,7 +174,7 @@ def _nothing(*_: Any) -> None:
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:
-    """Refuse custom torch operations that the user's script itself registers, because workers do not run the script."""
+    """Raise ConfigError if the user's script registers a torch operation itself: workers do not run the script."""
     for program in programs:
         for function in program.modes.values():
             for known in getattr(function, "names", {}).values():

@@ -30,7 +30,11 @@ from raypipe.user_lines import quoted, short
 
 
 class _Watched(TorchDispatchMode):
-    """Dispatch mode that raises a CaptureError before an operation reads a forbidden tensor; see ``no_reads_of``."""
+    """Dispatch mode that raises a CaptureError before an operation reads a forbidden tensor; see ``no_reads_of``.
+
+    Args:
+        named, allowed: as in ``no_reads_of``, but with ``_storage`` of each tensor in place of the tensor.
+    """
 
     def __init__(self, named: Mapping[int, str], whose: str, cure: str, allowed: Collection[int] | None) -> None:
         super().__init__()
@@ -123,7 +127,7 @@ def rehearse_evaluation(model: torch.nn.Module, captured: Capture, rows: Mapping
     """Run the forward and the loss of evaluation on the first rows of eval_data.
 
     Raises:
-        DataError: the first evaluation would fail; contains its error.
+        DataError: the forward or the loss fails; contains the error.
     """
     try:
         rehearse(model, captured, rows, training=False)
@@ -156,7 +160,7 @@ def rehearse_single(
 def refuse_other_sizes(
     one_size: int, num_samples: Mapping[str, int], minibatch_size: int, microbatch_size: int
 ) -> None:
-    """Refuse micro-batches of other sizes than the one that a model takes.
+    """Raise an error unless all micro-batches have ``one_size`` samples, the only number that the model takes.
 
     Args:
         num_samples: number of samples of the training data ("train"), and of the evaluation data ("eval").
@@ -197,8 +201,8 @@ def rehearse(
     Does nothing for a model without values (on the meta device).
 
     Args:
-        columns: a micro-batch by column; its first NUM_ROWS are taken, or as many as the model takes; a loss_fn's
-            target is the last column.
+        columns: columns of a micro-batch by name; with a loss_fn the last is the target. The first NUM_ROWS rows are
+            used, or ``captured.one_size`` rows.
         training: False to run the forward and loss of evaluation, without a backward.
 
     Raises:
@@ -245,7 +249,7 @@ def rehearse(
 def refuse_failed_checks(
     model: torch.nn.Module, captured: Capture, batches: Iterable[Mapping[Any, torch.Tensor]]
 ) -> None:
-    """Make the checks in forward that stages leave out, in plain PyTorch, on micro-batches by column.
+    """Run forward in plain PyTorch on micro-batches (columns by name), since stages leave out its checks on values.
 
     Raises:
         CaptureError, DataError: forward fails on a micro-batch; contains its error.
@@ -258,7 +262,10 @@ def refuse_failed_checks(
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Refuse buffers that a backward changes: a pipeline runs backwards in another order than plain PyTorch."""
+    """Raise CaptureError if a buffer (by name) is not equal ``before`` and ``after`` a backward.
+
+    A pipeline runs backwards in another order than plain PyTorch.
+    """
     changed = next((name for name, buffer in before.items() if not same_bits(buffer, after[name])), None)
     if changed is not None:
         raise CaptureError(
@@ -271,7 +278,7 @@ def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mappin
 def _refuse_spoiled(
     captured: Capture, names: Sequence[str], after: Sequence[torch.Tensor], rows: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Refuse a forward that makes a finite buffer NaN or infinite.
+    """Raise DataError if a forward on ``rows`` has made a finite buffer NaN or infinite; ``after`` has new contents.
 
     A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not.
     """
@@ -314,7 +321,13 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
 def _explained(
     model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception, kind: str, mode: str
 ) -> RaypipeError:
-    """Run the user's model to build the error for a captured "graph" or "loss" (``kind``) that failed by ``error``."""
+    """Run the user's model on ``rows`` to explain why its capture failed, and return the error to raise.
+
+    Args:
+        error: exception of the captured model.
+        kind: part of the capture that failed, "graph" or "loss".
+        mode: "train" or "eval".
+    """
     if kind == "loss" and isinstance(error, RaypipeError):
         return error
     with model_in(model, captured.recipe.precision):

@@ -68,7 +68,7 @@ NARROWED = Tolerance(3e-6, 1e-5, 1e-8)
 
 
 class GradientsTooLargeError(Exception):
-    """The tensors that a forward keeps for its backward exceed ``most_bytes`` of ``LossGradients``."""
+    """Exception for a forward that keeps more than ``most_bytes`` of ``LossGradients`` for its backward."""
 
 
 class LossGradients:
@@ -139,7 +139,7 @@ class LossGradients:
 
 
 def _keep_within(most_bytes: int, tensors: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make a pack hook for saved tensors that counts their bytes, except the storages of ``tensors``.
+    """Make a pack hook (saved_tensors_hooks) that counts the bytes of saved tensors, apart from those of ``tensors``.
 
     The hook raises GradientsTooLargeError beyond ``most_bytes``.
     """
@@ -189,7 +189,7 @@ class _InFloat64(TorchFunctionMode):
     float64 kernel computes in float32. Tensors that are written in place keep their dtype.
 
     Args:
-        leaves: float64 copies of some tensors, by ``id`` of the tensor; they replace it, and gradients flow to them.
+        leaves: ``id`` of a tensor -> its float64 copy, with which operations compute and which gets the gradient.
 
     Attributes:
         narrowed: True if an operation has computed in float32.

@@ -34,7 +34,7 @@ WHY = ", because no weights of micro-batches make it"
 
 
 def why_not(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
-    """Explain what keeps a run from a loss over the whole mini-batch, with the fix; "" if it is possible."""
+    """Explain why the loss cannot be computed over the whole mini-batch, with the fix; "" if it can."""
     if loss_fn is None:
         return (
             "the model returns its own loss, which its last stage computes within each micro-batch. Let forward return "
@@ -56,10 +56,10 @@ def why_not(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
 def minibatch_rule(
     model: torch.nn.Module, loss_fn: LossFn, captured: Capture, rows: Columns, seed: int
 ) -> WholeMinibatch | None:
-    """Return the rule that joins the outputs of micro-batches; None if they do not make the outputs of a mini-batch.
+    """Return the rule that joins outputs of micro-batches; None if the joined outputs are not those of the mini-batch.
 
     Args:
-        rows: samples by column; they go through the model if it has weights.
+        rows: columns by name, with which the rule is tried if the model has weights.
     """
     train = evaluation = _dims(captured, "train")
     if isinstance(captured.model, TracedModel) and captured.model.eval is not None:
@@ -105,9 +105,12 @@ def require_rule(
 
 
 def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | None:
-    """Return the peak bytes of joining the outputs of ``samples`` samples, of the loss, and of its backward to them.
+    """Compute the peak bytes of the loss over the whole mini-batch: joined outputs, forward and backward of the loss.
 
-    They are counted on the meta device; None if the loss does not run there.
+    The bytes are counted on the meta device; None if the loss does not run there.
+
+    Args:
+        samples: number of samples of the mini-batch.
     """
     columns = _columns(captured, samples)
     targets = [columns[name] for name in captured.recipe.targets]
@@ -131,7 +134,7 @@ def _columns(captured: Capture, samples: int) -> dict[Any, torch.Tensor]:
 
 
 def _outputs(captured: Capture, samples: int, mode: str) -> list[torch.Tensor] | None:
-    """Return the model's output tensors for so many samples, on the meta device; None if shapes depend on values."""
+    """Return meta tensors shaped as the model's outputs for ``samples`` samples; None if shapes depend on values."""
     if not isinstance(captured.model, TracedModel):
         return [x.detach() for x in bare_outputs(captured, _columns(captured, samples))]
     traced = captured.model.train if mode == "train" else captured.model.eval
@@ -157,7 +160,11 @@ def _outputs(captured: Capture, samples: int, mode: str) -> list[torch.Tensor] |
 
 
 def _dims(captured: Capture, mode: str) -> tuple[int | None, ...] | None:
-    """Return the dimension of the samples in each output tensor (None: without samples); None if not found."""
+    """Find the dimension of the samples in each output tensor, by comparing shapes for two numbers of samples.
+
+    Returns:
+        One dimension per output tensor (None for a tensor without samples); None if the shapes do not show them.
+    """
     if captured.one_size is not None:
         return None
     try:

@@ -104,7 +104,7 @@ class Misfit(NamedTuple):
 
 
 class _DrawsError(Exception):
-    """The model draws random numbers or changes buffers, so that losses of different rows cannot be compared."""
+    """Exception for a model that draws random numbers or changes buffers: losses of its rows cannot be compared."""
 
 
 def is_large(model: torch.nn.Module) -> bool:
@@ -118,11 +118,11 @@ def rows_through(model: torch.nn.Module) -> int:
 
 
 def misfit(tried: Tried, grouping: Grouping, weights: Sequence[float] | None) -> Misfit | None:
-    """Compare the weighted sum of the micro-batches' losses and gradients with those of all rows; None if they agree.
+    """Compare the loss and gradients of all rows with the weighted sums over micro-batches; None if they agree.
 
     Args:
-        weights: weight of each micro-batch; None if the items to weigh by cannot be counted, which agrees only with
-            a loss of NaN.
+        weights: weight of each micro-batch. None if the items to weigh by cannot be counted: losses then agree only if
+            the loss of all rows is NaN.
     """
     whole = tried.whole
     if weights is None:
@@ -159,12 +159,17 @@ def _gradients_apart(
 def _group_losses(
     rows: Columns, loss_of: Callable[[Columns], Loss], gradients: LossGradients, size: int | None = None
 ) -> Tried:
-    """Compute the loss of all rows, of both halves, of one row and the others, and of each row.
+    """Compute the losses of all rows, and of the micro-batches of three divisions of these rows.
 
-    With ``size``, micro-batches of this size are the only division.
+    The divisions are two halves, the first row and the rest, and single rows. A division is left out if the loss raises
+    an exception on one of its micro-batches: some losses, such as a variance, need several rows. If the loss fails on
+    every division, the last exception is raised.
 
-    A division into micro-batches is left out if the loss fails on it: some losses, such as a variance, need several
-    rows. If the loss fails on every division, the last error is raised.
+    Args:
+        loss_of: returns the loss of some rows, with its gradients.
+        gradients: only its ``tolerance`` is used, which is returned in the result.
+        size: number of rows of every micro-batch of the only division, which is left out if rows would remain; None for
+            the three divisions.
     """
     count = len(next(iter(rows.values())))
     whole = loss_of(rows)
@@ -196,9 +201,9 @@ class LossTrial:
 
     Args:
         loss_fn: (output, target) -> scalar; None if the model returns its own loss.
-        seed: seed of the random key for the model's draws.
-        rule: rule by which the loss_fn gets the joined outputs of both halves of the rows, which are then not divided
-            into micro-batches; None gives it the output of all rows.
+        seed: seed of the random key for the model's random operations.
+        rule: joins the outputs of both halves of the rows, which the loss_fn gets; the rows are then not divided into
+            micro-batches. None: the loss_fn gets the output of all rows.
         size: number of samples that every micro-batch has; None for any number.
     """
 
@@ -225,8 +230,8 @@ class LossTrial:
         """Compute the losses of all rows and of micro-batches; None if the model fails or draws random numbers.
 
         The model is in training mode except for dropout and batch norms, since some terms of a loss exist only in
-        training. If it still draws random numbers or changes buffers, it is tried in evaluation mode. It computes in
-        float64 if it is small and supports that. Without enough memory for a backward, only losses are computed.
+        training. If the model still draws random numbers or changes buffers, evaluation mode is tried. A small model
+        computes in float64 if it supports that. Without enough memory for a backward, only losses are computed.
 
         Raises:
             CaptureError: the loss is not a scalar.
@@ -297,7 +302,7 @@ class LossTrial:
         return scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
 
     def refuse_unrepeatable(self, outputs: Any, target: torch.Tensor) -> None:
-        """Call the loss_fn once, and refuse it if it is not the same function of its arguments in every call.
+        """Call the loss_fn once, and raise an error if a later call with equal arguments might differ from it.
 
         Raises:
             CaptureError: the loss_fn draws random numbers, or changes a buffer of its own.
@@ -363,7 +368,7 @@ class LossTrial:
 def _trying(
     model: torch.nn.Module, *, training: bool = False
 ) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
-    """Set the model to ``training`` or evaluation mode, but dropout and batch norms always to evaluation mode.
+    """Set the model to training or evaluation mode, with dropout and batch norms always in evaluation mode.
 
     Torch's fast path of transformer encoders is switched off within the context, because its values at masked positions
     depend on the masks of all rows. Modes and buffers are restored afterwards.
@@ -397,8 +402,8 @@ def _trying(
 def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
     """Compute losses of a captured model that returns the terms of its loss one by one, each with a weight of its own.
 
-    The training graph is used, because some terms exist only in training. Dropout is left out of it, because its draws
-    depend on the rows.
+    The training graph is used, because some terms exist only in training. Dropout is left out, because its random
+    numbers depend on the rows.
 
     Returns:
         Losses in which the terms of each micro-batch are weighted already, so that they add up to the whole; None if
@@ -440,10 +445,8 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 def _without_dropout(captured: Capture) -> GraphFunction | None:
     """Return the whole training graph, without dropout, as one function.
 
-    If training changes buffers, such as running statistics, the evaluation graph is returned.
-
-    Returns:
-        None if the precision is not fp32, the model has no weights, or evaluation is needed but was not captured.
+    If training changes buffers, such as running statistics, the evaluation graph is returned. The result is None if the
+    precision is not fp32, the model has no weights, or evaluation is needed but was not captured.
     """
     assert isinstance(captured.model, TracedModel)
     if captured.recipe.precision != FP32 or any(

@@ -81,7 +81,10 @@ class LossReduction(NamedTuple):
 
 
 def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
-    """Refuse update_interval="per_replica" unless all samples weigh the same: only the last stage can count weights."""
+    """Raise ConfigError for update_interval="per_replica" if the loss averages over other items than samples.
+
+    Each stage then averages over its own samples, and only the last stage can count other items.
+    """
     if pipeline.update_interval == "per_replica" and reduction not in ("mean", "sum"):
         counted = reduction.words if isinstance(reduction, LossCounts) else getattr(reduction, "__name__", reduction)
         raise ConfigError(
@@ -165,7 +168,10 @@ def find_reduction(
 
 
 def _instead(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
-    """Return a sentence on how to compute a loss_fn over the whole mini-batch; "" for a loss of the model."""
+    """Return a sentence for error messages: how to compute the loss over the mini-batch, or why that is impossible.
+
+    Returns "" for a loss of the model, and if loss_over="auto" allows that computation.
+    """
     if loss_fn is None:
         return ""
     if pipeline.loss_over == "microbatch":
@@ -186,7 +192,8 @@ def _refusal_of_bend(operation: str, pipeline: PipelineConfig, loss_fn: LossFn |
 def _trials(model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, seed: int) -> list[Tried]:
     """Compute losses of the rows and of micro-batches; empty if that is impossible in this process.
 
-    A model without weights is replaced by random outputs for a loss_fn, or gets random weights if it is small.
+    If the model has no weights, a loss_fn is tried on random outputs, and a small model with its own loss is tried with
+    random weights.
     """
     if not any(p.is_meta for p in model.parameters()):
         tried = LossTrial(model, loss_fn, seed, size=captured.one_size).losses(rows)
@@ -231,6 +238,8 @@ def _fitting(
     """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
 
     Args:
+        terms: terms in the graph of the loss; None if the loss could not be traced.
+        trials: losses and gradients with which each candidate is tried.
         target: name of the target column; None if the model returns its own loss.
 
     Raises:
@@ -267,7 +276,10 @@ def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[f
 
 
 def _refuse_sum(field: Any, tried: Tried) -> None:
-    """Refuse loss_reduction=``field``, a mean over samples, for a sum: more micro-batches would shrink its gradient."""
+    """Raise ConfigError if the loss is a sum over samples, but loss_reduction=``field`` is for a mean over samples.
+
+    The gradient would shrink with the number of micro-batches.
+    """
 
     def fits(reduction: str) -> bool:
         return all(misfit(tried, g, _weights_of(reduction, g, None)) is None for g in tried.groupings)
@@ -366,7 +378,13 @@ def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
     pipeline: PipelineConfig, loss_fn: LossFn | None,
 ) -> ConfigError:  # fmt: skip
-    """Build the error with the numbers of the first micro-batches whose losses, weighted by ``weigh``, do not fit."""
+    """Build the error for a loss whose weighted micro-batches do not add up, with numbers of the first that do not.
+
+    Args:
+        pairs: trials, each with one of its groupings.
+        weigh: returns the weights of the micro-batches of a grouping.
+        what: items that the weights count, for the message; or "sum" or "mean".
+    """
     tried, grouping, wrong = next(
         (tried, grouping, wrong) for tried, grouping in pairs if (wrong := misfit(tried, grouping, weigh(grouping)))
     )

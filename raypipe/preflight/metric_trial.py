@@ -36,10 +36,10 @@ _OF_A_METRIC = "Let the model return what the metric needs of its parameters."
 def metric_reads(
     metrics: Mapping[str, Any], model: torch.nn.Module, example: Mapping[Any, torch.Tensor], precision: Precision
 ) -> MetricReads:
-    """Record which outputs of a model that returns its own loss, and which data columns, metrics read.
+    """Record which outputs of a model, and which data columns, metrics read; the model returns its own loss.
 
-    Each metric is called once, on the model's output in the run's precision, since it may read other outputs in
-    another dtype.
+    Each metric is called once on the model's output. The model runs in the run's precision, since a metric may choose
+    outputs by their dtype.
 
     Raises:
         ConfigError: the model returns nothing but the loss, a metric fails, or reads something other than a tensor.

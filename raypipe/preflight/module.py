@@ -25,7 +25,10 @@ _CURE = (
 
 
 def turned_on(model: nn.Module) -> list[str]:
-    """List the paths of modules in evaluation mode that train() would switch, if the model is in training mode."""
+    """List the paths of modules that are in evaluation mode and that model.train() would switch to training mode.
+
+    The list is empty if the model itself is in evaluation mode.
+    """
     if not model.training:
         return []
     evaluating = [path for path, module in model.named_modules() if not module.training]
@@ -34,7 +37,7 @@ def turned_on(model: nn.Module) -> list[str]:
 
 
 def refuse_still_norms(model: nn.Module) -> None:
-    """Refuse norms in evaluation mode with running statistics, which training would change after model.train()."""
+    """Raise CaptureError for a norm in evaluation mode if model.train() would let training change its statistics."""
     for path in turned_on(model):
         module = model.get_submodule(path)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
@@ -62,7 +65,7 @@ def note_on_modes(paths: Sequence[str]) -> str:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse gradient hooks of parameters and backward hooks of modules, which stages would not call."""
+    """Raise CaptureError for a gradient hook of a parameter or a backward hook of a module: no stage would call it."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"The parameter {name!r} has a gradient hook, which a stage would not run; remove it.")
@@ -72,9 +75,9 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_frequencies(model: nn.Module, whole: str) -> None:
-    """Refuse embeddings with scale_grad_by_freq, in a model whose mini-batches have several micro-batches.
+    """Raise CaptureError for an embedding with scale_grad_by_freq; called if a mini-batch has several micro-batches.
 
-    Such embeddings divide gradients by the frequency of a word in the batch, which differs in a micro-batch.
+    Such an embedding divides gradients by the frequency of a word in the batch, which differs in a micro-batch.
 
     Args:
         whole: setting that makes one micro-batch of a mini-batch, for the message.
@@ -89,7 +92,7 @@ def refuse_frequencies(model: nn.Module, whole: str) -> None:
 
 
 def refuse_aliased_memory(captured: Capture) -> None:
-    """Refuse two tensors that share memory if training changes one of them.
+    """Raise CaptureError if two tensors share memory and training changes one of them.
 
         head.weight.data = embed.weight.data              two parameters, one memory
         register_buffer("first", self.table.data[:8])     a buffer that is a part of a parameter
@@ -122,7 +125,7 @@ def _refuse_constants(constants: Collection[torch.Tensor], named: Tensors, chang
 
 
 def _overlapping(named: Tensors) -> Iterator[tuple[str, str]]:
-    """Yield the names of every two tensors that overlap in memory."""
+    """Yield the two names of each pair of tensors that overlap in memory."""
     by_storage: dict[int, list[str]] = {}
     for name, tensor in named.items():
         if _has_memory(tensor):

@@ -244,7 +244,7 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
 
 
 class _FixedDraws(TorchDispatchMode):
-    """Dispatch mode that seeds torch before every draw, so that draws do not depend on the order of parameters."""
+    """Dispatch mode that seeds torch before every random operation, so that the order of parameters has no effect."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class _Stepped:
 
     Args:
         values: initial values by name.
-        fixed: True to draw the same random numbers in every draw of one shape within a step.
+        fixed: True to give random operations on tensors of one shape the same numbers within a step.
 
     Attributes:
         slices: slices of parameters that one replica steps; None if whole parameters are stepped.
@@ -280,7 +280,11 @@ class _Stepped:
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
 
     def step(self, gradients: Sequence[Tensors]) -> _Stepped:
-        """Take one step with each of these gradients by name, and return this object."""
+        """Step the optimizer and the scheduler once per item of ``gradients``, and return this object.
+
+        Args:
+            gradients: for each step, the gradients of all parameters by name.
+        """
         for by_name in gradients:
             for name, parameter in self.parameters.items():
                 parameter.grad = by_name[name].clone()
@@ -298,7 +302,7 @@ class _Stepped:
         return self
 
     def loaded(self, make_optimizer: MakeOptimizer) -> _Stepped:
-        """Return a new optimizer over the current values, which has loaded this one's state, as when a run resumes.
+        """Return a copy with a new optimizer that has loaded this optimizer's state_dict, as when a run resumes.
 
         Raises:
             ConfigError: the optimizer does not load its own state.
@@ -334,12 +338,20 @@ def _compare(
     stages: Mapping[int, Sequence[str]], stand_ins: Tensors, make_optimizer: MakeOptimizer,
     make_scheduler: MakeScheduler | None,
 ) -> bool:  # fmt: skip
-    """Compare the stages' optimizers with one of the whole model, and with optimizers that have loaded their state.
+    """Check that the optimizer of each stage moves its parameters as one optimizer of all parameters does.
 
-    Nothing is compared if no optimizer can be made for the whole model.
+    Also checks that it moves them equally after its state_dict was loaded into a new optimizer, and that schedulers set
+    equal learning rates. Nothing is checked if no optimizer can be made for the whole model.
+
+    Args:
+        stages: names of the parameters of each stage.
+        stand_ins: tensors with the shapes and dtypes of the parameters to try, by name; their values are not used.
 
     Returns:
         True if a step draws random numbers.
+
+    Raises:
+        ConfigError: an optimizer or scheduler of a stage differs, or does not load its own state.
     """
     # In float64, since a step at the beginning of a warm-up changes a number by less than float32 resolves.
     wide = {name: x.double() if x.is_floating_point() else x for name, x in stand_ins.items()}
@@ -362,7 +374,7 @@ def _compare(
 
 
 def _random(stand_ins: Tensors) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Draw values for parameters of these shapes and dtypes, and gradients by name for each of the _STEPS steps."""
+    """Make random values like ``stand_ins``, in shape and dtype, and gradients by name for each of _STEPS steps."""
     torch.manual_seed(0)
     values = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in stand_ins.items()}
     scales = [_SCALES[step % len(_SCALES)] for step in range(_STEPS)]
@@ -430,7 +442,7 @@ def _differing_option(own: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple
 
 
 def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, make_optimizer: MakeOptimizer) -> None:
-    """Refuse an optimizer that moves parameters differently if each half of a parameter is stepped separately."""
+    """Raise ConfigError if the optimizer moves a parameter differently when two replicas step one half of it each."""
     values, gradients = _random(stand_ins)
     for stage, names in stages.items():
         whole = _Stepped({name: values[name] for name in names}, make_optimizer)
@@ -451,7 +463,7 @@ def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, mak
 def _slice_differs(
     whole: _Stepped, half: _Stepped, parts: Sequence[list[ParameterSlice]], replica: int, gradients: Sequence[Tensors]
 ) -> str:
-    """Step one replica's slices in ``parts`` with ``half``, and describe the difference from ``whole``; "" if equal."""
+    """Step one replica's slices with ``half``; return how they differ from ``whole``, already stepped, or ""."""
     try:
         half.slices = Slices(parts, replica, half.parameters)
         half.slices.take_over(half.optimizer)

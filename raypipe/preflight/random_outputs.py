@@ -40,12 +40,13 @@ def with_random_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class _RandomOutputs(torch.nn.Module):
-    """Replacement of a model without weights, which takes row numbers and returns the same outputs for the same rows.
+    """Module in place of a model without weights: takes consecutive row numbers, returns the outputs of these rows.
 
     Args:
-        captured: capture of the model, which has the structure of its output.
+        captured: capture of the replaced model, from which the structure of its output is taken.
         outputs: output tensors for all rows.
-        each: rows of each output tensor for one row of data; 0 for outputs that do not depend on the number of rows.
+        each: by output tensor, how many of its rows belong to one row of data; 0 if its size does not depend on the
+            number of rows.
     """
 
     def __init__(self, captured: Capture, outputs: Sequence[torch.Tensor], each: Sequence[int]) -> None:
@@ -65,11 +66,11 @@ class _RandomOutputs(torch.nn.Module):
 
 
 def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) -> Iterator[torch.nn.Module]:
-    """Yield three replacements of a model that has a loss_fn, since some losses accept only some numbers.
+    """Yield three modules with different random outputs, since some losses accept only some numbers.
 
     The outputs of the first are normally distributed, those of the second uniformly between 0 and 1. Those of the third
-    are probabilities, which add up to 1 in the last dimension. Nothing is yielded if the outputs would exceed
-    ``most_bytes`` (None: MOST_BYTES), or cannot be divided among the rows.
+    are probabilities, which add up to 1 in the last dimension. Nothing is yielded if the outputs cannot be divided
+    among the rows, or would exceed ``most_bytes`` (at most MOST_BYTES, also the default).
     """
     count = len(next(iter(rows.values())))
     bare = bare_outputs(captured, rows)

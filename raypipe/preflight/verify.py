@@ -73,8 +73,11 @@ def verify(
 ) -> None:
     """Compare the user's module, on the CPU, with the stages that were captured from it, on two micro-batches.
 
-    The columns of each batch are in the order in which the module takes them; ``seed`` keys the random numbers. The
-    module's state and gradients are restored afterwards.
+    The module's state and gradients are restored afterwards.
+
+    Args:
+        batches: columns of each micro-batch, in the order in which the module takes them.
+        seed: seed of the random numbers.
 
     Raises:
         CaptureError: the results differ (names the value, the difference and the first module), the module keeps state
@@ -319,7 +322,12 @@ class _Forward(NamedTuple):
 
 
 def _chained_backward(done: Sequence[_Forward], seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Run the backwards of all stages, the last stage first; return the gradients by parameter name."""
+    """Run the backwards of all stages, the last stage first; return the gradients by parameter name.
+
+    Args:
+        done: forwards of the stages, in order.
+        seeds: gradients of the last stage's outputs.
+    """
     by_site: dict[str, list[torch.Tensor]] = {}
     for function, leaves, arrived, outputs in reversed(done):
         pairs = [(o, g) for o, g in zip(outputs, seeds, strict=True) if g is not None and o.requires_grad]

@@ -20,13 +20,13 @@ FILES = ("run.yaml", "model.py")
 
 
 def write(folder: str | Path) -> list[Path]:
-    """Write the starter's files into a folder, which is made if need be.
+    """Write the starter's files into a folder, which is created if it does not exist.
 
     Returns:
-        The files, ``run.yaml`` first.
+        Paths of the files, ``run.yaml`` first.
 
     Raises:
-        ConfigError: one of them is there already, in which case none is written, or the folder cannot be written to.
+        ConfigError: one of the files exists already (then none is written), or the folder cannot be written to.
     """
     folder = Path(folder)
     there = [name for name in FILES if (folder / name).exists()]

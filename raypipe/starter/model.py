@@ -16,7 +16,7 @@ ARMS = 3
 
 
 def make_model(width: int = 64, depth: int = 4) -> nn.Module:
-    """Any nn.Module: raypipe cuts it into stages as it is. (batch, 2) coordinates -> (batch, ARMS) logits."""
+    """Build the model, which may be any nn.Module: (batch, 2) coordinates -> (batch, ARMS) logits."""
     layers: list[nn.Module] = [nn.Linear(2, width), nn.ReLU()]
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.ReLU()]
@@ -24,7 +24,7 @@ def make_model(width: int = 64, depth: int = 4) -> nn.Module:
 
 
 def make_data(samples: int, seed: int) -> TensorDataset:
-    """Pairs of (coordinates, arm); raypipe shuffles them and cuts them into mini-batches and micro-batches."""
+    """Return a dataset of (coordinates, arm); raypipe shuffles it, and divides it into mini- and micro-batches."""
     drawn = torch.Generator().manual_seed(seed)
     arm = torch.randint(ARMS, (samples,), generator=drawn)
     radius = torch.rand(samples, generator=drawn)
@@ -33,5 +33,5 @@ def make_data(samples: int, seed: int) -> TensorDataset:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(total, count), which evaluations add up over all of eval_data."""
+    """Return (number of correct samples, number of samples); an evaluation adds both up over eval_data."""
     return (output.argmax(1) == target).sum(), len(target)

@@ -97,7 +97,7 @@ class AllReduce:
     def begin(self, microbatch: int) -> None:
         """Start the exchange in a thread, just before the last backward of the update.
 
-        ``microbatch`` is that of the REDUCE_GRAD, which names the messages.
+        The messages are named by the REDUCE_GRAD action of ``microbatch``.
         """
         assert self._running is None, "one update at a time"
         if self._peers and self._chunks:
@@ -127,7 +127,13 @@ class AllReduce:
         self._link.waited(time.monotonic() - begin_s)
 
     def gather(self, microbatch: int) -> None:
-        """Send the parameters of this replica's slices after its step, and write those received from other replicas.
+        """Exchange updated parameters between the replicas after an optimizer step with sharded optimizer state.
+
+        Sends the parameters of this replica's slices, and writes those received from the other replicas. Does nothing
+        without sharded optimizer state.
+
+        Args:
+            microbatch: micro-batch of the STEP action, which names the messages.
 
         Raises:
             LinkError: a replica did not answer.
@@ -156,9 +162,9 @@ class AllReduce:
         self._sink.observe(None)
 
     def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
-        """Exchange all chunks and return the totals, one per entry of the sink's ``trained``; None without a gradient.
+        """Exchange all chunks and return the totals, one for each use of a parameter in the sink's ``trained``.
 
-        Totals of sharded parameters are defined in this replica's slices only.
+        A use without a gradient has the total None. For sharded parameters only this replica's slices are valid.
 
         Args:
             wait: called with the index of each chunk; must return once this replica has all gradients of the chunk.
@@ -191,7 +197,7 @@ class AllReduce:
             scatter: action that names the messages.
 
         Returns:
-            ({lane: for each of ``chunk.sites``, 1 if the lane has a sum of it and else 0}, summed slice).
+            ({lane: for each parameter use in ``chunk.sites``, 1 if the lane has a sum of it and else 0}, summed slice).
         """
         me = self._placement.worker
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
