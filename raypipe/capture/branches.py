@@ -38,7 +38,7 @@ Traced = TypeVar("Traced")
 
 
 class _Place(NamedTuple):
-    """Branch in one forward: the instruction at byte offset ``at`` of ``code``, and the number of its earlier visits."""
+    """Branch in one forward: instruction at byte offset ``at`` of ``code``, and the number of its earlier visits."""
 
     code: CodeType
     at: int
