@@ -20,7 +20,7 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
 
     The loss is the output if that is a tensor, else its item or attribute "loss", else the first item of a sequence if
     that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output, or
-    the only one with the key "loss". A scalar under another key, as "aux_loss", is not taken for the loss.
+    the only one with the key "loss". A scalar under a key with "aux" in it, as "aux_loss", is not.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -56,7 +56,7 @@ def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
     found = dict({id(scalar): (place, scalar) for place, scalar in _scalars(output, "output")}.values())
     named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
     found = named if len(named) == 1 else found
-    if len(found) == 1 and not named and not next(iter(found))[-2].isdigit():
+    if len(found) == 1 and "aux" in next(iter(found)):  # the loss itself is left to a loss_fn
         return None
     if len(found) > 1:
         name = type(model).__name__

@@ -104,10 +104,11 @@ def test_what_a_loss_returns(change: Any, said: str) -> None:
         (lambda loss: None, "OwnLoss returned None. Pass loss_fn=..."),
         (lambda loss: (), "OwnLoss returned an empty tuple."),
         (lambda loss: {"loss": None, "nll": loss}, "OwnLoss returned a dict of 'loss', 'nll'."),
-        (lambda loss: {"nll": loss, "z": [loss]}, "2 scalars, output['nll'] and output['z'][0], of which each"),
+        (lambda loss: {"aux_loss": loss}, "OwnLoss returned a dict of 'aux_loss'."),
+        (lambda loss: {"nll": loss, "z": [2 * loss]}, "2 scalars, output['nll'] and output['z'][0], of which each"),
         (lambda loss: loss[None], "OwnLoss returned a tensor of shape (1,)."),
     ],
-    ids=["float", "None", "empty", "dict", "two", "row"],
+    ids=["float", "None", "empty", "dict", "aux", "two", "row"],
 )
 def test_what_a_model_returns_as_its_loss(change: Any, said: str) -> None:
     assert said in answer(CaptureError, OwnLoss(change), None)

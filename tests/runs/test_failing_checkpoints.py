@@ -78,7 +78,7 @@ def fails_for_many_quick_steps(folder: Path, *, local: bool) -> None:
         with contextlib.suppress(OSError):
             shutil.rmtree(blocked, ignore_errors=True)
             blocked.write_text("no folder")
-    wait_until(lambda: handle.status().step >= 900)  # a client that looks seldom
+    wait_until(lambda: handle.status().step >= 900, 300.0)  # a client that looks seldom
     first = alerts(handle)
     assert first.keys() == {"checkpoint failed", "callback Fails.on_step"}
     assert all(alert.count > 100 and alert.in_a_row == alert.count for alert in first.values())
