@@ -37,8 +37,8 @@ from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
 from raypipe.planner.search import Request, microbatches
 from raypipe.planner.segments import Position, next_segment
-from raypipe.preflight.loss_trial import MANY_ROWS
-from raypipe.preflight.loss_weighting import find_reduction
+from raypipe.preflight.loss_on_rows import MANY_ROWS
+from raypipe.preflight.loss_reduction import find_reduction
 
 Tensors = dict[str, torch.Tensor]
 LossFn = Callable[[Any, Any], torch.Tensor]

@@ -93,10 +93,14 @@ def _if(other: str, conflict: Callable[[PipelineFields], bool]) -> Callable[[Pip
 
 
 def _unused(name: str, other: str, unused: Callable[[PipelineFields], bool]) -> Callable[[PipelineFields], str]:
-    """Make ``Exclusion.conflict`` of the field ``name``: a conflict with ``other`` if it is set and has no effect.
+    """Make ``Exclusion.conflict`` of the field ``name``, for a field that is set and has no effect.
 
     Args:
-        unused: (configuration) -> True if the field has no effect.
+        other: field that is named as the reason.
+        unused: (configuration) -> True if ``name`` has no effect.
+
+    Returns:
+        function (configuration) -> ``other`` if there is a conflict, else "".
     """
     return _if(other, lambda config: _is_set(config, name) and unused(config))
 

@@ -168,7 +168,13 @@ class CompiledRows:
 
 
 class Seconds(NamedTuple):
-    """Seconds of work, and of the messages on their links, by their numbers in ``CompiledRows``."""
+    """Durations in seconds, indexed by the numbers of work and of messages in ``CompiledRows``.
+
+    Attributes:
+        work: duration of each piece of work.
+        occupancy: for each message, how long it occupies its link.
+        latency: for each message, time from the end of its occupancy to its arrival.
+    """
 
     work: Sequence[float]
     occupancy: Sequence[float]

@@ -240,14 +240,14 @@ def forward_only(placement: Sequence[int], num_microbatches: int, num_workers: i
     1: 1RECV_F0 1F0 1RECV_F1 1F1
 
     Micro-batches are divided into rounds of about 2 P, where P is the number of workers. A worker with several stages
-    runs, of the forwards that are ready, one of the earliest round, and of these the earliest stage. It never waits
-    while one is ready. So the pipeline stays full even if a message takes as long as a forward, and the first stage is
-    at most a few rounds ahead of the last one on its worker.
+    never waits while a forward is ready. It prefers forwards of the earliest round, and among them the earliest stage.
+    So the pipeline stays full even if a message takes as long as a forward, and the first stage is at most a few rounds
+    ahead of the last stage on its worker.
 
-    With equal stages and free links, M >= P micro-batches take M * v + P - 1 forwards if stages go round the workers v
-    times, and 2 * (M + P - 1) if they go there and back. Neither can be less: the last worker of the way there begins
-    after P - 1 forwards of others, then all of its own work follows, and on the way back another P - 1 forwards of
-    others.
+    With equal stages and free links, M >= P micro-batches take M * v + P - 1 forwards if the stages visit the workers v
+    times in the same sequence, and 2 * (M + P - 1) if they visit them in a V (to the last worker and back). Neither can
+    be less: the last worker begins after P - 1 forwards of other workers, and runs all of its own; in a V, P - 1
+    forwards of other workers follow.
 
     Args:
         placement: worker of each stage, by stage.

@@ -19,7 +19,7 @@ from raypipe.config.combinations import last_is_replicated, replicated
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.errors import ConfigError
-from raypipe.preflight.loss_trial import Grouping, LossTrial, misfit
+from raypipe.preflight.loss_on_rows import Grouping, LossTrial, misfit
 from raypipe.preflight.random_outputs import bare_outputs
 from raypipe.profiling.workspace import LiveBytes
 

@@ -261,7 +261,8 @@ class _Stepped:
 
     Args:
         values: initial values by name.
-        fixed: True to give random operations on tensors of one shape the same numbers within a step.
+        fixed: True to seed every random operation of a step alike, so that parameters of one shape get the same
+            numbers in whatever sequence they are stepped.
 
     Attributes:
         slices: slices of parameters that one replica steps; None if whole parameters are stepped.

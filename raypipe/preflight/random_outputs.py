@@ -21,7 +21,7 @@ from raypipe.data.item_randomness import own_generators
 from raypipe.engine.stage.module_copy import copy_of
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import DataError
-from raypipe.preflight.loss_trial import LossTrial, Tried
+from raypipe.preflight.loss_on_rows import LossTrial, Tried
 
 MOST_BYTES = 1 << 28
 """Most bytes of random outputs."""

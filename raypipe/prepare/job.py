@@ -78,7 +78,7 @@ class Job:
 
     @property
     def initial(self) -> tuple[StateSource, ...]:
-        """Sources of the stages' initial tensors; the first source that has a name provides it."""
+        """Sources of the stages' initial tensors; each tensor comes from the first source that lists its name."""
         elsewhere = {name for source in self.unfilled for name in source.names}
         held = {name: x for name, x in self.tensors.items() if not x.is_meta and name not in elsewhere}
         return (*self.unfilled, GivenTensors(held))

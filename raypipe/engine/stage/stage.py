@@ -268,7 +268,11 @@ class StageBuffers:
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
-        """Prepare the buffers for training, or for an evaluation: ``anew`` True begins one, False continues it."""
+        """Prepare the buffers for training, or for an evaluation, which works on copies of them.
+
+        Args:
+            anew: True if an evaluation begins, False if the evaluation continues; no effect in training.
+        """
         if training:
             self._evaluation = None
         elif anew or self._evaluation is None:

@@ -166,6 +166,6 @@ class PeakMemory:
         return PeakMemory(tuple(budgets), fullest)
 
     def with_extra(self, extra_bytes: Sequence[int]) -> PeakMemory:
-        """Set ``extra_bytes`` of each stage's budget, as measured before a restart."""
+        """Return a copy with these ``extra_bytes`` in the stages' budgets, by stage, as measured before a restart."""
         pairs = zip(self.budgets, extra_bytes, strict=True)
         return replace(self, budgets=tuple(replace(budget, extra_bytes=extra) for budget, extra in pairs))

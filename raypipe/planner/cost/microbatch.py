@@ -11,7 +11,7 @@ minimum:
        +-----[-------------]---- N
      bubbles               overhead
 
-The number is chosen by simulation, with cut and schedule (``search.shape_search``).
+The number is chosen by simulation, with cut and schedule (``search.cut_search``).
 """
 
 from __future__ import annotations

@@ -116,10 +116,10 @@ def _check_shares(counts: Sequence[int], lanes: int, interval: int) -> None:
 
 
 def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
-    """Restrict a ``continuous`` schedule to ``num_minibatches`` between two flushes, as a prologue and one body.
+    """Restrict a ``continuous`` schedule to ``num_minibatches`` between two flushes.
 
-    The rows equal the prologue, bodies and epilogue of ``schedule``. Unlike these, they also exist if there are fewer
-    mini-batches than the epilogue completes.
+    The result has a prologue and a single body. Its actions are those of the prologue, the repeated body and the
+    epilogue of ``schedule``, in the same sequence. It also exists for fewer mini-batches than that epilogue completes.
     """
     wiring, total = schedule.wiring, num_minibatches * schedule.stride
     prologue, body = [], []

@@ -37,6 +37,7 @@ from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import equal_messages_s
 from raypipe.planner.search.compare_shapes import always_shown, row_of, shape_reason, shapes, table_of
 from raypipe.planner.search.cut_costs import Shape
+from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.make_plan import build_plan
 from raypipe.planner.search.microbatch_curve import choice_of
 from raypipe.planner.search.other_orders import in_another_order, only_in_another_order
@@ -56,7 +57,6 @@ from raypipe.planner.search.refusal import refusal
 from raypipe.planner.search.replica_cuts import check_workers_of_replicas
 from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request
 from raypipe.planner.search.request_schedule import spec_of
-from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)

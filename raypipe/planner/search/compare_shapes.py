@@ -25,8 +25,8 @@ from raypipe.ir.plan import Candidate
 from raypipe.ir.units import human_s
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.search.cut_costs import Shape
+from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.problem import Decision
-from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 
 FEW_WORKERS = 8
 """Largest number of workers for which every shape is compared."""

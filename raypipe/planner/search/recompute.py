@@ -17,9 +17,9 @@ from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.search.cut_costs import Shape
+from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.problem import Decision, Problem
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.shape_search import ShapeError, ShapeSearch
 
 FEW = 8
 """Largest number of stages for which every k is tried; above it, powers of two."""

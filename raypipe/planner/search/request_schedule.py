@@ -260,7 +260,11 @@ def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trai
 
 
 def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
-    """Build the compute actions of one step, which begins and ends with an empty pipeline even if asynchronous."""
+    """Build the compute actions of one step, which begins and ends with an empty pipeline even if asynchronous.
+
+    Args:
+        first_trainable: index of the lowest stage with a backward.
+    """
     return schedule_of(spec_of(request, num_stages, num_microbatches, first_trainable), num_stages)
 
 

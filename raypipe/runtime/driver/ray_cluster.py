@@ -23,7 +23,7 @@ from raypipe.data.stream_source import StreamSource
 from raypipe.engine.device.cuda_device import why_not
 from raypipe.errors import ConfigError
 from raypipe.runtime.driver.ray_ping import cluster_address, ping_cluster
-from raypipe.runtime.fleet.shortage import has_autoscaler
+from raypipe.runtime.fleet.missing_resources import has_autoscaler
 from raypipe.runtime.worker.places import NAMESPACE
 
 OF_A_TASK = 1.0

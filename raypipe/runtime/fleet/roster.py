@@ -18,7 +18,7 @@ from raypipe.config.ray import gpu_share
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.units import human_bytes
 from raypipe.planner.liveness import Diagnosis
-from raypipe.runtime.fleet.shortage import wait_for
+from raypipe.runtime.fleet.missing_resources import wait_for
 from raypipe.runtime.worker.heartbeat import Heartbeat
 from raypipe.runtime.worker.places import (
     NAMESPACE,

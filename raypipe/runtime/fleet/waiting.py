@@ -17,7 +17,7 @@ from typing import Literal
 from raypipe.errors import PlanError
 from raypipe.run.requests import Requests
 from raypipe.runtime.fleet.fleet import Fleet
-from raypipe.runtime.fleet.shortage import NO_ANSWER, Shortage, shortage
+from raypipe.runtime.fleet.missing_resources import NO_ANSWER, Shortage, shortage
 from raypipe.runtime.worker.places import AWAY, PLACE_TIMEOUT_S, created, in_words
 
 Patience = float | Literal["auto"] | None

@@ -16,10 +16,10 @@ from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.search import Decision, decide, plan_of
 from raypipe.planner.search.compare_shapes import shapes
 from raypipe.planner.search.cut_costs import MOST_CUTS, cuts_into
+from raypipe.planner.search.cut_search import ShapeSearch
 from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request import microbatches
-from raypipe.planner.search.shape_search import ShapeSearch
 from raypipe.viz.plan_text import candidate_lines
 from tests.planner.search.test_choose import MIB, REQUEST, chain, op, rented
 from tests.planner.search.test_every_shape import drawn

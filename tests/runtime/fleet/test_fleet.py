@@ -328,7 +328,7 @@ def test_the_driver_says_and_hears_little(fleet: Fleet) -> None:
 
 
 def test_a_stage_without_a_place_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.runtime.fleet.shortage.PLACE_TIMEOUT_S", 6.0)
+    monkeypatch.setattr("raypipe.runtime.fleet.missing_resources.PLACE_TIMEOUT_S", 6.0)
     with pytest.raises(PlanError) as caught:
         Fleet(2, Terms({"CPU": 3}))
     message = str(caught.value)

@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from raypipe import PipelineTrainer
 from raypipe.errors import PlanError
 from raypipe.runtime.driver.driver import driver_name
-from raypipe.runtime.fleet.shortage import shortage
+from raypipe.runtime.fleet.missing_resources import shortage
 from raypipe.runtime.worker.places import NAMESPACE, living, release
 from tests.lab.network import ROOT
 from tests.runtime.fleet.test_growth import places_of, somebody_else
@@ -139,8 +139,8 @@ def test_of_two_runs_that_each_have_a_part_of_what_both_need_one_gives_way(clust
 ASKS = """
 import json, sys
 import ray
-from raypipe.runtime.fleet.shortage import has_autoscaler
-from raypipe.runtime.fleet.shortage import shortage
+from raypipe.runtime.fleet.missing_resources import has_autoscaler
+from raypipe.runtime.fleet.missing_resources import shortage
 
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 

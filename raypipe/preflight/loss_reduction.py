@@ -29,8 +29,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.initial.meta_init import empty_like_on_host
 from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
 from raypipe.errors import CaptureError, ConfigError, DataError
-from raypipe.preflight.loss_over import NOTE, WHY, minibatch_rule, require_rule, why_not
-from raypipe.preflight.loss_trial import (
+from raypipe.preflight.loss_on_rows import (
     MANY_ROWS,
     Grouping,
     LossTrial,
@@ -40,6 +39,7 @@ from raypipe.preflight.loss_trial import (
     rows_through,
     try_parts,
 )
+from raypipe.preflight.loss_over import NOTE, WHY, minibatch_rule, require_rule, why_not
 from raypipe.preflight.random_outputs import bare_outputs, try_on_random_outputs, with_random_weights
 
 LossFn = Callable[[Any, Any], torch.Tensor]

@@ -338,7 +338,10 @@ class ShapeSearch:
                 yield _Found(step_s, one, placed, cut, batch.held[at])
 
     def _count(self, request: Request, placed: PlacedCuts) -> None:
-        """Subtract the work of one simulation, and of compiling a schedule that is new, from the rest of MOST_WORK."""
+        """Subtract one simulation from the search's remaining budget, in micro-batches times stages (see MOST_WORK).
+
+        The first simulation of a schedule counts more, because the schedule has to be compiled.
+        """
         plain = request.kind.synchronous and not request.kind.several_stages and not request.replicated
         key = request, placed.number
         self._work -= (

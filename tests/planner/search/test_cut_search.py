@@ -23,10 +23,10 @@ from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.replay import equal_messages_s
 from raypipe.planner.search import Request, decide
 from raypipe.planner.search.cut_costs import MOST_CUTS, stage_bytes
+from raypipe.planner.search.cut_search import ShapeSearch
 from raypipe.planner.search.predict import costs_of, hops_of, stages_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request_schedule import memory_model, spec_of
-from raypipe.planner.search.shape_search import ShapeSearch
 from raypipe.planner.simulator import Costs
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from torch.nn import functional
 from raypipe import PipelineConfig
 from raypipe.data.open_data import open_data
 from raypipe.errors import ConfigError, DataError
-from raypipe.preflight import loss_trial
+from raypipe.preflight import loss_on_rows
 from raypipe.testing import reference
 from tests.models import Records
 from tests.trainers import trainer_of
@@ -228,7 +228,7 @@ def test_a_loss_that_needs_several_rows_is_refused_with_numbers_and_choices(
     ):
         assert words in message
     with monkeypatch.context() as patched:  # fewer of them go through a large model
-        patched.setattr(loss_trial, "LARGE", 1)
+        patched.setattr(loss_on_rows, "LARGE", 1)
         with pytest.raises(ConfigError, match="no weights of micro-batches make the loss of a mini-batch"):
             run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4, schedule="1f1b")
     with pytest.raises(ConfigError, match="Set num_microbatches=1 and retune_microbatches=False to keep it exact"):
