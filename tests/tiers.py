@@ -227,9 +227,11 @@ def parts_of(
 
 
 def _runs(path: Path, tier: Tier, long: bool) -> bool:
-    """Whether a file has tests to run: all of it may be long, or none of it."""
+    """Whether a file has tests to run: all of it may be long, or none of it, or some by their own mark."""
     if all_long(path):
         return long
+    if long and "pytest.mark.long" in path.read_text(encoding="utf-8"):
+        return True
     return not long or any(test.startswith(f"{_id(path)}::") for test in long_tests(tier.name))
 
 
