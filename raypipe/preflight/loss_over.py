@@ -41,10 +41,7 @@ def why_not(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
             "what the loss needs, and give the loss as loss_fn"
         )
     if pipeline.schedule not in ("auto", "gpipe") and pipeline.several_microbatches:
-        return (
-            f"schedule={pipeline.schedule!r} begins backwards before the last forward. Set schedule='gpipe', or leave "
-            "it out"
-        )
+        return f"schedule={pipeline.schedule!r} begins backwards before the last forward. Set schedule='gpipe'"
     if replicated(pipeline) and last_is_replicated(pipeline):
         return (
             f"num_replicas={pipeline.num_replicas!r} divides the micro-batches of the last stage among several "

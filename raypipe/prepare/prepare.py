@@ -148,7 +148,7 @@ def _notes(job: Job, counted: str) -> list[str]:
     return [
         note_on_modes(turned_on(opened.model)),
         _ON_ONE_SIZE.format(opened.captured.one_size) if opened.captured.one_size else "",
-        _on_checks(opened.captured.checks),
+        _on_checks(opened.captured.checks, weightless=bool(opened.unfilled)),
         _on_forgotten(opened.captured.forgotten),
         _on_extra_state(opened.model),
         _ON_DRAWS if job.settings.optimizer_draws else "",
@@ -167,15 +167,17 @@ def _try_metrics(metrics: Mapping[str, Any], opened: Opened, plan: Plan) -> None
     try_on_smallest(metrics, opened.captured, rows_of, count, sizes)
 
 
-def _on_checks(lines: Sequence[str]) -> str:
-    """Return a note on checks in forward that stages leave out; "" without such checks."""
+def _on_checks(lines: Sequence[str], *, weightless: bool) -> str:
+    """Return a note on checks in forward that stages leave out; "" without such checks.
+
+    Args:
+        weightless: True if this process holds no weights, so that the first mini-batch cannot be checked either.
+    """
     if not lines:
         return ""
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-    return (
-        f"forward checks values at {lines[0]}{more} and raises if they are wrong: the first mini-batch is checked, in "
-        "plain PyTorch, and stages leave the check out."
-    )
+    first = "" if weightless else "the first mini-batch is checked, in plain PyTorch, and "
+    return f"forward checks values at {lines[0]}{more} and raises if they are wrong: {first}stages leave the check out."
 
 
 def _on_forgotten(buffers: Sequence[str]) -> str:

@@ -13,9 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.capture import Capture, capture
-from raypipe.profiling import json_cache
-from raypipe.profiling.json_cache import JsonCache, cache_folder
-from raypipe.profiling.profile_cache import cached_profile, load_profile, profile_key, save_profile
+from raypipe.profiling import profile_cache
+from raypipe.profiling.profile_cache import (
+    JsonCache,
+    cache_folder,
+    cached_profile,
+    load_profile,
+    profile_key,
+    save_profile,
+)
 from tests import nets
 from tests.exactness import captured
 from tests.models import CASES
@@ -94,7 +100,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     profile = profiled("mlp")
     save_profile(tmp_path, "a", profile)
-    monkeypatch.setattr(json_cache, "_checksum", full)
+    monkeypatch.setattr(profile_cache, "_checksum", full)
     with pytest.raises(OSError, match="No space"):
         save_profile(tmp_path, "a", profile)
     monkeypatch.undo()
