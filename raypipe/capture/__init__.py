@@ -348,7 +348,7 @@ def _both_modes(run: Callable[..., Traced], kept: Sequence[Any], *, evaluates: b
     if not evaluates:
         return training, None
     with evaluating():  # a forward may check torch.is_grad_enabled()
-        return training, run(training=False, one_length=training.one_length, kept=kept)
+        return training, run(training=False, fixed=training.fixed, kept=kept)
 
 
 def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:

@@ -42,6 +42,8 @@ class Traced:
             change in place, except buffers. All nodes that use such a storage must share a stage.
         checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
         one_size: True if the graph takes the number of samples of the example only.
+        conditions: expressions over symbolic sizes of the columns; the graph is valid only for sizes that meet all.
+        fixed: reason why sizes that vary have to be those of the example; "" if they are open.
     """
 
     graph: fx.Graph
@@ -55,17 +57,8 @@ class Traced:
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     checks: tuple[str, ...] = ()
     one_size: bool = False
-
-    @property
-    def one_length(self) -> bool:
-        """True if columns of token ids must have the length that they have in the example."""
-        shapes = [value.shape for value in (node.meta["val"] for node in self.columns) if is_tokens(value)]
-        return any(isinstance(shape[1], int) for shape in shapes)
-
-
-def is_tokens(value: torch.Tensor) -> bool:
-    """Return True for a column of token ids: shape (b, length), length above 1, not floating-point or complex."""
-    return value.dim() == 2 and not value.is_floating_point() and not value.is_complex() and value.shape[1] > 1
+    conditions: tuple[str, ...] = ()
+    fixed: str = ""
 
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ _TAKEN = {*keyword.kwlist, *vars(builtins), *TORCH_NAMES, "self"}
 
 
 def stage_function(
-    lines: Lines, operations: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], title: str
+    lines: Lines, operations: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], title: str, *, first: bool
 ) -> GraphFunction:
     """Build the function of one stage. Values are given by their indices in ``lines.values``.
 
@@ -37,9 +37,10 @@ def stage_function(
         inputs: values that the previous stage sends.
         outputs: values that the stage returns.
         title: name of the function in tracebacks.
+        first: True for the first stage, which reads the columns whose sizes have to meet conditions.
     """
     values = lines.values
-    leaves = _leaves(lines, operations, inputs, outputs)
+    leaves = _leaves(lines, operations, inputs, outputs) | (lines.checked_columns if first else set())
     sites = [(number, used, index) for number in operations for used, index in values[number].sites]
     buffers, constants, columns = (
         [number for number in lines.of_kind(kind) if number in leaves]
@@ -60,7 +61,7 @@ def stage_function(
         num_inputs=len(inputs),
         num_outputs=len(outputs),
         title=title,
-        column_shapes=tuple(values[number].static_shape for number in columns),
+        sizes=lines.column_sizes,
         changing_buffers=tuple(values[number].of for number in buffers if number in lines.changing_buffers),
     )
 
@@ -363,6 +364,7 @@ def slice_stages(lines: Lines, stages: Mapping[int, int], num_stages: int, title
             boundaries[stage - 1] if stage else [],
             list(lines.outputs) if stage == num_stages - 1 else boundaries[stage],
             f"{title} stage {stage}",
+            first=stage == 0,
         )
         for stage in range(num_stages)
     ]

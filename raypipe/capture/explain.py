@@ -43,15 +43,28 @@ class Inputs(NamedTuple):
     Attributes:
         args, kwargs: positional and keyword arguments.
         columns: names of the data columns in ``args``, followed by those in ``kwargs``.
+        varying: (column, dimension) of every size, besides the number of samples, that differs between mini-batches.
     """
 
     args: tuple[torch.Tensor, ...]
     kwargs: Mapping[str, torch.Tensor]
     columns: tuple[Any, ...]
+    varying: frozenset[tuple[Any, int]] = frozenset()
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*self.args, *self.kwargs.values())
+
+    @property
+    def free_sizes(self) -> frozenset[tuple[Any, int]]:
+        """(Column, dimension) of the sizes to leave open in a trace: ``varying``, and lengths of token ids."""
+        tokens = {(name, 1) for name, x in zip(self.columns, self.tensors, strict=True) if is_tokens(x)}
+        return self.varying | tokens
+
+
+def is_tokens(value: torch.Tensor) -> bool:
+    """Return True for a column of token ids: shape (b, length), length above 1, not floating-point or complex."""
+    return value.dim() == 2 and not value.is_floating_point() and not value.is_complex() and value.shape[1] > 1
 
 
 def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeError:

@@ -21,6 +21,7 @@ from torch import fx
 from raypipe.capture.analyse import SYM_SIZE, UNCAST, Analysis
 from raypipe.engine.stage.generated_source import names_of
 from raypipe.engine.stage.mixed_precision import uncast
+from raypipe.engine.stage.stage import ColumnSizes
 
 Shape = tuple[int | str, ...]
 """Sizes by dimension; a size that depends on the data is an expression as text."""
@@ -76,11 +77,6 @@ class Value:
         """Return the first dimension with this symbolic size; None if not found."""
         return self.shape.index(size) if size in self.shape else None
 
-    @property
-    def static_shape(self) -> tuple[int | None, ...]:
-        """Shape with None for sizes that depend on the data."""
-        return tuple(size if isinstance(size, int) else int(size) if size.isdigit() else None for size in self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Lines:
@@ -93,6 +89,7 @@ class Lines:
         outputs: numbers of the model's outputs that are tensors.
         constants: number -> tensor that forward reads and that is neither a parameter nor a buffer.
         names: objects that the source of operations refers to by name, besides torch's own names.
+        conditions: Python expressions over symbolic sizes of the columns; the operations are valid only if all hold.
     """
 
     values: tuple[Value, ...]
@@ -101,6 +98,7 @@ class Lines:
     outputs: tuple[int, ...]
     constants: Mapping[int, torch.Tensor]
     names: Mapping[str, Any]
+    conditions: tuple[str, ...] = ()
 
     def of_kind(self, kind: ValueKind) -> list[int]:
         """List the indices in ``values`` of the values of this kind, ascending."""
@@ -110,6 +108,21 @@ class Lines:
         """Map the indices in ``values`` of parameters and buffers to the user's names of them."""
         held = (ValueKind.PARAMETER, ValueKind.BUFFER)
         return {number: value.of for number, value in enumerate(self.values) if value.kind in held}
+
+    @property
+    def column_sizes(self) -> ColumnSizes:
+        """Sizes of the columns for which the operations are valid."""
+        columns = [self.values[number] for number in self.of_kind(ValueKind.COLUMN)]
+        shapes = {c.of: tuple(int(size) if str(size).isdigit() else size for size in c.shape) for c in columns}
+        return ColumnSizes(shapes, self.conditions)
+
+    @property
+    def checked_columns(self) -> set[int]:
+        """Indices in ``values`` of the first column with each symbol of the conditions."""
+        columns = self.of_kind(ValueKind.COLUMN)
+        symbols = {size for number in columns for size in self.values[number].shape if isinstance(size, str)}
+        read = {symbol for condition in self.conditions for symbol in symbols if re.search(rf"\b{symbol}\b", condition)}
+        return {self.column_with(symbol) for symbol in read}
 
     def column_with(self, size: str) -> int:
         """Return the index in ``values`` of the first data column with this symbolic size."""
@@ -150,6 +163,7 @@ def lines_of(analysis: Analysis) -> Lines:
         tuple(number[node] for node in analysis.outputs),
         {number[node]: tensor for node, tensor in traced.constants.items()},
         names,
+        traced.conditions,
     )
 
 

@@ -4,25 +4,28 @@ The exported program is only read. Its graph is copied into a plain fx graph in 
 assertions are dropped, every random operation carries the number of its draw, and in-place operations on activations
 are replaced by out-of-place ones wherever that is safe (buffer updates stay in place).
 
-The batch dimension is dynamic. The length of columns of token ids, shape (b, length), is dynamic too, unless forward
-branches on it: the graph holds one branch only, so the model is traced for the example's length. Branches on values are
-decided if only one way goes on (branches.py).
+The batch dimension is dynamic, and so are the lengths of columns of token ids, shape (b, length), and other sizes that
+vary in the data. A branch of forward on such a size goes the way of the example in the graph, under conditions on the
+sizes that torch.export records as guards; stages check them for every micro-batch (ColumnSizes). Where torch.export
+fails with open sizes, the graph is that of the example's sizes. Branches on values are decided if only one way goes on
+(branches.py).
 """
 
 from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
-from raypipe.capture.analyse import Traced, is_tokens
+from raypipe.capture.analyse import Traced
 from raypipe.capture.branches import trace_past_checks
 from raypipe.capture.explain import Inputs, untraceable
 from raypipe.capture.flatten import flatten
@@ -32,6 +35,7 @@ from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
 from raypipe.engine.stage.generated_source import cumulative_norms
 from raypipe.engine.stage.randomness import key_conds
 from raypipe.errors import CaptureError
+from raypipe.user_lines import quoted, short
 
 
 class OneSizeError(CaptureError):
@@ -39,7 +43,7 @@ class OneSizeError(CaptureError):
 
 
 _UNLIMITED = 1 << 40
-"""Length that no data has; a smaller upper bound of a dynamic length comes from the model's code."""
+"""Size that no data has; a smaller upper bound of an open size comes from the model's code."""
 
 
 def trace(
@@ -48,7 +52,7 @@ def trace(
     *,
     returns_loss: bool,
     training: bool,
-    one_length: bool = False,
+    fixed: str = "",
     one_size: bool = False,
     kept: Sequence[Any] = (),
 ) -> Traced:
@@ -58,7 +62,7 @@ def trace(
         inputs: one example micro-batch of at least two samples.
         returns_loss: True if the model computes its own loss; the graph then returns only the loss and ``kept``.
         training: True for training mode, False for evaluation mode.
-        one_length: True to trace for the example's length, without trying a dynamic one.
+        fixed: reason to trace for the example's sizes, without trying to leave any open; "" tries it.
         one_size: True to trace for the example's number of samples only.
         kept: keys of outputs that a model with its own loss returns after the loss.
 
@@ -68,12 +72,18 @@ def trace(
     """
     # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
     key_conds()
-    tokens = any(map(is_tokens, inputs.tensors))
+    conditions: tuple[str, ...] = ()
     try:
         mode, named = in_mode(model, training=training), _columns_named(model, inputs.kwargs)
         with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
             with watched_forward(model) as changed:
-                exported = _with_free_length(model, inputs, one_size) if tokens and not one_length else None
+                exported = None
+                if inputs.free_sizes and not fixed:
+                    try:
+                        exported = _export(model, inputs, one_size=one_size, free=inputs.free_sizes)
+                        conditions = _conditions(exported.program)
+                    except Exception as error:  # noqa: BLE001  (the attempt with fixed sizes raises the better error)
+                        exported, fixed = None, f"a trace with open sizes fails{quoted(error)}: {short(error)}"
                 if exported is None:
                     exported = _export(model, inputs, one_size=one_size)
             if changed:
@@ -83,7 +93,8 @@ def trace(
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         raise _refusal(model, error) or untraceable(model, inputs, error) from None
-    return replace(flatten(model, exported.program, inputs.columns), checks=exported.checks, one_size=one_size)
+    flat = flatten(model, exported.program, inputs.columns)
+    return replace(flat, checks=exported.checks, one_size=one_size, conditions=conditions, fixed=fixed)
 
 
 @contextmanager
@@ -125,14 +136,6 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
         yield
 
 
-def _with_free_length(model: torch.nn.Module, inputs: Inputs, one_size: bool) -> _Exported | None:
-    """Export with a dynamic length of token ids; return None if that fails or forward branches on the length."""
-    exported = None
-    with suppress(Exception):  # the attempt with one length raises the better error
-        exported = _export(model, inputs, one_size=one_size, free_length=True)
-    return None if exported is None or _decided_by_length(exported.program) else exported
-
-
 def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
     """Return the CaptureError to raise for an error of torch.export; None if its message does not show the cause."""
     cause = error.__cause__ or error.__context__
@@ -150,15 +153,24 @@ class _Exported(NamedTuple):
     checks: tuple[str, ...] = ()
 
 
-def _export(model: torch.nn.Module, inputs: Inputs, *, one_size: bool, free_length: bool = False) -> _Exported:
+def _export(
+    model: torch.nn.Module, inputs: Inputs, *, one_size: bool, free: Collection[tuple[Any, int]] = ()
+) -> _Exported:
+    """Export a model.
+
+    Args:
+        one_size: True to fix the number of samples.
+        free: (column, dimension) of further sizes to leave open.
+    """
     args, kwargs = inputs.args, dict(inputs.kwargs)
 
-    def dims(value: torch.Tensor) -> dict[int, Any] | None:
-        length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
+    def dims(name: Any, value: torch.Tensor) -> dict[int, Any] | None:
         samples = {} if one_size else {0: torch.export.Dim.DYNAMIC}
-        return {**samples, **length} if value.dim() else None
+        lengths = {at: torch.export.Dim.AUTO for at in range(1, value.dim()) if (name, at) in free}
+        return {**samples, **lengths} if value.dim() else None
 
-    shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
+    by_column = [dims(name, value) for name, value in zip(inputs.columns, inputs.tensors, strict=True)]
+    shapes = _dynamic_shapes(model, by_column[: len(args)], dict(zip(kwargs, by_column[len(args) :], strict=True)))
 
     def export() -> torch.export.ExportedProgram:
         # In a context of its own, so that no fake tensor stays in a context variable of the user's.
@@ -209,30 +221,31 @@ def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, A
     return shapes
 
 
-def _decided_by_length(program: torch.export.ExportedProgram) -> bool:
-    """Return True if forward branched on the length of a column of token ids.
+def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """List the conditions under which a program with open sizes is valid, as Python expressions over its symbols.
 
-    torch.export records such branches as guards, which stages do not check. A guard that requires two lengths to be
-    equal does not count if they are equal in the example.
+    These are the guards that torch.export records where forward branches on a size, and the ranges of the sizes.
+    Conditions on the number of samples only are left out: ``rehearse`` tries other numbers.
+
+    Raises:
+        CaptureError: a size of a column became an expression, which cannot be read off a shape.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    batches = [shape[0].node for shape in shapes if shape and isinstance(shape[0], torch.SymInt)]
-    lengths = [shape[1].node for shape in shapes if len(shape) == 2 and isinstance(shape[1], torch.SymInt)]
-    lengths = [size for size in lengths if size.expr.is_Symbol]  # not one that became a number while tracing
-    if not lengths:
-        return False
-    agreed: dict[Any, Any] = {}
-    for sizes in (batches, lengths):  # those that are equal in the example count as one
-        first: dict[int, Any] = {}
-        agreed.update({size.expr: first.setdefault(size.hint, size.expr) for size in sizes})
-    symbols = {size.expr for size in lengths}
-    known = lengths[0].shape_env
-    ranges = [known.var_to_range[symbol] for symbol in symbols]
-    if any(values_range.lower > 2 or values_range.upper < _UNLIMITED for values_range in ranges):
-        return True
-    guards = (guard.expr for guard in known.guards if symbols & guard.expr.free_symbols)
-    return not all(expr.subs(agreed) == True for expr in guards)  # noqa: E712  (sympy's own truth)
+    sizes = [size.node for shape in shapes for size in shape[1:] if isinstance(size, torch.SymInt)]
+    if not all(size.expr.is_Symbol for size in sizes):
+        raise CaptureError("forward takes only sizes that follow from other sizes")
+    if not sizes:
+        return ()
+    env, symbols = sizes[0].shape_env, dict.fromkeys(size.expr for size in sizes)
+    conditions: list[str] = []
+    for symbol in symbols:
+        allowed = env.var_to_range[symbol]
+        conditions += [f"{symbol} >= {allowed.lower}"]
+        conditions += [f"{symbol} <= {allowed.upper}"] if allowed.upper < _UNLIMITED else []
+    guards = (env.simplify(guard.expr) for guard in env.guards)
+    conditions += [PythonPrinter().doprint(guard) for guard in guards if guard.free_symbols & symbols.keys()]
+    return tuple(dict.fromkeys(conditions))
 
 
 @contextmanager

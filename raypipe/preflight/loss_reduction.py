@@ -363,7 +363,7 @@ def _terms_of_loss_fn(
     names = (*(f"output {i}" for i in range(len(tensors))), list(rows)[-1])
     inputs = Inputs((*tensors, target), {}, names)
     try:
-        traced = trace(module, inputs, returns_loss=False, training=False, one_length=True)
+        traced = trace(module, inputs, returns_loss=False, training=False, fixed="not tried")
     except CaptureError:
         return None
     terms = loss_terms(

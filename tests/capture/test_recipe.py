@@ -27,7 +27,7 @@ def content(program: StageProgram) -> list[object]:
     for function in program.modes.values():
         found += [function.sites, function.buffers, function.columns, function.num_inputs, function.num_outputs]
         if isinstance(function, GraphFunction):
-            found += [function.source, function.column_shapes, len(function.constants)]
+            found += [function.source, function.sizes, len(function.constants)]
     return found
 
 

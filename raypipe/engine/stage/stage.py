@@ -8,6 +8,8 @@ weight versions, activation recomputation and re-partitioning need no other kind
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -172,17 +174,61 @@ class StageProgram:
         return dict(zip(sites, tensors, strict=True))
 
 
-def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:
-    """Create the error for a data column of another shape than the traced column; ``shape`` has None for any size.
+_NAME = re.compile(r"[a-z]\w*")
+_TO_ONE_SIZE = (
+    "Pad or crop the data to one shape, as collate_fn=raypipe.data.Pad(length) does with lists, or build the model as "
+    "an nn.Sequential of blocks, which is not traced."
+)
 
-    Sizes of the traced shape are constants of the generated code, which may fail or compute wrong values for others.
+
+@dataclass(frozen=True, slots=True)
+class ColumnSizes:
+    """Sizes of data columns for which generated source is valid.
+
+    Sizes of the example may be constants of the source, which may fail or compute wrong values for others.
+
+    Attributes:
+        shapes: shape of each column, by name. A size that may vary is the name of a symbol; any other text is an
+            expression over symbols, which is not checked.
+        conditions: Python expressions over symbols, which must all be true.
     """
-    sizes = ", ".join("samples" if size is None else str(size) for size in shape)
-    return StageError(
-        f"Column {name!r} came with shape {tuple(column.shape)}, but the model was traced for ({sizes}) and its stages "
-        "compute for that shape only. Pad or crop the data to one shape, or build the model as an nn.Sequential of "
-        "blocks, which is not traced."
-    )
+
+    shapes: Mapping[Any, tuple[int | str, ...]]
+    conditions: tuple[str, ...] = ()
+
+    def misfit(self, shapes: Mapping[Any, Sequence[int]]) -> str:
+        """Describe the first size for which the source is not valid, and the fix; "" if it is valid for all.
+
+        Args:
+            shapes: shapes of some columns, by name. Conditions on other columns are not checked.
+        """
+        known: dict[str, int] = {}
+        for name, got in shapes.items():
+            wanted = self.shapes[name]
+            pairs = zip(wanted, got, strict=False)
+            sizes = [known.setdefault(want, size) if isinstance(want, str) else want for want, size in pairs]
+            if len(wanted) != len(got) or sizes != list(got):
+                traced = ", ".join("samples" if at == 0 else str(size) for at, size in enumerate(sizes))
+                return (
+                    f"Column {name!r} came with shape {tuple(got)}, but the model was traced for ({traced}) and its "
+                    f"stages compute for that shape only. {_TO_ONE_SIZE}"
+                )
+        for condition in self.conditions:
+            symbols = [name for name in _NAME.findall(condition) if self._place(name)]
+            if known.keys() >= set(symbols) and not eval(condition, {"math": math}, known):
+                needed = _NAME.sub(lambda found: self._place(found[0]) or found[0], condition)
+                came = ", ".join(f"{self._place(symbol)} = {known[symbol]}" for symbol in dict.fromkeys(symbols))
+                return (
+                    f"A mini-batch came with {came}, but forward branches on sizes, and the model was traced for "
+                    f"{needed}. Pad the data to sizes of this kind, as pad_to_multiple_of of Hugging Face's collators "
+                    "and collate_fn=raypipe.data.Pad([64, 128]) do."
+                )
+        return ""
+
+    def _place(self, symbol: str) -> str:
+        """Return the first size with this symbol as text, such as "input_ids.shape[1]"; "" for other names."""
+        places = (f"{name}.shape[{shape.index(symbol)}]" for name, shape in self.shapes.items() if symbol in shape)
+        return next(places, "")
 
 
 @dataclass(slots=True)
@@ -193,7 +239,7 @@ class GraphFunction:
         source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
         names: globals of the source.
         constants: tensors that the model closed over, never trained and never changed.
-        column_shapes: required shape of each column, in which None allows any size; empty if any shape is accepted.
+        sizes: sizes of the columns for which the source is valid; None if it is valid for all.
         place: device of ``constants`` and of tensors that the source creates; None for host memory, as captured.
     """
 
@@ -206,11 +252,13 @@ class GraphFunction:
     num_inputs: int
     num_outputs: int
     title: str = "stage"
-    column_shapes: tuple[tuple[int | None, ...], ...] = ()
+    sizes: ColumnSizes | None = None
     changing_buffers: tuple[str, ...] = ()
     precision: Precision = FP32
     place: torch.device | None = None
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
+    _valid: tuple[torch.Size, ...] | None = field(default=None, repr=False, compare=False)
+    """Shapes of the newest call, which were valid."""
 
     @property
     def tried_constant(self) -> tuple[str, ...]:
@@ -218,7 +266,7 @@ class GraphFunction:
         return ()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return tuple(None if name == "_function" else getattr(self, name) for name in self.__slots__)
+        return tuple(None if name in ("_function", "_valid") else getattr(self, name) for name in self.__slots__)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         for name, value in zip(self.__slots__, state, strict=True):
@@ -234,9 +282,11 @@ class GraphFunction:
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
             self._function = compiled(self.source, self.names, self.title, self.place, direct=True)
-        for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
-            if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
-                raise _other_shape(name, column, shape)
+        shapes = tuple(column.shape for column in columns)
+        if self.sizes is not None and shapes != self._valid:
+            if wrong := self.sizes.misfit(dict(zip(self.columns, shapes, strict=True))):
+                raise StageError(wrong)
+            self._valid = shapes
         leaves, held, read = (converted(tensors, self.precision) for tensors in (parameters, buffers, columns))
         with computing(self.precision, (*leaves, *inputs, *read)):
             return self._function(None, *leaves, *held, *self.constants, *inputs, *read, key)
