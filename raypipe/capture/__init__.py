@@ -157,6 +157,20 @@ class Capture:
         """FILE:LINE of every check on values in a training forward; stages leave these checks out, see branches.py."""
         return self.model.train.traced.checks if isinstance(self.model, TracedModel) else ()
 
+    def misfit(self, mode: str, shapes: Mapping[Any, Sequence[int]]) -> str:
+        """Describe why stages of the model are not valid for data of these shapes, and the fix; "" if they are.
+
+        Args:
+            mode: "train" or "eval".
+            shapes: shape of each column, by name; columns that the model does not read may be among them.
+        """
+        if not isinstance(self.model, TracedModel) or not isinstance(self.recipe.stages, TracedRecipe):
+            return ""
+        lines = self.recipe.stages.train if mode == "train" else self.recipe.stages.eval
+        wrong = "" if lines is None else lines.column_sizes.misfit(shapes)
+        cause = self.model.train.traced.fixed
+        return f"{wrong} One shape is needed because {cause}" if wrong and cause else wrong
+
     @property
     def loss_fn(self) -> LossFn | None:
         """The user's loss function; None if the model returns its own loss."""
@@ -174,7 +188,8 @@ class Capture:
 
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
             loss_fn: LossFn | None, *, evaluates: bool = True, metric_reads: MetricReads = NO_METRIC_READS,
-            precision: Precision = FP32, parts: bool = True) -> Capture:  # fmt: skip
+            precision: Precision = FP32, parts: bool = True,
+            varying: frozenset[tuple[Any, int]] = frozenset()) -> Capture:  # fmt: skip
     """Turn a model into a graph that can be cut into stages. The model is not changed.
 
     Args:
@@ -187,6 +202,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         precision: number format in which stages compute; the model is captured in this format.
         parts: True to let the captured model return the terms of its own loss one by one if they average over
             different items; False to let it return their sum.
+        varying: (column, dimension) of the sizes that differ between mini-batches, besides the number of samples.
 
     Raises:
         CaptureError: the model cannot be traced or trained; names the line or module, and the fix.
@@ -194,6 +210,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
     taken = _Example.of(example, columns, loss_fn, precision)
+    taken = taken._replace(inputs=taken.inputs._replace(varying=varying))
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
     frozen = frozenset(n for n, p in named.items() if not p.requires_grad)

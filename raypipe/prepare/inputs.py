@@ -32,6 +32,7 @@ from raypipe.preflight.dry_run import (
 )  # fmt: skip
 from raypipe.preflight.metric_trial import metric_reads, try_metrics
 from raypipe.preflight.module import refuse_aliased_memory, refuse_frequencies, refuse_hooks, refuse_still_norms
+from raypipe.prepare.data_sizes import DataSizes, look_at, refuse_unfit_shapes
 from raypipe.user_lines import quoted, short
 
 KEPT_COPIES = 4
@@ -55,6 +56,7 @@ class Opened:
         example: one micro-batch, {column: tensor}.
         larger: more samples, {column: tensor}, if larger micro-batches are to be measured; else empty.
         memory: Python state of model and loss before they were called here; training begins with this state.
+        sizes: shapes of some mini-batches of train_data.
         unfilled: sources from which workers load the tensors that this process does not hold; empty if it holds all.
         evaluated: names of the metrics' results, found in a trial; empty if there was no trial.
     """
@@ -67,6 +69,7 @@ class Opened:
     example: Mapping[Any, torch.Tensor]
     larger: Mapping[Any, torch.Tensor]
     memory: Memory
+    sizes: DataSizes
     unfilled: tuple[StateSource, ...] = ()
     evaluated: tuple[str, ...] = ()
 
@@ -99,15 +102,19 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))
-    columns, example = _read(train, loss_fn is not None, size)
+    columns = _columns(train, loss_fn is not None)
+    sizes = {mode: look_at(source, columns, minibatch) for mode, source in sources.items()}
+    seen = sizes["train"]
+    example = seen.rows(train, columns, min(max(2, size), train.num_samples), seen.largest)
     metrics = arguments.metrics if evaluates else None
     precision, outputs = PRECISIONS[pipeline.precision], MetricReads()
     if metrics and loss_fn is None:
         outputs = metric_reads(metrics, built, by_name(columns, example), precision)
     captured = capture(
         built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
-        parts=pipeline.loss_reduction != "per_microbatch",
+        parts=pipeline.loss_reduction != "per_microbatch", varying=seen.varying,
     )  # fmt: skip
+    refuse_unfit_shapes(captured, sizes)
     if captured.one_size is not None and wants_curve(pipeline):
         raise ConfigError(
             "forward takes one number of samples only, and num_microbatches='auto' and retune_microbatches compare "
@@ -119,8 +126,20 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
     evaluated = _try_evaluation(built, captured, sources, columns, metrics) if evaluates else ()
     larger: Mapping[Any, torch.Tensor] = {}
     if curve and (most := min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)))) > size:
-        larger = example_of(train, loss_fn is not None, most)
-    return Opened(built, sources, request, loss_fn is not None, captured, rows, larger, memory, unfilled, evaluated)
+        larger = by_name(columns, seen.rows(train, columns, most, seen.largest))
+    return Opened(
+        built,
+        sources,
+        request,
+        loss_fn is not None,
+        captured,
+        rows,
+        larger,
+        memory,
+        sizes["train"],
+        unfilled,
+        evaluated,
+    )
 
 
 def _try_evaluation(
@@ -252,7 +271,8 @@ def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, to
     Raises:
         DataError: the data has no target for the loss_fn.
     """
-    return by_name(*_read(source, with_loss_fn, samples))
+    columns = _columns(source, with_loss_fn)
+    return by_name(columns, source.read(0, 0, min(max(2, samples), source.num_samples), columns))
 
 
 def wants_curve(pipeline: PipelineConfig) -> bool:
@@ -341,8 +361,8 @@ def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | 
 _RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
-def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Read the first samples, at least two; return (columns in order, their tensors as a tuple or a dict by column)."""
+def _columns(source: Source, with_loss_fn: bool) -> tuple[Any, ...]:
+    """Return the columns that the model and its loss take, in order."""
     numbered = all(isinstance(name, int) for name in source.columns)
     if with_loss_fn:
         columns: tuple[Any, ...] = tuple(range(len(source.columns)))
@@ -355,5 +375,4 @@ def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tup
         columns = tuple(range(len(source.columns))) if numbered else tuple(source.columns)
     if source.num_samples < 2:
         raise DataError("train_data has 1 sample, and a model is traced on 2: give it more.")
-    count = min(max(2, microbatch_size), source.num_samples)
-    return columns, source.read(0, 0, count, columns)
+    return columns

@@ -230,10 +230,13 @@ class Job:
             opened.memory.restore()
         if self.pipeline.verify == "off":
             return
-        rows = by_name(columns, source.read(0, 0, min(2 * size, source.num_samples), columns))
+        sizes, rows = opened.sizes, by_name(columns, source.read(0, 0, min(2 * size, source.num_samples), columns))
         first = {name: column[:size] for name, column in rows.items()}
         # If there are too few rows for a second micro-batch of this size, the first one is used in reverse order.
         full = source.num_samples >= 2 * size
         second = {name: column[size:] if full else column[:size].flip(0) for name, column in rows.items()}
+        if sizes.varying:
+            ends = (sizes.largest, sizes.smallest)
+            first, second = (by_name(columns, sizes.rows(source, columns, size, offset)) for offset in ends)
         with shown_while("comparing the stages with the model"):
             verify(opened.model, captured, self.programs, (first, second), self.pipeline.seed)

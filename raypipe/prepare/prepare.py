@@ -148,6 +148,7 @@ def _notes(job: Job, counted: str) -> list[str]:
     return [
         note_on_modes(turned_on(opened.model)),
         _ON_ONE_SIZE.format(opened.captured.one_size) if opened.captured.one_size else "",
+        opened.sizes.note(),
         _on_checks(opened.captured.checks, weightless=bool(opened.unfilled)),
         _on_forgotten(opened.captured.forgotten),
         _on_extra_state(opened.model),
@@ -279,7 +280,8 @@ def _job(
     replicated = any(count > 1 for count in plan.partition.replicas)
     how = {"replicated": replicated, "sharded": replicated and pipeline.shard_optimizer}
     drawn = try_optimizers(programs, captured.parameters, arguments.optimizer, arguments.lr_scheduler, **how)
-    example = example_of(opened.sources["train"], opened.with_loss_fn, plan.microbatch_size)
+    sizes, train = opened.sizes, opened.sources["train"]
+    example = sizes.rows(train, tuple(opened.example), plan.microbatch_size, sizes.largest)
     return Job(
         arguments,
         pipeline,
@@ -288,7 +290,7 @@ def _job(
         planned,
         programs,
         tensors={**captured.parameters, **captured.buffers},
-        example={name: x[: plan.microbatch_size] for name, x in example.items()},
+        example=by_name(tuple(opened.example), example),
         sources=opened.sources,
         settings=Settings(
             pipeline.seed,

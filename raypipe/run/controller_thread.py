@@ -36,6 +36,9 @@ from raypipe.run.spec import PlanInForce
 END_TIMEOUT_S = 1.0
 OPENING_TIMEOUT_S = 0.5
 """Most seconds that a run waits after its first step for the controller's first decision."""
+ALIKE_TOKENS = 0.75
+"""Steps with fewer tokens than this fraction of the most so far, whose mini-batch is padded to a shorter length, are
+not shown to the controller: their seconds would look like a change of links or stages."""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
@@ -190,6 +193,7 @@ class Control:
         self._make, self._reporter, self._replanning = make, reporter, replanning
         self._config: ControllerConfig | None = None
         self._opens = False
+        self._most_tokens = 0
         self._thread: ControllerThread | None = None
 
     @property
@@ -269,9 +273,11 @@ class Control:
         self._opens = False
         if self._thread is None:
             return
+        self._most_tokens = max(self._most_tokens, record.tokens)
+        alike = record.tokens >= ALIKE_TOKENS * self._most_tokens
         if setting.choice is not None:
-            self._thread.on_step(step_done(record.seconds, setting, of_step, counts=counts))
-        if self._replanning is not None:
+            self._thread.on_step(step_done(record.seconds, setting, of_step, counts=counts, alike=alike))
+        if self._replanning is not None and alike:
             query = self._replanning.on_step(record.step, record.seconds, of_step, setting.spec)
             if query is not None:
                 self._thread.do(partial(self._replanning.search, query))
@@ -306,7 +312,9 @@ class Control:
             self._reporter.try_to(lambda: place.write_bytes(STATE_FILE, thread.state.encode()))
 
 
-def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
+def step_done(
+    seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool, alike: bool = True
+) -> StepDone:
     """Build the controller's event for a step; without samples if a copy of a stage's state was sent during the step.
 
     Args:
@@ -314,10 +322,11 @@ def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepRep
         setting: settings with which the step ran; its choice is not None.
         reports: reports of all workers on the step.
         counts: as in ``Control.on_step``.
+        alike: False if the mini-batch has other sizes than most, so that the step has no samples.
     """
     assert setting.choice is not None
     step = reports[0].step
-    if any(report.copying for report in reports):
+    if not alike or any(report.copying for report in reports):
         return StepDone(step, seconds, setting.choice, (), (), counts=False)
     turned, count = setting.codecs, setting.choice.num_microbatches
     routes = routes_of(setting.choice.spec, 1 + max(report.stage for report in reports))

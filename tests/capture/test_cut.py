@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -242,7 +245,7 @@ def test_another_number_of_tokens_is_exact(name: str, length: int) -> None:
 
 
 class AsksForLength(nn.Module):
-    """Right for one length only, in a way that no operation would notice on another."""
+    """Branches on the length in a way that no operation would notice on another length."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -260,13 +263,33 @@ class AsksForLength(nn.Module):
         return self.head(x).mean(1)
 
 
-@pytest.mark.parametrize("way", ["more than", "even", "number"])
-def test_a_model_that_asks_for_the_length_gets_that_one_only(way: str) -> None:
-    ids, y = torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    (program,) = capture(AsksForLength(way), (ids, y), (0, 1), functional.cross_entropy).programs(())
-    leaves = [torch.zeros(p) for p in ((11, 8), (3, 8), (3,))]
-    program.train(leaves, (), (), [ids[:2]], RandomKey(0, 0, 0))
-    for other in (ids[:, :5], ids[:, :4], ids[:, :3, None]):
-        shape = rf"Column 0 came with shape \(4, {other.shape[1]}.* traced for \(samples, 6\)"
-        with pytest.raises(StageError, match=shape):
-            program.train(leaves, (), (), [other], RandomKey(0, 0, 0))
+@pytest.mark.parametrize(
+    ("way", "valid", "refusal"),
+    [
+        (
+            "more than",
+            (5, 6, 7, 8),
+            r"came with 0.shape\[1\] = 2, but forward branches on sizes.* for 0.shape\[1\] >= 5",
+        ),
+        ("even", (2, 4, 6, 8), r"came with 0.shape\[1\] = 3, but .*0.shape\[1\].*2"),
+        ("number", (6,), r"Column 0 came with shape \(4, 2\), but the model was traced for \(samples, 6\)"),
+    ],
+)
+def test_a_trace_is_used_for_the_lengths_that_take_its_branches(way: str, valid: Sequence[int], refusal: str) -> None:
+    model, y = AsksForLength(way), torch.zeros(4, dtype=torch.int64)
+    (program,) = capture(model, (torch.zeros(4, 6, dtype=torch.int64), y), (0, 1), functional.cross_entropy).programs(
+        ()
+    )
+    refused = []
+    for length in range(2, 9):
+        ids = torch.randint(0, 11, (4, length), generator=torch.Generator().manual_seed(length))
+        run = functools.partial(program.train, list(model.parameters()), (), (), [ids], RandomKey(0, 0, 0))
+        if length in valid:
+            assert torch.equal(run()[0], model(ids))
+            continue
+        with pytest.raises(StageError) as raised:
+            run()
+        refused.append(str(raised.value))
+    assert re.search(refusal, refused[0])
+    with pytest.raises(StageError, match=r"Column 0 came with shape \(4, 3, 1\)"):
+        program.train(list(model.parameters()), (), (), [ids[:, :3, None]], RandomKey(0, 0, 0))

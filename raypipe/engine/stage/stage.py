@@ -200,11 +200,12 @@ class ColumnSizes:
         """Describe the first size for which the source is not valid, and the fix; "" if it is valid for all.
 
         Args:
-            shapes: shapes of some columns, by name. Conditions on other columns are not checked.
+            shapes: shapes of columns, by name. Conditions on columns that are missing here are not checked.
         """
         known: dict[str, int] = {}
-        for name, got in shapes.items():
-            wanted = self.shapes[name]
+        for name, wanted in self.shapes.items():
+            if (got := shapes.get(name)) is None:
+                continue
             pairs = zip(wanted, got, strict=False)
             sizes = [known.setdefault(want, size) if isinstance(want, str) else want for want, size in pairs]
             if len(wanted) != len(got) or sizes != list(got):
