@@ -70,6 +70,11 @@ class WorkerProgress(NamedTuple):
     overlapping: bool = False
 
 
+def all_hold(workers: Sequence[WorkerProgress], step: int) -> bool:
+    """Return True if all workers hold the parameters after exactly ``step`` optimizer steps."""
+    return all(worker.steps == step and not worker.overlapping for worker in workers)
+
+
 def newest_common_step(
     workers: Sequence[WorkerProgress], step: int
 ) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:

@@ -17,7 +17,7 @@ import torch
 
 from raypipe.engine.device.device import CPU, Device, TransferKind
 from raypipe.engine.device.thread_pool import ThreadPool
-from raypipe.engine.executor import Executor
+from raypipe.engine.executor import Executor, all_hold
 from raypipe.engine.io.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
 from raypipe.engine.io.checkpoint.snapshot import entries_of
 from raypipe.engine.messages.transfer import DeviceTransfer
@@ -120,6 +120,10 @@ class LocalFleet:
     def spans(self) -> list[Span]:
         """Return the timed actions (Span) of all stages in the last segment run with keep_spans=True; empty if none."""
         return self._spans
+
+    def holds(self, step: int) -> bool:
+        """Return True if, after a failed ``run``, all stages hold the state after exactly ``step`` optimizer steps."""
+        return all_hold([executor.progress for executor in self.executors], step)
 
     def save(self, folder: str) -> None:
         """Start writing a snapshot of every stage to ``folder`` in the run's folder; see ``entries``."""

@@ -22,7 +22,7 @@ from raypipe.callbacks.base import RunEnd
 from raypipe.engine.io.checkpoint.run_checkpoints import find_checkpoint
 from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
-from raypipe.errors import RaypipeError, StageError
+from raypipe.errors import RaypipeError, StageError, StageLostError
 from raypipe.ir.report import Numbers, StepReport, merge_reports
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig
@@ -220,7 +220,7 @@ class _Loop:
             return ()
 
     def fail(self, error: BaseException) -> RunEnd | None:
-        """Record an error that ends the run, and complete its newest checkpoint if possible.
+        """Record an error that ends the run, and save the last completed step if its stages still hold it.
 
         Returns:
             Argument of the callbacks' ``on_end``. None if another process has taken the run over: then nothing is
@@ -235,8 +235,22 @@ class _Loop:
         if isinstance(error, Exception):  # Ctrl-C must end it at once
             if progress.completed < progress.saved == progress.at.step:
                 reporter.try_to(self._complete)  # it waited for an evaluation, which has failed
+            elif progress.saved < progress.at.step and not isinstance(error, StageLostError):
+                reporter.try_to(self._save_before_failure)
             self._checkpoints.settle(error)
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
+
+    def _save_before_failure(self) -> None:
+        """Save the state after the last completed step, if a failed step has not changed it.
+
+        A sample that cannot be read, for one, then costs no step of a run that keeps no copies in memory.
+        """
+        progress, step = self._progress, self._progress.at.step
+        changing = any(program.train.changing_buffers for program in self._plan.setup.programs)
+        if self._plan.flow is None and not changing and self._fleet.holds(step):
+            self._fleet.save(self._checkpoints.begin(step))
+            progress.saved = step
+            self._complete()
 
     def close(self, end: RunEnd | None) -> None:
         """Close all components, even if one raises; ``end`` is the argument of ``on_end``, and None omits that call."""

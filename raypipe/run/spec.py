@@ -63,6 +63,9 @@ class AnyFleet(Protocol):
 
     def spans(self) -> Sequence[Span]: ...
 
+    def holds(self, step: int) -> bool:
+        """Return True if, after a failed ``run``, all stages hold the state after exactly ``step`` optimizer steps."""
+
     def save(self, folder: str) -> None: ...
 
     def entries(self, folder: str) -> list[dict[str, Any]]: ...

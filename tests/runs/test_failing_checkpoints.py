@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
 from typer.testing import CliRunner
 
-from raypipe import Callback, Result
+from raypipe import Callback, PipelineConfig, PipelineTrainer, Result, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.cli import app
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.local import LocalFleet
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, DataError
 from raypipe.ir.report import StepRecord
 from raypipe.progress import RunProgress
 from raypipe.report.page import report_html
@@ -28,6 +33,7 @@ from raypipe.run.journal import Journal
 from raypipe.run.reporting import Reporter
 from raypipe.run.spec import CheckpointPolicy
 from raypipe.run.status import Alert
+from tests.exactness import same_bits
 from tests.run.loops import looped
 from tests.run.plans.test_planning import trainer
 from tests.waiting import wait_until
@@ -175,3 +181,51 @@ def test_an_evaluation_that_a_checkpoint_lacks_is_an_alert(error: Exception) -> 
     told = {alert.kind: alert for alert in journal.alerts}
     assert str(error) in told["checkpoint without its evaluation"].message
     assert told["checkpoint without its evaluation"].first_step == 4
+
+
+class SomeBad(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Dataset in which one item cannot be read while the file ``bad`` exists."""
+
+    def __init__(self, bad: Path) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 40 and self.bad.exists():
+            raise OSError("no such image")
+        return torch.full((3,), index / 64), torch.tensor(index % 3)
+
+
+def without_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def fails_at_a_bad_sample(folder: Path, model: Callable[[], nn.Module], *, local: bool) -> Result:
+    """Train a run whose data fails in its first epoch, then to its end after the data has been mended."""
+    data, steps = SomeBad(folder / "bad"), 12
+    usual = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", "seed": 3}
+
+    def fit(name: str) -> Result:
+        made = PipelineTrainer(
+            model(), loss_fn=functional.cross_entropy, optimizer=partial(torch.optim.AdamW, lr=0.01), train_data=data,
+            pipeline=PipelineConfig(**usual), run_config=SimpleNamespace(name=name, storage_path=str(folder)),
+        )  # fmt: skip
+        return made.fit(num_steps=steps, local=local, progress=False)
+
+    data.bad.touch()
+    with pytest.raises(DataError, match="no such image"):
+        fit("run")
+    failed = Result.from_path(folder / "run")
+    data.bad.unlink()
+    whole, mended = load_state_dict(fit("whole").checkpoint), load_state_dict(fit("run").checkpoint)
+    assert all(same_bits(mended[name], value) for name, value in whole.items())
+    return failed
+
+
+def test_a_sample_that_cannot_be_read_costs_no_step(tmp_path: Path) -> None:
+    failed = fails_at_a_bad_sample(tmp_path, without_norm, local=True)
+    assert failed.checkpoint.endswith(f"step_{len(failed.records):07}")
+    assert failed.records

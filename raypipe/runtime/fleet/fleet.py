@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from raypipe.engine.executor import all_hold
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
@@ -236,6 +237,15 @@ class Fleet(Configuring):
         self._broken = flight or self._broken
         works = flight.works if flight is not None else {}
         leave_work(self.in_use, works, self._term, self._links, self.watch.planned_s)
+
+    def holds(self, step: int) -> bool:
+        """End all work after a failed ``run``.
+
+        Returns:
+            True if all workers live and hold the parameters after exactly ``step`` optimizer steps.
+        """
+        self.settle()
+        return not self.lost and all_hold(self.reached(), step)
 
     def undelivered_reports(
         self, count: int, last: Mapping[int, list[list[StepReport]]]
