@@ -162,11 +162,14 @@ class Capture:
 
         Args:
             mode: "train" or "eval".
-            shapes: shape of each column, by name; columns that the model does not read may be among them.
+            shapes: shape of each column of a mini-batch, by name; columns that the model does not read may be among
+                them. The number of samples does not matter.
         """
         if not isinstance(self.model, TracedModel) or not isinstance(self.recipe.stages, TracedRecipe):
             return ""
         lines = self.recipe.stages.train if mode == "train" else self.recipe.stages.eval
+        if self.one_size is not None:
+            shapes = {name: (self.one_size, *shape[1:]) if shape else () for name, shape in shapes.items()}
         wrong = "" if lines is None else lines.column_sizes.misfit(shapes)
         cause = self.model.train.traced.fixed
         return f"{wrong} One shape is needed because {cause}" if wrong and cause else wrong

@@ -163,7 +163,8 @@ class Pad:
 
     Args:
         lengths: one length; or several, of which each mini-batch gets the smallest that its longest item fits in.
-            Several lengths need a model that accepts any length: an nn.Sequential, or a forward without branches on it.
+            Several lengths need a model that accepts them: an nn.Sequential, or a forward whose branches on the length
+            all of them take alike.
         tokenizer: tokenizer whose pad_token_id fills input_ids, on its padding_side; None fills with 0 on the right.
         labels: column that is copied to the column "labels", which is filled with -100; "input_ids" for a causal
             language model. None adds no labels.
