@@ -168,11 +168,9 @@ class MemoryModel:
             return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
         if not splits:
             return 1 if again else in_flight
-        ahead = 1 + self._slack_after(depth - 1)
-        if not again:
-            return 2 * in_flight - min(in_flight, ahead)
-        # The one in I, and those before it that wait for W; the peak is in the drain phase.
-        return 2 * min(in_flight, max(1, 2 + sum(self.spec.slack) - ahead)) - 1
+        # Peak during the I before which most micro-batches wait for W; in a short step no forwards are left then.
+        waiting = max(0, min(in_flight - 1, sum(self.spec.slack) - self._slack_after(depth - 1)))
+        return 1 + 2 * waiting if again else in_flight + waiting
 
     def recomputes(self, depth: int) -> bool:
         """Return True if a stage of this depth recomputes activations."""
