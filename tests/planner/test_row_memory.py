@@ -32,8 +32,9 @@ def chunks_of(kind: str, chunks: int) -> dict[str, int]:
 def test_the_count_is_the_formula_where_there_is_one(stages: int, count: int, k: int, data: st.DataObject) -> None:
     hops = st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1)
     slack = data.draw(st.integers(1, 3) | hops.map(tuple))
+    lag = data.draw(st.just(()) | st.tuples(*[st.integers(0, 6)] * stages))
     for kind in ("gpipe", "1f1b", "kfkb", "slack", "zb-h1"):
-        spec = spec_for(kind, stages, count, group_size=k, slack=slack)
+        spec = spec_for(kind, stages, count, group_size=k, slack=slack, lag=lag)
         made = schedule_of(spec, stages)
         model, found = MemoryModel(spec), resident_of(made)
         assert peak_in_flight(made) == found.in_flight == tuple(model.in_flight(stages - s) for s in range(stages))
