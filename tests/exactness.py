@@ -201,6 +201,7 @@ def train(
     lanes: int | None = None,
     shards: bool = False,
     device_of: Callable[[int], Device] = lambda _: CPU,
+    lag: tuple[int, ...] = (),
     **more: Any,
 ) -> Run:
     """The same training in stages, in threads of this process.
@@ -209,6 +210,7 @@ def train(
         cuts: number of stages, or positions.
         workers: that share the stages, where the schedule puts several on each.
         device_of: worker -> what it computes on.
+        lag: as in Request.
         replicas, lanes, shards: of every stage; as in Request. Of optimizers that step slices no gradients are kept.
         more: further fields of PipelineConfig.
     """
@@ -216,7 +218,7 @@ def train(
     stages = programs(name, cuts)
     config = config_of(shape, len(stages), schedule, **more)
     tensors = {**made.parameters, **made.buffers}
-    how = (steps, workers, replicas, lanes, shards, device_of)
+    how = (steps, workers, replicas, lanes, shards, device_of, lag)
     return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), *how)
 
 
@@ -233,10 +235,11 @@ def train_stages(
     lanes: int | None = None,
     shards: bool = False,
     device_of: Callable[[int], Device] = lambda _: CPU,
+    lag: tuple[int, ...] = (),
 ) -> Run:
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
-    request = replace(request_of(config, shape.samples), num_workers=workers, replicas=replicas, lanes=lanes)
+    request = replace(request_of(config, shape.samples), num_workers=workers, replicas=replicas, lanes=lanes, lag=lag)
     settings = Settings(
         config.seed, config.loss_reduction, config.max_grad_norm, 30.0, config.on_nonfinite, shard_optimizer=shards
     )

@@ -104,7 +104,7 @@ PARTS = {
     "simulator": ("compiled_rows", "dependency_tables"),
     "schedule": ("compiled_rows", "dependency_tables", "simulator"),
     "replay": ("schedule", "simulator", "dependency_tables", "compiled_rows"),
-    "candidates": ("cost",),
+    "candidates": ("cost", "schedule"),
     "search": ("candidates", "cost", "partition", "replay", "schedule", "simulator", "dependency_tables"),
     "controller": ("candidates", "cost", "replay"),
     "elastic": ("schedule", "search"),

@@ -6,7 +6,7 @@
 As text, ``str`` and ``ScheduleSpec.parse``; ``name`` is the part before the first comma:
 
     1f1b, M=8          kfkb k=2, M=8          slack r=2,2,1, M=8, first_trainable=1          zb-h1 r=1, M=4, overlap
-    1f1b, M=8, replicas=3-1, lanes=3
+    1f1b, M=8, replicas=3-1, lanes=3                                      zb-h1 r=2,1 w=0,2,1, M=8
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KINDS: Mapping[str, ScheduleKind] = {
     "kfkb": ScheduleKind(("group_size",), searched=True),
     "slack": ScheduleKind(("slack",), searched=True),
     "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
-    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
+    "zb-h1": ScheduleKind(("slack", "lag"), splits_backward=True, searched=True),
     "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
     "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False),
     "2bw": ScheduleKind(("slack",), synchronous=False),
@@ -68,8 +68,8 @@ AUTO_KINDS = ("1f1b", "slack", "zb-h1")
 """Candidates of schedule="auto". kfkb is left out: slack is as fast on every link and holds fewer micro-batches
 (docs/design/0015-controller.md)."""
 
-_LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
-_UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}
+_LETTERS = {"group_size": "k", "slack": "r", "lag": "w", "chunks": "v", "update_interval": "u"}
+_UNSET = {"group_size": 1, "slack": (), "lag": (), "chunks": 1, "update_interval": None}
 
 
 def takes(schedule: str, field: str) -> bool:
@@ -93,6 +93,8 @@ class ScheduleSpec:
         num_microbatches: M, per optimizer step.
         group_size: k of kfkb.
         slack: r by hop, for slack, zb-h1 and the asynchronous kinds; empty with a single stage.
+        lag: w by stage, for zb-h1: the most micro-batches by which a stage defers weight gradients; empty for as many
+            as slack allows. The planner sets it where a stage lacks memory.
         chunks: v, stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
         overlap: True if no stage waits for the global gradient norm before its optimizer step, so that steps overlap
@@ -110,6 +112,7 @@ class ScheduleSpec:
     num_microbatches: int = 1
     group_size: int = 1
     slack: tuple[int, ...] = ()
+    lag: tuple[int, ...] = ()
     chunks: int = 1
     first_trainable: int = 0
     overlap: bool = False
@@ -129,6 +132,8 @@ class ScheduleSpec:
                 raise ScheduleError(f"The schedule {self.kind!r} has no {field}: leave out {field}={value}.")
         if any(r < 1 for r in self.slack):
             raise ScheduleError(f"slack is {self.slack}: every hop needs at least 1, which is 1F1B.")
+        if any(w < 0 for w in self.lag):
+            raise ScheduleError(f"lag is {self.lag}: every stage needs at least 0, which defers no weight gradients.")
         if len(set(self.replicas)) > 1 and self.of_kind.several_stages:
             raise ScheduleError(
                 f"replicas={self.replicas} with the schedule {self.kind!r}: workers that hold several stages have as "
@@ -161,13 +166,16 @@ class ScheduleSpec:
         group_size = min(self.group_size, max(1, num_microbatches))
         return replace(self, num_microbatches=num_microbatches, group_size=group_size)
 
-    def as_kind(self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = ()) -> ScheduleSpec:
+    def as_kind(
+        self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = (), lag: tuple[int, ...] = ()
+    ) -> ScheduleSpec:
         """Return a synchronous schedule of another kind with the same micro-batches, stages, replicas and lanes."""
         return ScheduleSpec(
             kind,
             self.num_microbatches,
             group_size,
             slack,
+            lag,
             first_trainable=self.first_trainable,
             overlap=self.overlap,
             replicas=self.replicas,
@@ -210,8 +218,8 @@ class ScheduleSpec:
             try:
                 if field in ("overlap", "per_replica") and not value:
                     values[field] = True
-                elif field in ("slack", "replicas"):
-                    values[field] = tuple(map(int, value.split("," if field == "slack" else "-")))
+                elif field in ("slack", "lag", "replicas"):
+                    values[field] = tuple(map(int, value.split("-" if field == "replicas" else ",")))
                 elif field in (*_UNSET, "num_microbatches", "first_trainable", "lanes"):
                     values[field] = int(value)
                 else:
@@ -225,7 +233,7 @@ class ScheduleSpec:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, without replicas and lanes if there is one of each."""
         fields = asdict(self)
-        for name, single in (("replicas", ()), ("lanes", 1), ("per_replica", False)):
+        for name, single in (("lag", ()), ("replicas", ()), ("lanes", 1), ("per_replica", False)):
             if fields[name] == single:
                 del fields[name]
         return fields

@@ -3,7 +3,7 @@
     1f1b         if the requested schedule is "auto"
     k of kfkb    1, 2, 3, ... as far as memory allows, if kfkb is requested
     r of slack   grown on the hop that shortens the period P most, then improved by trying neighbours
-    zb-h1        r as with slack, if split backwards were timed
+    zb-h1        r as with slack, if split backwards were timed; where a stage lacks memory, it defers fewer W
 
 P is the period of slack 1F1B per micro-batch: T_s are the seconds of F and B on stage s, r_h is the slack of hop h, and
 a run is a range of consecutive stages with the hops between them:
@@ -19,11 +19,13 @@ Of choices within half a percent of the best, the one that holds the fewest micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from raypipe.ir.schedule_spec import ScheduleSpec, kinds_to_search, takes
 from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.cost.tolerance import EVEN, as_quick
+from raypipe.planner.schedule.zero_bubble import full_lags
 
 MOST_SINGLE = 12
 """Largest k up to which every value is tried; above it, values in growing steps."""
@@ -90,7 +92,7 @@ def thriftiest(schedule: str, now: ScheduleSpec, num_hops: int) -> ScheduleSpec:
     kinds = kinds_to_search(schedule)
     if not kinds:
         return now
-    return now.as_kind(kinds[0], slack=(1,) * num_hops if takes(kinds[0], "slack") else ())
+    return _without_lag(now.as_kind(kinds[0], slack=(1,) * num_hops if takes(kinds[0], "slack") else ()))
 
 
 def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[ScheduleSpec, str] | None:
@@ -105,7 +107,7 @@ def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[Schedu
     if not kinds or not num_hops:
         return None
     r = tuple(r + 1 for r in now.slack or (1,) * num_hops)
-    return now.as_kind(now.kind if now.slack else "slack", slack=r), "one more of slack on every hop"
+    return _without_lag(now.as_kind(now.kind if now.slack else "slack", slack=r)), "one more of slack on every hop"
 
 
 def quickest(options: Sequence[T], score: Callable[[T], float], held: Callable[[T], float]) -> T:
@@ -124,6 +126,35 @@ def resident(model: MemoryModel, num_stages: int) -> float:
     return count / model.spec.num_microbatches
 
 
+def fitting(spec: ScheduleSpec, fits: Callable[[ScheduleSpec], bool]) -> ScheduleSpec | None:
+    """Return the schedule if it fits, else with the largest ``lag`` of every stage that fits; None if none does.
+
+    Args:
+        fits: returns True if memory allows a schedule; the lag of a stage must not change the memory of others.
+    """
+    if fits(spec):
+        return spec
+    least = _without_lag(spec)
+    if least == spec or not fits(least):
+        return None
+    lags = full_lags(spec.slack, spec.replicas or (1,) * len(least.lag))
+    for stage, full in enumerate(lags):
+        low, high = 0, full
+        while low < high:
+            middle = high if high == full else (low + high + 1) // 2
+            more = replace(least, lag=(*least.lag[:stage], middle, *least.lag[stage + 1 :]))
+            if fits(more):
+                low, least = middle, more
+            else:
+                high = middle - 1
+    return least
+
+
+def _without_lag(spec: ScheduleSpec) -> ScheduleSpec:
+    """Return the schedule with weight gradients that no stage defers, if it has a lag and several stages."""
+    return replace(spec, lag=(0,) * (len(spec.slack) + 1)) if takes(spec.kind, "lag") and spec.slack else spec
+
+
 def _group_sizes(count: int) -> Iterator[int]:
     k = 1
     while k <= count:
@@ -134,20 +165,25 @@ def _group_sizes(count: int) -> Iterator[int]:
 def _slacks(kind: str, query: ScheduleQuery) -> Iterator[ScheduleSpec]:
     """Yield variants of "slack" or "zb-h1" that fit: some start values of r, then neighbours of the best so far."""
     spec, hops = query.now, len(query.round_trip_s)
-    seeds = {(query.least_slack,) * hops, _grown_slack(kind, query)}
+
+    def with_slack(r: tuple[int, ...]) -> ScheduleSpec | None:
+        return fitting(spec.as_kind(kind, slack=r), query.fits)
+
+    seeds = {(query.least_slack,) * hops, _grown_slack(query, with_slack)}
+    if takes(kind, "lag"):
+        seeds.add(_grown_slack(query, lambda r: query.fits(spec.as_kind(kind, slack=r))))
     if spec.slack:
         seeds.add(spec.slack)
     seeds |= {(uniform,) * hops for uniform in UNIFORM if uniform >= query.least_slack}
-    specs = {r: spec.as_kind(kind, slack=r) for r in sorted(seeds)}
-    known = {r: query.score(one) for r, one in specs.items() if query.fits(one)}
-    yield from (specs[r] for r in known)
+    specs = {r: one for r in sorted(seeds) if (one := with_slack(r))}
+    known = {r: query.score(one) for r, one in specs.items()}
+    yield from specs.values()
     moves = MOST_MOVES
     while known and moves > 0:
         centre = min(known, key=lambda r: (known[r], sum(r), r))
         before_s = known[centre]
         for r in _neighbours(centre, query.least_slack, spec.num_microbatches):
-            one = spec.as_kind(kind, slack=r)
-            if moves > 0 and r not in known and query.fits(one):
+            if moves > 0 and r not in known and (one := with_slack(r)):
                 moves -= 1
                 known[r] = query.score(one)
                 yield one
@@ -170,13 +206,16 @@ def _neighbours(centre: tuple[int, ...], least: int, most: int) -> Iterator[tupl
             yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
 
 
-def _grown_slack(kind: str, query: ScheduleQuery) -> tuple[int, ...]:
+def _grown_slack(query: ScheduleQuery, fits: Callable[[tuple[int, ...]], object]) -> tuple[int, ...]:
     """Return the slack by hop that is found greedily: one is added on the hop that shortens the period most.
 
     This ends when nothing shortens the period, or no larger slack fits into memory.
 
     This start value gains 0.7 to 1.6 % on uneven hops without a memory limit, because a search from uniform slack ends
     in a local optimum there.
+
+    Args:
+        fits: returns a true value if a slack fits into memory.
     """
     busy_s, trips_s = query.busy_s, query.round_trip_s
     replicas = query.now.replicas or (1,) * len(busy_s)
@@ -187,7 +226,7 @@ def _grown_slack(kind: str, query: ScheduleQuery) -> tuple[int, ...]:
         options = []
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
-            if query.fits(query.now.as_kind(kind, slack=more)):
+            if fits(more):
                 # Ties (no single hop shortens the period, as two are equally slow) go to the slowest hop.
                 options.append((_period_s(busy_s, trips_s, more, replicas), -trips_s[hop] / r[hop], more))
         if not options or period_s <= least_s * (1 + 1e-9):

@@ -14,6 +14,7 @@ from raypipe.ir.schedule_spec import AUTO_KINDS, KINDS, ScheduleSpec, kinds_to_s
 VALUES = {
     "group_size": st.integers(1, 9),
     "slack": st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    "lag": st.lists(st.integers(0, 9), max_size=5).map(tuple),
     "chunks": st.integers(1, 4),
     "update_interval": st.none() | st.integers(1, 9),
 }
@@ -45,6 +46,7 @@ def test_how_it_reads() -> None:
         "pipedream r=1 u=2, M=4, overlap"
     )
     assert ScheduleSpec("kfkb", 8, group_size=3).name == "kfkb k=3"
+    assert ScheduleSpec("zb-h1", 8, slack=(2, 1), lag=(0, 2, 1)).name == "zb-h1 r=2,1 w=0,2,1"
 
 
 def test_fewer_micro_batches_make_groups_smaller() -> None:
@@ -63,6 +65,8 @@ def test_fewer_micro_batches_make_groups_smaller() -> None:
         (lambda: ScheduleSpec("gpipe", 0), "'gpipe' with num_microbatches=0: it must be at least 1"),
         (lambda: ScheduleSpec("interleaved", 2, chunks=0), "'interleaved' with chunks=0: it must be at least 1"),
         (lambda: ScheduleSpec("slack", 2, slack=(1, 0)), "every hop needs at least 1"),
+        (lambda: ScheduleSpec("zb-h1", 2, slack=(1,), lag=(0, -1)), "every stage needs at least 0"),
+        (lambda: ScheduleSpec("slack", 2, slack=(1,), lag=(0, 0)), "'slack' has no lag: leave out lag=(0, 0)"),
         (lambda: ScheduleSpec.parse("slack r=2;1, M=8"), "'r=2;1' in the schedule 'slack r=2;1, M=8' cannot be read"),
         (lambda: ScheduleSpec.parse("slack q=2"), "'q=2' in the schedule 'slack q=2' cannot be read"),
         (lambda: ScheduleSpec.parse(""), "There is no schedule ''"),

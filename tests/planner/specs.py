@@ -14,7 +14,9 @@ def spec_for(
 ) -> ScheduleSpec:
     """A spec of so many stages; numbers that the kind does not take are left out."""
     fields = {
-        name: value for name, value in numbers.items() if name not in ("group_size", "chunks") or takes(kind, name)
+        name: value
+        for name, value in numbers.items()
+        if name not in ("group_size", "lag", "chunks") or takes(kind, name)
     }
     if takes(kind, "slack"):
         fields["slack"] = (slack,) * (num_stages - 1) if isinstance(slack, int) else tuple(slack)

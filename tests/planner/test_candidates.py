@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
-from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.cost.memory import MemoryModel, resident_of
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.zero_bubble import full_lags
+from raypipe.planner.simulator import Costs, makespan_s, simulate
 
 STAGES, COUNT = 4, 16
+ONES = (1,) * (STAGES - 1)
 
 
 def asked(schedule: str, **more: object) -> ScheduleQuery:
@@ -41,6 +50,38 @@ def test_candidates_fit_and_come_once(schedule: str) -> None:
     assert len(set(found)) == len(found)
     kinds = {"auto": {"1f1b", "slack", "zb-h1"}}.get(schedule, {schedule})
     assert {spec.kind for spec in found} == kinds
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["auto", "zb-h1"]), st.lists(st.integers(1, 9), min_size=STAGES, max_size=STAGES), st.booleans())
+def test_peaks_are_within_any_limits(schedule: str, limits: list[int], replicas: bool) -> None:
+    """By the simulator. No stage could defer more weight gradients, and all defer them in full where that fits."""
+    now = ScheduleSpec("1f1b", 6, replicas=(2, 1, 1, 2), lanes=2) if replicas else ScheduleSpec("1f1b", 6)
+
+    def fits(spec: ScheduleSpec) -> bool:
+        held = resident_of(schedule_of(spec, STAGES)).in_flight
+        return all(count <= limit for count, limit in zip(held, limits, strict=True))
+
+    def score(spec: ScheduleSpec) -> float:
+        return makespan_s(lower(schedule_of(spec, STAGES)), Costs.uniform(STAGES, 1.0, 2.0, 0.5))
+
+    found = list(candidates(asked(schedule, now=now, fits=fits, score=score)))
+    least = all(map(fits, [now])) if schedule == "auto" else fits(now.as_kind("zb-h1", slack=ONES, lag=(0,) * STAGES))
+    assert bool(found) >= least
+    for spec in found:
+        peaks = simulate(lower(schedule_of(spec, STAGES)), Costs.uniform(STAGES)).peak_in_flight
+        assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+        if not spec.lag:
+            continue
+        assert not fits(replace(spec, lag=()))
+        for stage, full in enumerate(full_lags(spec.slack, spec.replicas or (1,) * STAGES)):
+            more = (*spec.lag[:stage], spec.lag[stage] + 1, *spec.lag[stage + 1 :])
+            assert spec.lag[stage] == full or not fits(replace(spec, lag=more))
+
+
+def test_without_limits_all_weight_gradients_are_deferred_as_far_as_slack_allows() -> None:
+    assert {spec.lag for spec in candidates(asked("auto"))} == {()}
 
 
 def test_the_least_slack_is_kept_everywhere() -> None:

@@ -43,6 +43,7 @@ KINDS = (
     Choice(ScheduleSpec("1f1b", COUNT)),
     Choice(ScheduleSpec("gpipe", COUNT)),
     Choice(ScheduleSpec("zb-h1", COUNT, slack=(2, 1))),
+    Choice(ScheduleSpec("zb-h1", COUNT, slack=(2, 1), lag=(0, 1, 0))),
     Choice(ScheduleSpec("slack", COUNT, slack=(4, 2))),
 )
 

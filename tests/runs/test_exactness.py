@@ -74,6 +74,16 @@ def test_every_schedule_and_shape(name: str, stages: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lag", [(0, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_stages_that_lack_memory_defer_fewer_weight_gradients(lag: tuple[int, ...], shape: str) -> None:
+    """zb-h1 defers those of up to 0, 1 and 2 micro-batches on three stages."""
+    optimizer, more = MANNERS[shape]
+    run = train("mlp", 3, SHAPES[shape], "zb-h1", optimizer, lag=lag, **more)
+    assert faults("mlp", run, expected("mlp", SHAPES[shape], optimizer, **more)) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("name", COVERED)
 def test_every_model(name: str, stages: int) -> None:

@@ -12,8 +12,8 @@ the end can hold, per replica of the stage; without replicas stage s of S has de
     zb-h1  1 + the sum of r over all hops, wherever the stage is: between F and W
 
 each at most M, the number of micro-batches; k is the group size, r the slack of a hop. Under zb-h1, micro-batches
-beyond 1 + the sum of r over the hops after the stage wait only for W. Each counts as two sets of activations: one for
-the inputs of its layers, and one for the gradients of their outputs.
+beyond 1 + the sum of r over the hops after the stage wait only for W; ``ScheduleSpec.lag`` may bound their number. Each
+counts as two sets of activations: one for the inputs of its layers, and one for the gradients of their outputs.
 With activation recomputation (``recompute``) a stage holds the activations of one micro-batch, during its backward, and
 only the inputs of the others, which count as messages. Micro-batches that wait for W count as without recomputation.
 With leaves only the leaves have versions; the weights are held once, in fp32.
@@ -153,7 +153,7 @@ class MemoryModel:
             case "kfkb":
                 wanted = spec.group_size * depth
             case "zb-h1":
-                wanted = 1 + sum(spec.slack)
+                return int(self.deferring(depth, self._lag(depth))[0])
             case "slack" | "pipedream" | "2bw":
                 wanted = 1 + self._slack_after(depth - 1)
             case _:
@@ -168,11 +168,14 @@ class MemoryModel:
             return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
         if not splits:
             return 1 if again else in_flight
-        ahead = 1 + self._slack_after(depth - 1)
-        if not again:
-            return 2 * in_flight - min(in_flight, ahead)
-        # The one in I, and those before it that wait for W; the peak is in the drain phase.
-        return 2 * min(in_flight, max(1, 2 + sum(self.spec.slack) - ahead)) - 1
+        return int(self.deferring(depth, self._lag(depth))[1])
+
+    def deferring(self, depth: int, lag: int | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return ``in_flight`` and ``activation_sets`` of zb-h1 for each of the lags."""
+        in_flight = np.minimum(self.spec.num_microbatches, 1 + self._slack_after(depth - 1) + lag)
+        # Peak during the I before which ``lag`` micro-batches wait for W; in a short step no forwards are left then.
+        waiting = np.maximum(0, np.minimum(in_flight - 1, lag))
+        return in_flight, 1 + 2 * waiting if self.recomputes(depth) else in_flight + waiting
 
     def recomputes(self, depth: int) -> bool:
         """Return True if a stage of this depth recomputes activations."""
@@ -193,6 +196,11 @@ class MemoryModel:
         slack = self.spec.slack
         more = max(0, hops - len(slack)) * (slack[0] if slack else 1)
         return more + sum(slack[max(0, len(slack) - hops) :])
+
+    def _lag(self, depth: int) -> int:
+        """Return the number of micro-batches by which zb-h1 defers weight gradients at this depth."""
+        full, lag = sum(self.spec.slack) - self._slack_after(depth - 1), self.spec.lag
+        return min(full, lag[-depth]) if depth <= len(lag) else full
 
     def versions(self, depth: int) -> int:
         """Return the number of weight versions on a stage of this depth."""

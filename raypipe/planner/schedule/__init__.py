@@ -22,7 +22,7 @@ gpipe        all forwards, all backwards                         memory of M mic
 kfkb         1F1B in groups of k                                 memory of k * (S - s), hides slow links
 slack        1F1B that starts r_h forwards earlier per hop       memory of 1 + sum r_h, hides slow links
 interleaved  1F1B over several stages per worker                 more messages, smaller bubble
-zb-h1        slack with split backwards, their W put off         memory of 1 + sum r_h on every stage, smaller bubble
+zb-h1        slack with split backwards, their W put off         memory of 1 + sum r_h, or less where lacking
 zb-v         two stages per worker, in a V, with I and W         memory of 1f1b's first stage, no bubble but the fill
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
@@ -74,7 +74,7 @@ def _compute_actions(spec: ScheduleSpec, num_stages: int) -> Schedule:
         case "slack":
             return slack(num_stages, count, spec.slack, first, replicas)
         case "zb-h1":
-            return zb_h1(num_stages, count, spec.slack, first, overlap=spec.overlap, replicas=replicas)
+            return zb_h1(num_stages, count, spec.slack, first, overlap=spec.overlap, replicas=replicas, lag=spec.lag)
         case "zb-v":
             return side_by_side(lambda n: zb_v(num_stages, n, first), count, replicas)
         case "interleaved":

@@ -12,7 +12,9 @@ S=4, M=8, r=1, one slot per action:
 
 Forwards and I alternate as forwards and backwards do in ``slack``. W of a micro-batch follows the I of the l_s-th one
 after it, where l_s is the sum of r_h over the hops before stage s: early stages hold forwards in flight, late ones
-deferred W. So every stage holds at most min(M, 1 + sum of all r_h) micro-batches between F and W. With free links,
+deferred W. So every stage holds at most min(M, 1 + sum of all r_h) micro-batches between F and W. A stage without so
+much memory gets a smaller l_s (``lag``); with 0 its W follows the I, and it holds no more than in ``slack``. Only W
+move: sums of gradients have the same order with any lag. With free links,
 equal stages, r=1 and t_F = t_I = t_W a step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds
 (S - 1) * (t_F + t_I + t_W).
 
@@ -75,6 +77,7 @@ def zb_h1(
     *,
     overlap: bool = False,
     replicas: Replicas = SINGLE,
+    lag: Sequence[int] = (),
 ) -> Schedule:
     """Build slack 1F1B with split backwards; the module docstring has pictures.
 
@@ -86,17 +89,21 @@ def zb_h1(
         slack: r_h by hop, or one number for all hops; 1 is ZB-H1 of the paper, more hides slow links.
         first_trainable, replicas: as in ``sync.k_f_k_b``.
         overlap: True if steps may overlap.
+        lag: by stage, the largest l_s (see the module); empty for no bound.
 
     Raises:
-        ScheduleError: a number is out of range, or ``slack`` does not have one number for each hop.
+        ScheduleError: a number is out of range, ``slack`` does not have one number for each hop, or ``lag`` one for
+            each stage.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
     by_hop = slack_by_hop(num_stages, slack)
     counts = replicas.of(num_stages)
     warmups = warmups_of(counts, by_hop)
-    # Micro-batches that wait over the hops before a stage, shared out among its replicas.
-    waiting = (r * counts[hop + 1] if hop >= first_trainable else 0 for hop, r in enumerate(by_hop))
-    lags = [-(-all_of // count) for all_of, count in zip(accumulate(waiting, initial=0), counts, strict=True)]
+    lags = full_lags(by_hop, counts, first_trainable)
+    if lag:
+        if len(lag) != num_stages or min(lag) < 0:
+            raise ScheduleError(f"lag={tuple(lag)} for {num_stages} stages: give each stage a number of at least 0.")
+        lags = tuple(map(min, lags, lag))
     wiring = Wiring(
         replicas.homes(num_stages),
         num_microbatches,
@@ -111,6 +118,19 @@ def zb_h1(
         for worker in workers
     )
     return Schedule("zb-h1", wiring, rows, stride=num_microbatches)
+
+
+def full_lags(slack: Sequence[int], replicas: Sequence[int], first_trainable: int = 0) -> tuple[int, ...]:
+    """Return, by stage, the micro-batches of a replica by which W is deferred if memory allows it.
+
+    Args:
+        slack: r_h by hop.
+        replicas: number of replicas by stage.
+        first_trainable: as in ``sync.k_f_k_b``.
+    """
+    # Micro-batches that wait over the hops before a stage, shared out among its replicas.
+    waiting = (r * replicas[hop + 1] if hop >= first_trainable else 0 for hop, r in enumerate(slack))
+    return tuple(-(-every // count) for every, count in zip(accumulate(waiting, initial=0), replicas, strict=True))
 
 
 def _row(stage: int, own: NDArray[np.int64], warmup: int, lag: int, trains: bool) -> Row:

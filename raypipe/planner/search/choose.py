@@ -4,7 +4,7 @@
         for each setting of recomputation, if memory is limited:
             ShapeSearch.best  -->  order of devices, cut, micro-batches, schedule, slack
     take the decision with the least step time; of equally quick ones the one with the fewest workers
-    try other slack and other orders of execution for it, and predict it in full
+    try other slack, lag and other orders of execution for it, and predict it in full
 
 A decision is a complete planned configuration (``Decision``). Slack r of a hop, the link between neighbouring stages,
 lets the stage before it have r more micro-batches in flight than the stage after it. In 1F1B r is 1.
@@ -194,7 +194,7 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
     for kind in ("slack", "zb-h1"):
         request = decision.request
         if request.schedule != kind:
-            request = dataclasses.replace(request, schedule=kind, slack=None)
+            request = dataclasses.replace(request, schedule=kind, slack=None, lag=())
         request = _with_slack(problem, request, decision.graph, decision.limits, partition)
         sizes = decision.num_microbatches, decision.microbatch_size
         limits = limits_of(request, partition.num_stages, partition.num_stages, *sizes)
@@ -266,7 +266,7 @@ def _check_replicas(request: Request, cluster: Cluster | None) -> None:
 
 
 def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
-    """Set the slack of the request to the best one that fits into memory; return the request unchanged if none fits.
+    """Set slack and lag of the request to the best ones that fit into memory; return it unchanged if none fit.
 
     The slacks that a run's controller would try are compared (``candidates``), and ``quickest`` selects one.
     """
@@ -298,6 +298,6 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     specs = list(candidates(query))
     if not specs:
         return request
-    slack = quickest(specs, score, lambda spec: resident(memory(spec), partition.num_stages)).slack
-    short = slack[0] if len(set(slack)) == 1 else slack or None
-    return dataclasses.replace(request, slack=short)
+    best = quickest(specs, score, lambda spec: resident(memory(spec), partition.num_stages))
+    short = best.slack[0] if len(set(best.slack)) == 1 else best.slack or None
+    return dataclasses.replace(request, slack=short, lag=best.lag)

@@ -36,6 +36,8 @@ from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.partition.chain import equal_parameters, split_before
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import exposed_s, hides, slowest_link, summing_rates_s
+from raypipe.planner.search.request import Request
+from raypipe.planner.search.request_schedule import memory_model
 from raypipe.planner.simulator import Costs
 
 Floats = NDArray[np.float64]
@@ -266,6 +268,18 @@ class PlacedCuts:
             bounds += [out_s + returns_s[:, 1:], np.where(trains[:, :-1], home_s, 0.0)]
         least: Floats = np.max([bound.max(axis=1) for bound in bounds], axis=0) * ROUNDING
         return least
+
+
+def total_bytes(placed: PlacedCuts, request: Request) -> Ints:
+    """Compute the bytes of every stage of all cuts with the schedule of a request; see ``stage_bytes``."""
+    model = memory_model(request, len(placed.groups), placed.number, placed.size)
+    return stage_bytes(placed.costs, model, *map(np.array, held_of(model, len(placed.groups))))
+
+
+def held_of(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[int]]:
+    """Return micro-batches in flight by stage, activation sets by stage, and [message slots]; see MemoryModel."""
+    depths = range(stages, 0, -1)
+    return [model.in_flight(d) for d in depths], [model.activation_sets(d) for d in depths], [model.message_slots]
 
 
 class CutTables:

@@ -30,7 +30,6 @@ from raypipe.errors import PlanError
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, workspace_bytes
-from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
@@ -47,7 +46,9 @@ from raypipe.planner.search.cut_costs import (
     PlacedCuts,
     Shape,
     by_worker,
+    held_of,
     stage_bytes,
+    total_bytes,
 )
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
@@ -276,25 +277,13 @@ class ShapeSearch:
         kept: NDArray[np.bool_] = np.logical_not((changes & several).any(axis=1))
         return kept
 
-    def _caps(self, groups: Groups) -> Floats:
-        """Return the memory limit in bytes of each worker (or group of replicas); infinite without a limit."""
-        devices, limit = self._problem.cluster.devices, self._problem.request.memory_limit_bytes
-        of_all = math.inf if limit is None else limit
-        own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in dict.fromkeys(groups)]
-        return np.array([min([of_all, *caps]) for caps in own])
-
-    def _total_bytes(self, placed: PlacedCuts, request: Request) -> Ints:
-        """Compute the bytes by cut and stage, without workspace and buffers for summing gradients (see ``_fits``)."""
-        model = memory_model(request, len(placed.groups), placed.number, placed.size)
-        return stage_bytes(placed.costs, model, *map(np.array, _held(model, len(placed.groups))))
-
     def _may_fit(self, cell: _Cell) -> NDArray[np.bool_]:
-        """Mask the cuts whose ``_total_bytes`` fit with the schedule that needs the least memory; shape (cuts,)."""
+        """Mask the cuts whose ``total_bytes`` fit with the schedule that needs the least memory; shape (cuts,)."""
         placed = self._placed(*cell)
-        fitting, caps = self._whole(placed), self._caps(placed.groups)
+        fitting, caps = self._whole(placed), self._options.caps(placed.groups)
         if not np.isinf(caps).all():
             thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
-            total = by_worker(placed.groups, self._total_bytes(placed, thriftiest))
+            total = by_worker(placed.groups, total_bytes(placed, thriftiest))
             fitting = fitting & (total <= caps).all(axis=1)
         return fitting
 
@@ -302,7 +291,7 @@ class ShapeSearch:
         """Describe the stage that lacks the most memory, in the cut of this cell that comes nearest to fitting."""
         placed = self._placed(*cell)
         thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]
-        total, caps = by_worker(placed.groups, self._total_bytes(placed, thriftiest)), self._caps(placed.groups)
+        total, caps = by_worker(placed.groups, total_bytes(placed, thriftiest)), self._options.caps(placed.groups)
         lacking = total / caps
         cut = int(lacking.max(axis=1).argmin())
         stage = int(lacking[cut].argmax())
@@ -349,15 +338,16 @@ class ShapeSearch:
         )
         self._compiled.add(key)
 
-    def _batch(self, placed: PlacedCuts, requests: list[Request]) -> _Batch:
+    def _batch(self, placed: PlacedCuts, requests: Sequence[Request]) -> _Batch:
         stages = len(placed.groups)
+        requests = self._options.with_lag(placed, requests)
         different = {id(request): request for request in requests}
         models = {key: memory_model(each, stages, placed.number, placed.size) for key, each in different.items()}
-        rows = {key: _held(model, stages) for key, model in models.items()}
+        rows = {key: held_of(model, stages) for key, model in models.items()}
         # One row stands for all cuts.
         of_cuts = list(rows) if len(rows) == 1 else list(map(id, requests))
         numbers = [np.array([rows[key][part] for key in of_cuts]) for part in range(3)]
-        fitting, caps = self._whole(placed), self._caps(placed.groups)
+        fitting, caps = self._whole(placed), self._options.caps(placed.groups)
         if not np.isinf(caps).all():
             total = by_worker(placed.groups, stage_bytes(placed.costs, next(iter(models.values())), *numbers))
             fitting = fitting & (total <= caps).all(axis=1)
@@ -376,7 +366,7 @@ class ShapeSearch:
 
     def _fits(self, request: Request, placed: PlacedCuts, cut: int) -> bool:
         """Return True if a candidate fits, with the workspace and summing buffers that ``_batch`` does not count."""
-        caps, graph = self._caps(placed.groups), self._problem.profile.graph
+        caps, graph = self._options.caps(placed.groups), self._problem.profile.graph
         if np.isinf(caps).all():
             return True
         if request.replicated or request.kind.several_stages:
@@ -385,7 +375,7 @@ class ShapeSearch:
         if not columns_of(graph).workspace.shape[1]:
             return True
         places = placed.costs.positions[cut].tolist()
-        total = self._total_bytes(placed.take(np.array([cut])), request)[0].tolist()
+        total = total_bytes(placed.take(np.array([cut])), request)[0].tolist()
         return all(
             nbytes + workspace_bytes(graph, range(start, stop), placed.size) <= cap
             for nbytes, (start, stop), cap in zip(total, itertools.pairwise(places), caps.tolist(), strict=True)
@@ -415,7 +405,8 @@ class ShapeSearch:
         """Return the best candidate with these cuts and devices, or ``best`` if no step of these is shorter."""
         placed = self._placed(groups, cuts, best.placed.number, best.placed.size)
         placed = placed.take(np.flatnonzero(self._least_s(placed) < best.step_s))
-        more = self._simulated(placed, best.step_s, None if self._short((1,) * len(groups)) else best.request)
+        only = None if self._short((1,) * len(groups)) else dataclasses.replace(best.request, lag=())
+        more = self._simulated(placed, best.step_s, only)
         better = min(more, key=lambda one: one.step_s, default=best)
         return better if better.step_s < best.step_s else best
 
@@ -472,12 +463,6 @@ def _starts(found: Sequence[_Found]) -> list[_Found]:
     for one in sorted(found, key=lambda one: one.step_s):
         by_order.setdefault(one.placed.groups, one)
     return list(by_order.values())[:MOST_STARTS]
-
-
-def _held(model: MemoryModel, stages: int) -> tuple[list[int], list[int], list[int]]:
-    """Return micro-batches in flight by stage, activation sets by stage, and [message slots]; see MemoryModel."""
-    depths = range(stages, 0, -1)
-    return [model.in_flight(d) for d in depths], [model.activation_sets(d) for d in depths], [model.message_slots]
 
 
 @functools.lru_cache(maxsize=64)

@@ -71,9 +71,9 @@ def only_in_another_order(problem: Problem, shapes: Sequence[Shape]) -> Decision
     """
     if not _may_reorder(problem) or not problem.bounded:
         return None
-    request = dataclasses.replace(problem.request, recompute=most_recompute(problem.request))
-    request = request.as_1f1b() if request.schedule == "auto" else request
+    least = dataclasses.replace(problem.request, recompute=most_recompute(problem.request))
     for shape in shapes:
+        request = least.thriftiest(len(shape))
         for count, size in _sizes(request, len(shape)):
             limits = limits_of(request, len(shape), len(shape), count, size)
             limits = dataclasses.replace(limits, max_states=FEW_STATES)

@@ -138,7 +138,8 @@ def _schedule(problem: Problem, best: Decision) -> str:
     if settled.schedule == "1f1b":
         return "1f1b, the quickest within memory: it holds the fewest micro-batches at once"
     if settled.schedule == "zb-h1":
-        return "zb-h1; gradients of parameters are computed where stages would wait, so that less of the step is idle"
+        text = "zb-h1; gradients of parameters are computed where stages would wait, so that less of the step is idle"
+        return text + "; stages that lack memory put off fewer of them" * bool(settled.lag)
     if not problem.described:
         return "slack 2; stages start one forward more ahead than in 1f1b, so that computing hides what links take"
     return f"slack {settled.slack}; stages start more forwards ahead than in 1f1b, so that computing hides these links"

@@ -47,7 +47,7 @@ def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
     if is_open(problem.request):
         problem = problem.asking(dataclasses.replace(problem.request, recompute=most_recompute(problem.request)))
     stages = len(shapes[0])
-    request = _thriftiest(problem.request)
+    request = problem.request.thriftiest(stages)
     size, count = _smallest(request, stages)
     limits, devices = limits_of(request, stages, stages, count, size), len(problem.cluster.devices)
     try:
@@ -76,12 +76,13 @@ def what_would_fit(problem: Problem) -> str:
     Also returns "" without a memory limit, with given cuts, and with replicas. The plan is assumed to need as little
     memory as the request allows: 1F1B if the schedule is open, and the smallest micro-batches if their number is open.
     """
-    request, devices = _thriftiest(problem.request), len(problem.cluster.devices)
+    devices, places = len(problem.cluster.devices), len(problem.profile.graph.cut_positions()) + 1
+    request = problem.request.thriftiest(places)
     caps = [d.memory_bytes for d in problem.cluster.devices if d.memory_bytes is not None]
     caps += [] if request.memory_limit_bytes is None else [request.memory_limit_bytes]
     if problem.cut_is_given or not caps or request.replicated:
         return ""
-    cap, places = min(caps), len(problem.profile.graph.cut_positions()) + 1
+    cap = min(caps)
     asked = request.num_stages
     if (asked or 1) > min(places, MOST_TIMES * devices):
         return ""
@@ -187,22 +188,16 @@ def _nearest(problem: Problem, cap: int) -> str:
     minibatch, size, _ = microbatches(request, stages)
     for halvings in range(size.bit_length()):
         small = size >> halvings
-        for kind in dict.fromkeys((_thriftiest(request).schedule, "1f1b")):
-            other = request.as_1f1b() if kind == "1f1b" else request
+        for other in dict.fromkeys((request.thriftiest(stages), request.as_1f1b())):
             number = -(-minibatch // small)
             model = memory_model(dataclasses.replace(other, num_microbatches=number), stages, number, small)
             needs = least_bytes(problem.profile.graph, model, stages)
             if needs[stages - 1] <= cap:
                 return (
-                    f"The nearest plan that fits: schedule {kind}, {number} micro-batches of {small}, {stages} stages, "
-                    f"{human_bytes(needs[stages - 1])} on the fullest device."
+                    f"The nearest plan that fits: schedule {other.schedule}, {number} micro-batches of {small}, "
+                    f"{stages} stages, {human_bytes(needs[stages - 1])} on the fullest device."
                 )
     return ""
-
-
-def _thriftiest(request: Request) -> Request:
-    """Set 1F1B if the schedule is open, because it holds the fewest micro-batches."""
-    return request.as_1f1b() if request.schedule == "auto" else request
 
 
 def _smallest(request: Request, stages: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class Request:
         schedule: "auto" or one of ir.schedule_spec.KINDS.
         group_size: k of kFkB.
         slack: r of the "slack" schedule, one number per hop or one for all.
+        lag: most micro-batches by which zb-h1 defers weight gradients, by stage; empty for no bound. Set by the search.
         partitioner: "auto", "parameters", "prefix_sum" or "antichain"; ignored if split_points are given.
         memory_limit_bytes: limit per worker, in addition to that of its device; None for no limit.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters.
@@ -67,6 +68,7 @@ class Request:
     schedule: str = "auto"
     group_size: int | None = None
     slack: int | tuple[int, ...] | None = None
+    lag: tuple[int, ...] = ()
     partitioner: str = "auto"
     memory_limit_bytes: int | None = None
     optimizer_factor: float = 2.0
@@ -101,14 +103,23 @@ class Request:
         return len(self.split_points) + 1 if self.split_points else self.num_stages
 
     def with_schedule(self, spec: ScheduleSpec) -> Request:
-        """Return the request with the kind of schedule, the slack and the group size of ``spec``."""
+        """Return the request with the kind of schedule, the slack, the lag and the group size of ``spec``."""
         slack = spec.slack if takes(spec.kind, "slack") else None
         group_size = spec.group_size if takes(spec.kind, "group_size") else None
-        return replace(self, schedule=spec.kind, slack=slack, group_size=group_size)
+        return replace(self, schedule=spec.kind, slack=slack, lag=spec.lag, group_size=group_size)
 
     def as_1f1b(self) -> Request:
         """Return the request with the 1F1B schedule, which holds the fewest micro-batches."""
-        return replace(self, schedule="1f1b", slack=None, group_size=None)
+        return replace(self, schedule="1f1b", slack=None, lag=(), group_size=None)
+
+    def thriftiest(self, num_stages: int) -> Request:
+        """Return the request with the permitted schedule that holds the fewest micro-batches.
+
+        This is 1F1B if the schedule is open; weight gradients are not deferred.
+        """
+        if self.schedule == "auto":
+            return self.as_1f1b()
+        return replace(self, lag=(0,) * num_stages) if takes(self.schedule, "lag") and num_stages > 1 else self
 
     def takes(self, minibatch: int, samples: int) -> bool:
         """Return True if the model accepts every micro-batch of an epoch, with ``samples`` samples in each.

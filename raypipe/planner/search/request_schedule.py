@@ -249,6 +249,7 @@ def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trai
         num_microbatches,
         group_size=request.group_size or min(GROUP_SIZE, num_microbatches) if takes(kind, "group_size") else 1,
         slack=hops,
+        lag=request.lag if takes(kind, "lag") else (),
         chunks=num_stages // request.workers(num_stages) if takes(kind, "chunks") else 1,
         first_trainable=first_trainable,
         overlap=request.overlaps if policy.synchronous else policy.norm_per_stage,

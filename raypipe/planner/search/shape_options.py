@@ -1,19 +1,24 @@
-"""Settings that are compared for one shape: schedules, slack, orders of devices, and numbers of micro-batches."""
+"""Settings that are compared for one shape: schedules, slack, lag, orders of devices, and numbers of micro-batches."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from raypipe.ir.schedule_spec import takes
 from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.partition.device_order import device_orders
-from raypipe.planner.search.cut_costs import Groups, PlacedCuts, Shape
+from raypipe.planner.schedule.zero_bubble import full_lags
+from raypipe.planner.search.cut_costs import Floats, Groups, Ints, PlacedCuts, Shape, stage_bytes
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import homes_of
 from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
+from raypipe.planner.search.request_schedule import memory_model
 
 MOST_ORDERS = 128
 """Most orders of unlike devices that are compared."""
@@ -47,13 +52,13 @@ class ShapeOptions:
 
     def kinds(self, shape: Shape) -> list[Request]:
         """List one request for each permitted schedule, the one that needs the least memory first."""
-        request = self.request(shape)
+        problem, request = self._problem, self.request(shape)
         if request.schedule != "auto":
-            return [request]
+            return list(dict.fromkeys([request.thriftiest(len(shape)), request])) if problem.bounded else [request]
         plain = request.as_1f1b()
         if len(shape) == 1:
             return [plain]
-        problem, slack = self._problem, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
+        slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
         # Links are unknown without a described cluster: then slack hides them if memory allows it.
         kinds = [plain, slack] if problem.bounded or problem.described or max(shape) > 1 else [slack]
         if problem.described and (max(shape) == 1 or problem.cut_is_given):
@@ -115,3 +120,56 @@ class ShapeOptions:
             lanes, most = request.num_lanes(len(shape)), MOST_EACH * sum(shape)
             sizes = [(n, b) for n, b in sizes if max(shape) <= n <= most and (minibatch % n == 0 or n % lanes == 0)]
         return sizes or [(count, size)]
+
+    def caps(self, groups: Groups) -> Floats:
+        """Return the memory limit in bytes of each worker (or group of replicas); infinite without a limit."""
+        devices, limit = self._problem.cluster.devices, self._problem.request.memory_limit_bytes
+        of_all = math.inf if limit is None else limit
+        own = [[cap for i in group if (cap := devices[i].memory_bytes) is not None] for group in dict.fromkeys(groups)]
+        return np.array([min([of_all, *caps]) for caps in own])
+
+    def with_lag(self, placed: PlacedCuts, requests: Sequence[Request]) -> Sequence[Request]:
+        """Set the largest lag of every stage that fits into memory, for cuts that do not fit with the full lag.
+
+        Requests of other kinds, with replicas, or with a lag are returned unchanged.
+
+        Args:
+            requests: a request of the same kind for each cut.
+        """
+        caps, stages, first = self.caps(placed.groups), len(placed.groups), requests[0]
+        if not takes(first.schedule, "lag") or first.lag or first.replicated or stages == 1 or np.isinf(caps).all():
+            return requests
+        chosen, keys = list(requests), np.array(list(map(id, requests)))
+        for key, request in {id(each): each for each in requests}.items():
+            rows, lags = _largest_lags(placed, request, np.flatnonzero(keys == key), caps)
+            of_lag = {lag: dataclasses.replace(request, lag=lag) for lag in set(map(tuple, lags.tolist()))}
+            for row, lag in zip(rows.tolist(), map(tuple, lags.tolist()), strict=True):
+                chosen[row] = of_lag[lag]
+        return chosen
+
+
+def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, caps: Floats) -> tuple[Ints, Ints]:
+    """Find those of ``rows`` (indices of cuts) that fit into memory only with less than the full lag, and their lags.
+
+    Returns:
+        the rows, and by row and stage the largest lag that fits.
+    """
+    stages = len(placed.groups)
+    model, columns = memory_model(request, stages, placed.number, placed.size), np.arange(stages)
+    full = np.array(full_lags(model.spec.slack, (1,) * stages))
+    in_flight, sets = np.stack([model.deferring(stages - s, np.arange(full[-1] + 1)) for s in range(stages)], axis=2)
+
+    def fits(lags: Ints) -> NDArray[np.bool_]:
+        """Mask the stages of the cuts ``rows`` that fit with these lags, shape (rows, stages)."""
+        held = in_flight[lags, columns], sets[lags, columns], np.array([model.message_slots])
+        mask: NDArray[np.bool_] = stage_bytes(placed.costs.take(rows), model, *held) <= caps
+        return mask
+
+    rows = rows[~fits(full).all(axis=1)]
+    rows = rows[fits(0 * full).all(axis=1)]
+    low, high = np.zeros((len(rows), stages), dtype=np.int64), np.tile(full, (len(rows), 1))
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        fitting = fits(middle)
+        low, high = np.where(fitting, middle, low), np.where(fitting, high, middle - 1)
+    return rows, low

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given, settings
@@ -139,10 +139,17 @@ def test_split_backwards_are_taken_where_they_were_timed(hops):
     assert dear.best.choice.spec.kind != "zb-h1"
 
 
-def test_split_backwards_need_memory_on_every_stage():
+def test_a_stage_that_lacks_memory_defers_fewer_weight_gradients():
     known = replace(measured_of([(0.0, 0.0)] * 3), split_backward_s=SPLIT_S)
-    tight = search(config("auto", at_most(16, 16, 16, 3)), known, ONE)
-    assert tight.best.choice.spec.kind != "zb-h1"
+    roomy, tight = (search(config("auto", at_most(16, 16, 16, last)), known, ONE) for last in (16, 3))
+    assert roomy.best.choice.spec.lag == ()
+    assert roomy.best.seconds <= tight.best.seconds < tight.current.seconds
+    spec = tight.best.choice.spec
+    assert (spec.kind, spec.lag[3]) == ("zb-h1", 2)
+    assert all(room == full for room, full in zip(spec.lag[:3], (0, *accumulate(spec.slack)), strict=False))
+    none = search(config("zb-h1", at_most(0, 0, 0, 0)), known, ONE)
+    assert none.best.choice.spec == ScheduleSpec("zb-h1", 16, slack=(1, 1, 1), lag=(0, 0, 0, 0))
+    assert "memory does not allow one more of slack on every hop" in none.limit
 
 
 def test_free_links_ask_for_nothing():

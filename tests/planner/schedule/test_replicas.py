@@ -56,8 +56,10 @@ def specs(draw: st.DrawFn) -> tuple[ScheduleSpec, int]:
     more = {"group_size": draw(st.integers(1, 3))} if kind == "kfkb" else {}
     if kind == "interleaved":
         more = {"chunks": draw(st.sampled_from([n for n in (1, 2, 3) if stages % n == 0]))}
-    if KINDS[kind].takes == ("slack",):
+    if "slack" in KINDS[kind].takes:
         more = {"slack": tuple(draw(st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1)))}
+    if "lag" in KINDS[kind].takes and draw(st.booleans()):
+        more["lag"] = tuple(draw(st.lists(st.integers(0, 6), min_size=stages, max_size=stages)))
     lanes = max(replicas) + draw(st.integers(0, 4))
     first = draw(st.integers(0, stages - 1))
     count = draw(st.integers(1, 13))

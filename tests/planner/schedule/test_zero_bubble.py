@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op
 from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.schedule.sync import one_f_one_b, slack
@@ -21,19 +22,32 @@ SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 12))
 @given(SHAPES, st.data())
 @settings(max_examples=30, deadline=None)
 def test_zb_h1_memory(shape, data):
-    """Between F and W every stage holds as much, and never more forwards ahead of I than slack does."""
+    """Between F and W every stage holds as much as it may, and never more forwards ahead of I than slack does.
+
+    Whatever the lag, sums of weight gradients go by micro-batch.
+    """
     stages, microbatches = shape
     slacks = data.draw(st.lists(st.integers(1, 4), min_size=stages - 1, max_size=stages - 1))
     first = data.draw(st.integers(0, stages - 1))
-    made = zb_h1(stages, microbatches, slacks, first)
+    lag = data.draw(st.just(()) | st.lists(st.integers(0, 12), min_size=stages, max_size=stages))
+    made = zb_h1(stages, microbatches, slacks, first, lag=lag)
     validate(lower(made), repeats=2)
     found = simulate(lower(made), Costs.uniform(stages, FORWARD_S, BACKWARD_S)).peak_in_flight
-    trained = slacks[first:]
-    assert found[first:] == (min(microbatches, 1 + sum(trained)),) * (stages - first)
     for stage in range(first, stages):
+        deferred = min([sum(slacks[first:stage]), *lag[stage : stage + 1]])
+        assert found[stage] == min(microbatches, 1 + sum(slacks[stage:]) + deferred)
+        weights = [action.microbatch for action in made.body[stage] if action.op is Op.W]
+        assert weights == list(range(microbatches))
         ops = [action.op.value for action in made.body[stage] if action.op.value != "W"]
         turns = [action.op.value.replace("B", "I") for action in slack(stages, microbatches, slacks, first).body[stage]]
         assert ops == turns
+
+
+def test_a_lag_that_is_not_less_changes_nothing():
+    assert zb_h1(3, 8, (2, 1), lag=(0, 2, 9)).body == zb_h1(3, 8, (2, 1)).body
+    assert "F0 I0 W0 F1 I1 W1" in " ".join(map(str, zb_h1(3, 8, (2, 1), lag=(0, 0, 0)).body[2])).replace("2", "")
+    with pytest.raises(ScheduleError, match="give each stage a number of at least 0"):
+        zb_h1(3, 8, lag=(0, 1))
 
 
 @pytest.mark.slow

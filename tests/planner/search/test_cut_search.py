@@ -16,13 +16,15 @@ from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.cost.memory import resident_of
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.partition.answer import cut_at
 from raypipe.planner.partition.costs import Limits
-from raypipe.planner.partition.fit import memory_of
+from raypipe.planner.partition.fit import fits_within, memory_of
 from raypipe.planner.replay import equal_messages_s
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.search import Request, decide
-from raypipe.planner.search.cut_costs import MOST_CUTS, stage_bytes
+from raypipe.planner.search.cut_costs import MOST_CUTS, stage_bytes, total_bytes
 from raypipe.planner.search.cut_search import ShapeSearch
 from raypipe.planner.search.predict import costs_of, hops_of, stages_of
 from raypipe.planner.search.problem import Problem
@@ -143,6 +145,48 @@ def test_no_plan_is_quicker_than_the_bound_of_its_shape(count: int, seed: int) -
         best = search.best((1,) * stages)
         assert best is not None
         assert search.at_least_s((1,) * stages) <= best.prediction.step_s
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zb-h1"])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_a_plan_holds_what_its_rows_do_within_the_limits(schedule: str, seed: int) -> None:
+    drawn = random.Random(seed)
+    profile = chain(drawn, drawn.randint(4, 7))
+    cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", 1.0, drawn.randrange(20, 50) * MIB) for i in range(3)))
+    request = dataclasses.replace(REQUEST, num_stages=3, schedule=schedule, recompute=drawn.choice([False, None]))
+    try:
+        found = decide(request, profile, cluster)
+    except PlanError:
+        return
+    model, limits = found.limits.memory, found.limits
+    assert fits_within(found.partition, found.graph, cluster, limits, model)
+    assert resident_of(schedule_of(model.spec, 3)).in_flight == tuple(map(model.in_flight, (3, 2, 1)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_stage_of_a_cut_defers_as_many_weight_gradients_as_fit(seed: int) -> None:
+    drawn = random.Random(seed)
+    profile, request = chain(drawn, 6), dataclasses.replace(REQUEST, num_stages=3, num_microbatches=8)
+    cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", 1.0, drawn.randrange(12, 50) * MIB) for i in range(3)))
+    search = ShapeSearch(Problem(request, profile, cluster, described=True))
+    cell = search._cells((1, 1, 1), MOST_CUTS)[0]
+    placed, caps = search._placed(*cell), search._options.caps(cell[0])
+
+    def fits(cut: int, asked: Request) -> bool:
+        return bool((total_bytes(placed.take(np.array([cut])), asked) <= caps).all())
+
+    for slack, full in ((1, (0, 1, 2)), ((1, 3), (0, 1, 4))):
+        asked = dataclasses.replace(request, schedule="zb-h1", slack=slack)
+        for cut, chosen in enumerate(search._options.with_lag(placed, [asked] * len(placed.forward_s))):
+            thriftiest = chosen.thriftiest(3)
+            if not chosen.lag:
+                assert fits(cut, chosen) or not fits(cut, thriftiest)
+                continue
+            assert fits(cut, chosen)
+            assert not fits(cut, asked)
+            for stage in range(3):
+                lag = (*chosen.lag[:stage], chosen.lag[stage] + 1, *chosen.lag[stage + 1 :])
+                assert chosen.lag[stage] == full[stage] or not fits(cut, dataclasses.replace(chosen, lag=lag))
 
 
 BOUND_REQUEST = Request(None, None, (), 64, None, num_samples=1000)
