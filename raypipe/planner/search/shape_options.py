@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from raypipe.planner.cost.microbatch import all_sizes
-from raypipe.planner.partition.device_order import device_orders
+from raypipe.planner.partition.device_order import listed_orders
 from raypipe.planner.search.cut_costs import Groups, PlacedCuts, Shape
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import homes_of
@@ -101,7 +101,7 @@ class ShapeOptions:
         request = self.request(shape)
         if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
             return [tuple(homes_of(request, len(shape)))]
-        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
+        orders = listed_orders(self._problem.cluster, len(shape), MOST_ORDERS)
         return [tuple((device,) for device in order) for order in orders]
 
     def sizes(self, shape: Shape) -> list[tuple[int, int]]:
