@@ -113,7 +113,9 @@ def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partitio
     _, highest = _bounds(problem)
     lacking = sum(int(memory[-1]) for memory in problem.memory.values())
     lacking += max(0, *(-(kind.capacity_bytes or 0) for kind in problem.lineup.kinds))
-    least = least_feasible(lambda extra: _probe(problem, highest, extra), 1, lacking)
+    least = least_feasible(
+        lambda extra: _probe(problem, highest, extra), 1, lacking, enough=lambda cuts: _lacking_bytes(problem, cuts)
+    )
     return None if least is None else _answer(graph, cluster, problem, least[1], "nearest")
 
 
@@ -192,6 +194,19 @@ def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
     return longest
 
 
+def _lacking_bytes(problem: _Problem, cuts: list[_Cut]) -> int:
+    """Compute the most bytes by which one of these stages exceeds the memory limit of its device."""
+    lacking = 0
+    for first, last, step in cuts:
+        memory, capacity = (
+            problem.memory[problem.lineup.depths[step.after]],
+            problem.lineup.kinds[step.kind].capacity_bytes,
+        )
+        if capacity is not None:
+            lacking = max(lacking, int(memory[last] - memory[first]) - capacity)
+    return lacking
+
+
 def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
     """Bound the time at ``speed``, in whole picoseconds, of work that takes ``time_ps`` at speed 1: (lower, upper)."""
     if speed == 1:
@@ -200,7 +215,10 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """Compute ``lo`` (see the module) at all places, by (kind, depth), with memory limits raised by ``extra_bytes``."""
+    """Compute ``lo`` (see the module) by (kind, depth), with memory limits raised by ``extra_bytes``.
+
+    Each array has one more number than places: the number of places, at which no stage that begins at any place ends.
+    """
     earliest, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
@@ -210,10 +228,11 @@ def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple
             if (id(time_ps), speed) not in in_time:
                 in_time[id(time_ps), speed] = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
             by_time = in_time[id(time_ps), speed]
-            earliest[kind, depth] = by_time
+            earliest[kind, depth] = beyond = np.full(len(by_time) + 1, len(by_time))
+            beyond[:-1] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
-                earliest[kind, depth] = np.maximum(by_time, by_memory)
+                np.maximum(by_time, by_memory, out=beyond[:-1])
     return earliest
 
 
@@ -242,8 +261,8 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
             ends = reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)
             first = np.minimum.accumulate(np.where(ends, numbers, places)[::-1])[::-1]
             nearest[before, bandwidth] = first[1:]  # a stage has at least one node
-        lo = np.append(earliest[kind, lineup.depths[after]], places)
-        reached[after, :-1] |= lo[nearest[before, bandwidth]] <= numbers[:-1]
+        lo = earliest[kind, lineup.depths[after]]
+        reached[after, :-1] |= lo.take(nearest[before, bandwidth]) <= numbers[:-1]
     goal = next((g for g in lineup.goals(problem.limits.num_stages) if reached[g, 0]), None)
     return None if goal is None else _walk_back(problem, reached, earliest, period_ps, goal)
 
@@ -263,8 +282,12 @@ def _walk_back(
         options = []
         for step in (step for step in lineup.steps if step.after == state):
             ends = reached[step.before] & (problem.traffic_ps[step.bandwidth_bytes_s] <= period_ps) & (numbers > place)
-            ends &= earliest[step.kind, lineup.depths[state]] <= place
-            options += [(int(chain.cut_bytes[e]), int(e), step) for e in np.flatnonzero(ends)]
+            ends &= earliest[step.kind, lineup.depths[state]][:-1] <= place
+            at = ends.nonzero()[0]
+            if len(at):
+                # The first of the places with the least traffic.
+                end = at[chain.cut_bytes[at].argmin()]
+                options.append((int(chain.cut_bytes[end]), int(end), step))
         _, end, step = min(options, key=lambda option: option[:2])
         cuts.append(_Cut(place, end, step))
         place, state = end, step.before
