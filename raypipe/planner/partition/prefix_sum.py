@@ -215,10 +215,7 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """Compute ``lo`` (see the module) by (kind, depth), with memory limits raised by ``extra_bytes``.
-
-    Each array has one more number than places: the number of places, at which no stage that begins at any place ends.
-    """
+    """Compute ``lo`` (see the module) at all places, by (kind, depth), with memory limits raised by ``extra_bytes``."""
     earliest, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
@@ -228,11 +225,10 @@ def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple
             if (id(time_ps), speed) not in in_time:
                 in_time[id(time_ps), speed] = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
             by_time = in_time[id(time_ps), speed]
-            earliest[kind, depth] = beyond = np.full(len(by_time) + 1, len(by_time))
-            beyond[:-1] = by_time
+            earliest[kind, depth] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
-                np.maximum(by_time, by_memory, out=beyond[:-1])
+                earliest[kind, depth] = np.maximum(by_time, by_memory)
     return earliest
 
 
@@ -255,14 +251,18 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
     numbers = np.arange(places)
     reached = np.zeros((len(lineup.depths), places), dtype=np.bool_)
     reached[0, -1] = True
-    nearest: dict[tuple[int, float], Ints] = {}  # by state and bandwidth, the first reached place after each place
+    # By state and bandwidth, the first reached place after each place before the last reached one.
+    nearest: dict[tuple[int, float], Ints] = {}
     for before, after, kind, bandwidth in lineup.steps:
         if (before, bandwidth) not in nearest:
-            ends = reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)
-            first = np.minimum.accumulate(np.where(ends, numbers, places)[::-1])[::-1]
-            nearest[before, bandwidth] = first[1:]  # a stage has at least one node
-        lo = earliest[kind, lineup.depths[after]]
-        reached[after, :-1] |= lo.take(nearest[before, bandwidth]) <= numbers[:-1]
+            (ends,) = (reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)).nonzero()
+            apart = ends.copy()
+            apart[1:] -= ends[:-1]
+            nearest[before, bandwidth] = np.repeat(ends, apart)
+        following, lo = nearest[before, bandwidth], earliest[kind, lineup.depths[after]]
+        if len(following):
+            first, stop = int(lo[following[0]]), len(following)  # no stage begins further ahead: lo grows
+            reached[after, first:stop] |= lo.take(following[first:]) <= numbers[first:stop]
     goal = next((g for g in lineup.goals(problem.limits.num_stages) if reached[g, 0]), None)
     return None if goal is None else _walk_back(problem, reached, earliest, period_ps, goal)
 
@@ -282,7 +282,7 @@ def _walk_back(
         options = []
         for step in (step for step in lineup.steps if step.after == state):
             ends = reached[step.before] & (problem.traffic_ps[step.bandwidth_bytes_s] <= period_ps) & (numbers > place)
-            ends &= earliest[step.kind, lineup.depths[state]][:-1] <= place
+            ends &= earliest[step.kind, lineup.depths[state]] <= place
             at = ends.nonzero()[0]
             if len(at):
                 # The first of the places with the least traffic.
