@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -40,6 +41,25 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
     from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)
+
+
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Let Python look for cycles of garbage rarely inside the context.
+
+    Importing torch and tracing a model make millions of objects, nearly all of which stay: by default they are looked
+    through thousands of times.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+_RARELY = (50_000, 20, 100)
+"""Thresholds of the garbage collector, as of ``gc.set_threshold``."""
 
 
 def known_folder(run: str) -> Place | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from raypipe.cli.common import ConfigFile, Overrides, check_output, open_runfile, trainer_of, write
+from raypipe.cli.common import ConfigFile, Overrides, check_output, collecting_rarely, open_runfile, trainer_of, write
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.price import cost_lines, cost_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from raypipe.ir.profile import Profile
 
 
+@collecting_rarely()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -214,7 +214,7 @@ def step_s(
     """
     work = _work(forward_s, backward_s, split_backward_s)
     if program.overlaps:
-        return _overlapping_s(program, work, wires, optimizer_s, replays, FILLING)
+        return _overlapping_s(program, work, wires, optimizer_s, replays)
     total_s = 0.0
     for replay in range(replays):
         clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
@@ -243,12 +243,17 @@ def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
     for hop in routes.hops:
         wires.append(Wire(costs.forward_latency_s[hop], (costs.forward_occupancy_s[hop],)))
         wires.append(Wire(costs.backward_latency_s[hop], (costs.backward_occupancy_s[hop],)))
-    clock = [0.0] * program.num_workers
-    _replay(program, work, wires, 0, clock, [0.0] * len(wires))
+    clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
+    _replay(program, work, wires, 0, clock, free)
     # The first stage begins a step only after it has ended the one before: its own time is a lower bound.
     if not program.overlaps or max(clock) <= clock[0]:
         return max(clock)
-    return _overlapping_s(program, work, wires, (), STEADY[1] - STEADY[0], STEADY[0])
+    begin_s = 0.0
+    for replay in range(1, STEADY[1]):  # the replayed step is the first
+        if replay == STEADY[0]:
+            begin_s = max(clock)
+        _replay(program, work, wires, replay, clock, free)
+    return (max(clock) - begin_s) / (STEADY[1] - STEADY[0])
 
 
 def _work(
@@ -264,11 +269,10 @@ def _overlapping_s(
     wires: Sequence[Wire],
     optimizer_s: Sequence[float],
     replays: int,
-    filling: int,
 ) -> float:
     clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
     begin_s = 0.0
-    for replay in range(-filling, replays):
+    for replay in range(-FILLING, replays):
         if replay == 0:
             begin_s = max(clock)
         _replay(program, work, wires, replay, clock, free)
@@ -292,9 +296,6 @@ def _replay(
         count = program.messages[number // 2]
         draws = wire.draws_s or (0.0,)
         at = replay * count % len(draws)
-        line = draws[at : at + count]
-        while len(line) < count:
-            line += draws[: count - len(line)]
-        occupancy.extend(line)
+        occupancy.extend((draws * (1 + (at + count - 1) // len(draws)))[at : at + count])
         latency.extend([wire.latency_s] * count)
     run(program.steps, Seconds(work, occupancy, latency), clock, free)

@@ -230,18 +230,23 @@ class _Work(NamedTuple):
 
 @dataclass(slots=True)
 class _Counter:
-    """Observer of Steps that records each operation's work and kept bytes, and if it has a backward for its inputs."""
+    """Observer of Steps that records each operation's work and kept bytes, and if it has a backward for its inputs.
+
+    Args:
+        flops: counter inside which the operations run.
+    """
 
     kept: KeptBytes
+    flops: FlopCounterMode
     work: list[_Work] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
 
     def __call__(self, position: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter:
-            outputs = self.kept(position, call, args, kwargs)
+        before = self.flops.get_total_flops()
+        outputs = self.kept(position, call, args, kwargs)
         inputs = tensors_in((args, kwargs))
         moved_bytes = sum(t.nbytes for t in (*inputs, *tensors_in(outputs)))
-        self.work.append(_Work(float(counter.get_total_flops()), moved_bytes))
+        self.work.append(_Work(float(self.flops.get_total_flops() - before), moved_bytes))
         self.passes.append(any(t.requires_grad and not t.is_leaf for t in inputs))
         return outputs
 
@@ -264,8 +269,10 @@ class _Counts(NamedTuple):
 
 def _counted(meta: _OnMeta, samples: int) -> _Counts:
     columns, count = meta.columns(samples), len(meta.steps.sites)
-    counter = _Counter(KeptBytes((*meta.leaves, *meta.buffers)))
-    outputs = meta.steps.run(meta.leaves, meta.buffers, columns, counter)
+    # One counter for all operations: beginning to count takes longer than to run an operation on the meta device.
+    with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops:
+        counter = _Counter(KeptBytes((*meta.leaves, *meta.buffers)), flops)
+        outputs = meta.steps.run(meta.leaves, meta.buffers, columns, counter)
     kept = [counter.kept.bytes_of.get(i, 0) for i in range(count)]
     counter.kept(count - 1, _stand_in_loss, (outputs, columns), {})
     besides = counter.kept.besides(columns.values())

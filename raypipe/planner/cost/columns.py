@@ -6,8 +6,8 @@ The planner needs the same numbers of a few graphs hundreds of times, so the col
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from raypipe.ir.graph import Lines, ModelGraph, pruned
 
 Ints = NDArray[np.int64]
-KEPT = 8
-"""Number of graphs whose columns are cached."""
+KEPT = 24
+"""Number of graphs whose columns are cached: one for each micro-batch size that is compared, and variants of them."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Sums(NamedTuple):
@@ -72,14 +73,25 @@ class _Same:
         return isinstance(other, _Same) and other.graph is self.graph
 
 
+def cached_by_graph(maxsize: int) -> Callable[[_Function], _Function]:
+    """Return a decorator that caches the latest ``maxsize`` results of a function of a graph and hashable arguments."""
+
+    def cached(function: _Function) -> _Function:
+        of_same = functools.lru_cache(maxsize)(lambda same, *args: function(same.graph, *args))
+
+        @functools.wraps(function)
+        def of_graph(graph: ModelGraph, *args: Any) -> Any:
+            return of_same(_Same(graph), *args)
+
+        return cast(_Function, of_graph)
+
+    return cached
+
+
+@cached_by_graph(KEPT)
 def columns_of(graph: ModelGraph) -> Columns:
     """Return the cached columns of a graph; read-only."""
-    return _columns(_Same(graph))
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _columns(same: _Same) -> Columns:
-    nodes = same.graph.nodes
+    nodes = graph.nodes
     rows_s = [(n.forward_s, n.backward_input_s + n.backward_weight_s, n.backward_weight_s) for n in nodes]
     forward_s, backward_s, weight_s = np.array(rows_s, dtype=np.float64).reshape(-1, 3).T
     rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
@@ -133,6 +145,14 @@ def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> in
     """Return the peak workspace while these nodes run one micro-batch of ``samples``: bytes beyond kept activations."""
     fixed, slopes = _lines_of(graph, nodes)
     return max(0, int((fixed + samples * slopes).max(initial=0)))
+
+
+def neediest(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
+    """Return the node that needs ``workspace_bytes``, the last of several; some node must have a workspace."""
+    columns, (fixed, slopes) = columns_of(graph), _lines_of(graph, nodes)
+    at = np.asarray(nodes, dtype=np.int64)
+    owners = np.repeat(at, columns.workspace_at[at + 1] - columns.workspace_at[at])
+    return int(owners[::-1][(fixed + samples * slopes)[::-1].argmax()])
 
 
 def workspace_lines(graph: ModelGraph, nodes: Sequence[int]) -> Lines:

@@ -39,13 +39,15 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
-from raypipe.planner.cost.columns import columns_of
+from raypipe.planner.cost.columns import cached_by_graph, columns_of
 from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.costs import PICO, Ints, Limits, exchange_ps, node_picoseconds
 from raypipe.planner.partition.device_order import Lineup, Step, line_up
 from raypipe.planner.partition.prefix_sum import prefix_sum
 
 WORD = 64
+KEPT = 2
+"""Number of graphs whose states are cached: each of two micro-batch sizes is tried with several numbers of stages."""
 
 
 class States(NamedTuple):
@@ -229,9 +231,7 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     Raises:
         PlanError: nothing profiled, too many states, or the limits cannot be kept.
     """
-    if graph.edges is not None:
-        graph = link_nodes(graph.nodes, graph.edges, graph.together, graph.before)
-    states = enumerate_states(graph, node_picoseconds(graph), limits.max_states)
+    graph, states = _linked(graph, limits.max_states)
     lineup = line_up(cluster, limits)
     refusal = None
     try:
@@ -248,6 +248,14 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         raise refusal or PlanError(f"antichain finds no cut into {limits.num_stages} stages: set num_stages lower.")
     pieces = _pieces(problem, table, goal)
     return make_answer(graph, cluster, limits, pieces, period_ps / PICO, "antichain")
+
+
+@cached_by_graph(KEPT)
+def _linked(graph: ModelGraph, max_states: int) -> tuple[ModelGraph, States]:
+    """Return the graph with the bytes of its cuts computed from its edges, and its states; the latest are cached."""
+    if graph.edges is not None:
+        graph = link_nodes(graph.nodes, graph.edges, graph.together, graph.before)
+    return graph, enumerate_states(graph, node_picoseconds(graph), max_states)
 
 
 def _problem(graph: ModelGraph, limits: Limits, states: States, lineup: Lineup, bound_ps: float) -> _Problem:

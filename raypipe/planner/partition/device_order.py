@@ -16,8 +16,10 @@ the device of each stage is given (``Limits.in_order``), there is a single path.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from raypipe.ir.cluster import Cluster
@@ -111,7 +113,8 @@ def line_up(cluster: Cluster, limits: Limits) -> Lineup:
         alike_devices.setdefault(key, []).append(i)
     kinds = tuple(DeviceKind(speed, cap, tuple(devices)) for (speed, cap, _), devices in alike_devices.items())
     states = math.prod(len(kind.devices) + 1 for kind in kinds) * (1 if alike else len(kinds))
-    return _walk(cluster, limits, kinds, alike, free=states <= MAX_STATES)
+    most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
+    return Lineup(kinds, *_walk(cluster, most, tuple(kind.devices for kind in kinds), alike, free=states <= MAX_STATES))
 
 
 def _straight(cluster: Cluster, limits: Limits) -> Lineup:
@@ -130,14 +133,23 @@ def _straight(cluster: Cluster, limits: Limits) -> Lineup:
     return Lineup(kinds, tuple(range(len(devices) + 1)), used, free, steps)
 
 
-def _walk(cluster: Cluster, limits: Limits, kinds: tuple[DeviceKind, ...], alike: bool, free: bool) -> Lineup:
-    """Build states and steps breadth first, so that steps are in order of depth.
+_Kinds = tuple[tuple[int, ...], ...]
+"""Devices of each kind."""
+_Walked = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], tuple[Step, ...]]
+"""Attributes of a Lineup after the first."""
+
+
+@functools.lru_cache(maxsize=64)
+def _walk(cluster: Cluster, most: int, kinds: _Kinds, alike: bool, *, free: bool) -> _Walked:
+    """Build states and steps breadth first, so that steps are in order of depth; cached, for limits do not matter here.
 
     Args:
+        most: largest number of stages.
+        kinds: devices of each kind.
         alike: True if links do not distinguish devices, so that a state need not include the last kind.
         free: True if kinds may come in any order; False keeps the order of the cluster.
     """
-    most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
+    speeds = [cluster.devices[devices[0]].speed for devices in kinds]
     start = _Place((0,) * len(kinds), -1)
     places, keys, depths, steps = [start], {_key(start, alike, free): 0}, [0], []
     for before, place in enumerate(places):  # grows while it is walked
@@ -155,9 +167,9 @@ def _walk(cluster: Cluster, limits: Limits, kinds: tuple[DeviceKind, ...], alike
             steps.append(Step(before, keys[key], kind, bandwidth))
     used = [0.0] * len(places)
     for step in steps:  # states of the fixed order stand for several sets of devices: the fastest counts
-        used[step.after] = max(used[step.after], used[step.before] + kinds[step.kind].speed)
-    ahead = [_free_speed(p, kinds, most - depth) for p, depth in zip(places, depths, strict=True)]
-    return Lineup(kinds, tuple(depths), tuple(used), tuple(ahead), tuple(steps))
+        used[step.after] = max(used[step.after], used[step.before] + speeds[step.kind])
+    ahead = [_free_speed(p, kinds, speeds, most - depth) for p, depth in zip(places, depths, strict=True)]
+    return tuple(depths), tuple(used), tuple(ahead), tuple(steps)
 
 
 def _key(place: _Place, alike: bool, free: bool) -> tuple[object, ...]:
@@ -167,22 +179,28 @@ def _key(place: _Place, alike: bool, free: bool) -> tuple[object, ...]:
     return (sum(place.counts), place.last, place.counts[place.last])
 
 
-def _next_kinds(place: _Place, kinds: tuple[DeviceKind, ...], free: bool) -> Iterator[int]:
+def _next_kinds(place: _Place, kinds: _Kinds, free: bool) -> Iterator[int]:
     for kind in range(len(kinds)):
-        if place.counts[kind] < len(kinds[kind].devices) and (free or place.last < 0 or kind <= place.last):
+        if place.counts[kind] < len(kinds[kind]) and (free or place.last < 0 or kind <= place.last):
             yield kind
 
 
-def _bandwidth(cluster: Cluster, kinds: tuple[DeviceKind, ...], kind: int, behind: int) -> float:
+def _bandwidth(cluster: Cluster, kinds: _Kinds, kind: int, behind: int) -> float:
     """Return the bandwidth (bytes/s) between a device of ``kind`` and the next stage's device, of kind ``behind``."""
-    first, second = kinds[kind].devices, kinds[behind].devices
-    return cluster.link(first[0], second[-1]).bandwidth_bytes_s
+    return cluster.link(kinds[kind][0], kinds[behind][-1]).bandwidth_bytes_s
 
 
-def _free_speed(place: _Place, kinds: tuple[DeviceKind, ...], stages: int) -> float:
+def _free_speed(place: _Place, kinds: _Kinds, speeds: Sequence[float], stages: int) -> float:
     """Compute an upper bound of the summed speeds of ``stages`` more devices."""
-    speeds = [kind.speed for kind, n in zip(kinds, place.counts, strict=True) for _ in range(len(kind.devices) - n)]
-    return math.fsum(sorted(speeds, reverse=True)[: max(0, stages)])
+    kept = zip(kinds, speeds, place.counts, strict=True)
+    free = [speed for devices, speed, used in kept for _ in range(len(devices) - used)]
+    return math.fsum(sorted(free, reverse=True)[: max(0, stages)])
+
+
+@functools.lru_cache(maxsize=64)
+def listed_orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """List the first ``most`` of ``device_orders``; cached."""
+    return tuple(itertools.islice(device_orders(cluster, count), most))
 
 
 def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:

@@ -9,12 +9,12 @@ one stage needs (such as the logits of a large vocabulary) is charged to the ope
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph, most
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage
-from raypipe.planner.cost.columns import sums_of, workspace_bytes
+from raypipe.planner.cost.columns import KEPT, cached_by_graph, neediest, sums_of, workspace_bytes
 from raypipe.planner.cost.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.costs import Limits
 
@@ -52,7 +52,9 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
     """
     room, charges = limits.room_bytes, dict[int, int]()
     for _ in range(ROUNDS):
-        partition = solver(_charged(graph, charges), cluster, dataclasses.replace(limits, room_bytes=room))
+        partition = solver(
+            _charged(graph, tuple(charges.items())), cluster, dataclasses.replace(limits, room_bytes=room)
+        )
         memory = memory_of(graph, partition, limits.memory)
         caps = [stage_limit_bytes(cluster, limits, stage) for stage in partition.stages]
         over = [m for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
@@ -63,7 +65,8 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
         room = max(room, common + max(m.message_bytes + m.exchange_bytes for m in over))
         for m in over:
             if (more := m.workspace_bytes - common) > 0:
-                needy = _neediest(graph, partition, partition.stages[m.stage], limits.memory.microbatch_size)
+                nodes = partition.nodes_of(partition.stages[m.stage])
+                needy = neediest(graph, nodes, limits.memory.microbatch_size)
                 charges[needy] = max(more, charges.get(needy, 0))
         if (room, charges) == before:
             room += max(m.message_bytes + m.workspace_bytes + m.exchange_bytes for m in over)
@@ -71,21 +74,13 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
     return partition
 
 
-def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: int) -> int:
-    """Return the node of a stage with the largest workspace beyond the activations that the stage keeps."""
-    after, needs = 0, dict[int, int]()
-    for node in reversed(partition.nodes_of(stage)):
-        needs[node] = most(graph.nodes[node].workspace, samples) - after
-        after += samples * graph.nodes[node].activation_bytes
-    return max(needs, key=needs.__getitem__)
-
-
-def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
-    """Return the graph with ``charges`` (bytes by node) added to buffers, which do not depend on the batch size."""
+@cached_by_graph(KEPT)
+def _charged(graph: ModelGraph, charges: tuple[tuple[int, int], ...]) -> ModelGraph:
+    """Return the graph with ``charges`` (node, bytes) added to buffers, which do not depend on the batch size."""
     if not charges:
         return graph
     nodes = list(graph.nodes)
-    for at, nbytes in charges.items():
+    for at, nbytes in charges:
         nodes[at] = dataclasses.replace(nodes[at], buffer_bytes=nodes[at].buffer_bytes + nbytes)
     return dataclasses.replace(graph, nodes=tuple(nodes))
 

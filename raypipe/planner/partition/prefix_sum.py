@@ -113,7 +113,9 @@ def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partitio
     _, highest = _bounds(problem)
     lacking = sum(int(memory[-1]) for memory in problem.memory.values())
     lacking += max(0, *(-(kind.capacity_bytes or 0) for kind in problem.lineup.kinds))
-    least = least_feasible(lambda extra: _probe(problem, highest, extra), 1, lacking)
+    least = least_feasible(
+        lambda extra: _probe(problem, highest, extra), 1, lacking, enough=lambda cuts: _lacking_bytes(problem, cuts)
+    )
     return None if least is None else _answer(graph, cluster, problem, least[1], "nearest")
 
 
@@ -192,6 +194,19 @@ def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
     return longest
 
 
+def _lacking_bytes(problem: _Problem, cuts: list[_Cut]) -> int:
+    """Compute the most bytes by which one of these stages exceeds the memory limit of its device."""
+    lacking = 0
+    for first, last, step in cuts:
+        memory, capacity = (
+            problem.memory[problem.lineup.depths[step.after]],
+            problem.lineup.kinds[step.kind].capacity_bytes,
+        )
+        if capacity is not None:
+            lacking = max(lacking, int(memory[last] - memory[first]) - capacity)
+    return lacking
+
+
 def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
     """Bound the time at ``speed``, in whole picoseconds, of work that takes ``time_ps`` at speed 1: (lower, upper)."""
     if speed == 1:
@@ -236,14 +251,18 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
     numbers = np.arange(places)
     reached = np.zeros((len(lineup.depths), places), dtype=np.bool_)
     reached[0, -1] = True
-    nearest: dict[tuple[int, float], Ints] = {}  # by state and bandwidth, the first reached place after each place
+    # By state and bandwidth, the first reached place after each place before the last reached one.
+    nearest: dict[tuple[int, float], Ints] = {}
     for before, after, kind, bandwidth in lineup.steps:
         if (before, bandwidth) not in nearest:
-            ends = reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)
-            first = np.minimum.accumulate(np.where(ends, numbers, places)[::-1])[::-1]
-            nearest[before, bandwidth] = first[1:]  # a stage has at least one node
-        lo = np.append(earliest[kind, lineup.depths[after]], places)
-        reached[after, :-1] |= lo[nearest[before, bandwidth]] <= numbers[:-1]
+            (ends,) = (reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)).nonzero()
+            apart = ends.copy()
+            apart[1:] -= ends[:-1]
+            nearest[before, bandwidth] = np.repeat(ends, apart)
+        following, lo = nearest[before, bandwidth], earliest[kind, lineup.depths[after]]
+        if len(following):
+            first, stop = int(lo[following[0]]), len(following)  # no stage begins further ahead: lo grows
+            reached[after, first:stop] |= lo.take(following[first:]) <= numbers[first:stop]
     goal = next((g for g in lineup.goals(problem.limits.num_stages) if reached[g, 0]), None)
     return None if goal is None else _walk_back(problem, reached, earliest, period_ps, goal)
 
@@ -264,7 +283,11 @@ def _walk_back(
         for step in (step for step in lineup.steps if step.after == state):
             ends = reached[step.before] & (problem.traffic_ps[step.bandwidth_bytes_s] <= period_ps) & (numbers > place)
             ends &= earliest[step.kind, lineup.depths[state]] <= place
-            options += [(int(chain.cut_bytes[e]), int(e), step) for e in np.flatnonzero(ends)]
+            at = ends.nonzero()[0]
+            if len(at):
+                # The first of the places with the least traffic.
+                end = at[chain.cut_bytes[at].argmin()]
+                options.append((int(chain.cut_bytes[end]), int(end), step))
         _, end, step = min(options, key=lambda option: option[:2])
         cuts.append(_Cut(place, end, step))
         place, state = end, step.before

@@ -200,7 +200,8 @@ class ShapeSearch:
                 found += self._compared([cell for cell in self._cells(shape, MOST_PLACED) if cell[2] in near], best_s)
         best_s = min((one.step_s for one in found), default=math.inf)
         if best_s >= below_s:
-            if not found and (math.isinf(below_s) or not any(self._may_fit(cell).any() for cell in cells)):
+            fitting = (self._may_fit(each).any() for each in itertools.starmap(self._placed, cells))
+            if not found and (math.isinf(below_s) or not any(fitting)):
                 raise ShapeError(self._unfit(cells[-1]))
             return None
         minibatch, _, _ = microbatches(self._options.request(shape), len(shape))
@@ -212,7 +213,7 @@ class ShapeSearch:
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
         """Simulate candidates by increasing bound, up to ``below_s`` or the best step found; list those that fit."""
-        least_s = [np.where(self._may_fit(cell), self._least_s(self._placed(*cell)), np.inf) for cell in cells]
+        least_s = [self._least_s(each, self._may_fit(each)) for each in itertools.starmap(self._placed, cells)]
         first_s = [float(bounds_s.min()) for bounds_s in least_s]
         found: list[_Found] = []
         for at in np.argsort(first_s, kind="stable").tolist():
@@ -264,10 +265,12 @@ class ShapeSearch:
         shape = tuple(map(len, groups))
         return self._tables.placed(groups, cuts, count, size, self._options.request(shape).num_lanes(len(shape)))
 
-    def _least_s(self, placed: PlacedCuts) -> Floats:
-        """Compute a lower bound of the step of each cut with any permitted schedule, in seconds."""
+    def _least_s(self, placed: PlacedCuts, fitting: NDArray[np.bool_] | bool = True) -> Floats:
+        """Compute a lower bound of the step of each cut with any permitted schedule, in seconds; inf if not fitting."""
+        if not np.any(fitting):
+            return np.full(len(placed.forward_s), np.inf)
         kinds = [request.kind for request in self._options.kinds(tuple(map(len, placed.groups)))]
-        return placed.least_s(next((kind for kind in kinds if kind.splits_backward), kinds[0]))
+        return np.where(fitting, placed.least_s(next((x for x in kinds if x.splits_backward), kinds[0])), np.inf)
 
     def _whole(self, placed: PlacedCuts) -> NDArray[np.bool_]:
         """Mask the cuts in which no stage with several workers has nodes that change buffers; shape (cuts,)."""
@@ -277,9 +280,8 @@ class ShapeSearch:
         kept: NDArray[np.bool_] = np.logical_not((changes & several).any(axis=1))
         return kept
 
-    def _may_fit(self, cell: _Cell) -> NDArray[np.bool_]:
+    def _may_fit(self, placed: PlacedCuts) -> NDArray[np.bool_]:
         """Mask the cuts whose ``total_bytes`` fit with the schedule that needs the least memory; shape (cuts,)."""
-        placed = self._placed(*cell)
         fitting, caps = self._whole(placed), self._options.caps(placed.groups)
         if not np.isinf(caps).all():
             thriftiest = self._options.kinds(tuple(map(len, placed.groups)))[0]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raypipe.ir.schedule_spec import takes
 from raypipe.planner.cost.microbatch import all_sizes
-from raypipe.planner.partition.device_order import device_orders
+from raypipe.planner.partition.device_order import listed_orders
 from raypipe.planner.schedule.zero_bubble import full_lags
 from raypipe.planner.search.cut_costs import Floats, Groups, Ints, PlacedCuts, Shape, stage_bytes
 from raypipe.planner.search.problem import Problem
@@ -106,7 +106,7 @@ class ShapeOptions:
         request = self.request(shape)
         if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
             return [tuple(homes_of(request, len(shape)))]
-        orders = itertools.islice(device_orders(self._problem.cluster, len(shape)), MOST_ORDERS)
+        orders = listed_orders(self._problem.cluster, len(shape), MOST_ORDERS)
         return [tuple((device,) for device in order) for order in orders]
 
     def sizes(self, shape: Shape) -> list[tuple[int, int]]:
