@@ -26,11 +26,13 @@ from collections.abc import Sequence
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import Candidate, Partition, Plan
+from raypipe.ir.plan import Candidate, CurvePoint, Partition, Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
+from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.cost.microbatch import MicrobatchChoice, divisors, explain_number
 from raypipe.planner.cost.tolerance import EVEN, as_quick
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fits_within, refilled
@@ -39,7 +41,6 @@ from raypipe.planner.search.compare_shapes import always_shown, row_of, shape_re
 from raypipe.planner.search.cut_costs import Shape
 from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.make_plan import build_plan
-from raypipe.planner.search.microbatch_curve import choice_of
 from raypipe.planner.search.other_orders import in_another_order, only_in_another_order
 from raypipe.planner.search.predict import (
     NOTHING,
@@ -69,6 +70,8 @@ NEAR = 1.1
 """Other slack and other orders of execution are tried for plans whose step is at most this many times the shortest."""
 MOST_NEAR = 8
 """Largest number of plans for which other slack and other orders of execution are tried."""
+MOST_WORK = 8_000
+"""Largest product of stages and micro-batches of a step that is added to the curve."""
 
 
 def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
@@ -99,7 +102,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     if is_open(request):
         best = only_where_needed(problem, dataclasses.replace(best, prediction=predicted(best, problem.links)))
         best = dataclasses.replace(best, prediction=predicted(best, problem.links))
-    best = dataclasses.replace(best, choice=choice_of(problem, best))
+    best = dataclasses.replace(best, choice=_choice_of(problem, best))
     best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     looked_at = [each for each in decisions if each.partition.replicas in single]
     reasons = reasons_of(problem, best, looked_at, min(compared.bound_s, step_s_of(best)))
@@ -207,6 +210,48 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
         if step_s < step_s_of(best) * (1 - EVEN):
             best = dataclasses.replace(other, prediction=dataclasses.replace(NOTHING, step_s=step_s))
     return best
+
+
+def _choice_of(problem: Problem, decision: Decision) -> MicrobatchChoice | None:
+    """Explain the number of micro-batches of a plan by predicted steps of the same cut and schedule with other numbers.
+
+    Returns None if the number was given, the schedule is asynchronous, or only one micro-batch size was measured.
+    """
+    request, stages, minibatch = decision.request, decision.partition.num_stages, decision.minibatch_size
+    if problem.request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
+        return None
+    curve = [CurvePoint(decision.num_microbatches, decision.microbatch_size, step_s_of(decision))]
+    for count in divisors(minibatch):
+        size, most = minibatch // count, max(decision.partition.replicas)
+        if count == decision.num_microbatches or count < most or count * stages > MOST_WORK:
+            continue
+        other = _with_number(problem, decision, count, size)
+        refused = "" if request.takes(minibatch, size) else "model"
+        if not refused and problem.bounded:
+            fits = fits_within(other.partition, other.graph, other.cluster, other.limits, other.limits.memory)
+            refused = "" if fits else "memory"
+        curve.append(CurvePoint(count, size, seconds_of(other), refused))
+    curve.sort(key=lambda point: point.num_microbatches)
+    return explain_number(curve, decision.num_microbatches, minibatch, problem.times)
+
+
+def _with_number(problem: Problem, decision: Decision, count: int, size: int) -> Decision:
+    """Return the decision with ``count`` micro-batches of ``size`` samples, and the same cut and schedule."""
+    graph, stages = problem.at(size), decision.partition.num_stages
+    then_s, now_s = columns_of(decision.graph).busy_s, columns_of(graph).busy_s
+    moved = []
+    for stage in decision.partition.stages:
+        nodes = list(decision.partition.nodes_of(stage))
+        grown = float(now_s[nodes].sum()) / (float(then_s[nodes].sum()) or 1.0)
+        moved.append(dataclasses.replace(stage, period_s=stage.period_s * grown))
+    return dataclasses.replace(
+        decision,
+        graph=graph,
+        limits=limits_of(decision.request, stages, stages, count, size),
+        partition=dataclasses.replace(decision.partition, stages=tuple(moved)),
+        num_microbatches=count,
+        microbatch_size=size,
+    )
 
 
 def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
