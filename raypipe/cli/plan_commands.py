@@ -185,7 +185,6 @@ def compared(files: Sequence[Path], plan: Callable[[Any], Plan], budget: CostBud
 
 
 def _try(file: Path, plan: Callable[[Any], Plan], budget: CostBudget) -> _Tried:
-    from raypipe.ir.price import cost_of
     from raypipe.runfile.cluster_file import read_cluster
 
     cluster = read_cluster(file)
