@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from raypipe import PipelineConfig
+from raypipe import PipelineConfig, load_state_dict
 from raypipe.capture import Capture, capture
 from raypipe.data.open_data import open_data
 from raypipe.engine.device.device import CPU, Device
@@ -35,7 +36,7 @@ from tests.models import Case, case
 
 __all__ = [
     "SCHEDULES", "SHAPES", "STEPS", "Recorder", "Run", "Shape", "by_hand", "captured", "config_of", "differences",
-    "expected", "faults", "optimizer_of", "programs", "rows_of", "same_bits", "storages", "train",
+    "expected", "faults", "optimizer_of", "programs", "rows_of", "same_bits", "storages", "train", "unequal",
 ]  # fmt: skip
 
 STEPS = 5
@@ -287,6 +288,12 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return False
     one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(one, other)
+
+
+def unequal(one: Mapping[str, torch.Tensor] | str | Path, other: Mapping[str, torch.Tensor] | str | Path) -> list[str]:
+    """Names of tensors in which two states, or two checkpoints, differ by a bit, or which one of them lacks."""
+    ours, theirs = (load_state_dict(state) if isinstance(state, str | Path) else state for state in (one, other))
+    return [name for name in {**ours, **theirs} if not same_bits(ours.get(name), theirs.get(name))]
 
 
 def differences(ours: Run, theirs: Reference | Run, *, buffers: bool = True) -> list[str]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer
 
-__all__ = ["sgd", "trainer_of"]
+__all__ = ["adamw", "sgd", "trainer_of"]
 
 USUAL = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"}
 """Fields of PipelineConfig."""
@@ -23,17 +23,21 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-def trainer_of(model: Any, folder: Path | str | None = None, **given: Any) -> PipelineTrainer:
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def trainer_of(model: Any, folder: Path | str | None = None, name: str | None = "run", **given: Any) -> PipelineTrainer:
     """Make a trainer with cross-entropy and SGD.
 
     Args:
-        folder: that holds the run, named "run"; None for a run without a name.
+        folder: that holds the run; None for a run without a folder and a name.
         given: fields of PipelineConfig and arguments of PipelineTrainer instead of the usual ones.
     """
     fields = {name: value for name, value in given.items() if name in FIELDS}
     arguments = {name: value for name, value in given.items() if name not in FIELDS}
     if folder is not None:
-        arguments["run_config"] = SimpleNamespace(name="run", storage_path=str(folder))
+        arguments = {"run_config": SimpleNamespace(name=name, storage_path=str(folder))} | arguments
     return PipelineTrainer(
         model,
         pipeline=PipelineConfig(**USUAL | fields),

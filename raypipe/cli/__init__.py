@@ -14,9 +14,8 @@ from typing import Annotated
 import typer
 
 from raypipe.cli.machine_commands import dashboards, doctor, init, probe
-from raypipe.cli.plan_commands import data, plan, profile
+from raypipe.cli.plan_commands import data, plan, profile, simulate
 from raypipe.cli.run_commands import export, list_runs, report, resize, status, stop, trace, train
-from raypipe.cli.simulate import simulate
 from raypipe.errors import RaypipeError
 
 __all__ = ["app", "main"]

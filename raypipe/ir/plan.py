@@ -9,7 +9,7 @@ from typing import Any
 
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.from_plain import from_plain
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.ir.schedule import Homes, Op, Schedule, Wiring, parse_action
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
@@ -230,6 +230,11 @@ class Partition:
     def nodes_of(self, stage: Stage) -> Sequence[int]:
         """Return the positions of a stage's nodes in the graph, in execution order."""
         return self.order[stage.start : stage.stop] if self.order else range(stage.start, stage.stop)
+
+    def on_workers(self, homes: Homes) -> Partition:
+        """Return the partition with these workers for its stages, by stage."""
+        stages = (replace(stage, devices=workers) for stage, workers in zip(self.stages, homes, strict=True))
+        return replace(self, stages=tuple(stages))
 
 
 @dataclass(frozen=True, slots=True)

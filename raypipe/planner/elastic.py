@@ -33,7 +33,6 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Homes, groups_in
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.search.replica_cuts import on_workers
 from raypipe.planner.search.request import PER_WORKER, Request
 
 SURE = 2.0
@@ -160,7 +159,7 @@ def regrouped(plan: Plan, counts: tuple[int, ...]) -> Plan:
     schedule = schedule_of(spec, len(homes))
     return dataclasses.replace(
         plan,
-        partition=on_workers(plan.partition, schedule.wiring.homes),
+        partition=plan.partition.on_workers(schedule.wiring.homes),
         schedule=schedule,
         spec=spec,
         prediction=None,

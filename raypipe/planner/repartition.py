@@ -50,7 +50,7 @@ from raypipe.planner.search.predict import NOTHING, predicted, seconds_of
 from raypipe.planner.search.problem import Decision, graph_at, limits_of, seconds_at, slower, times_of
 from raypipe.planner.search.recompute import is_open
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.solvers import placed
+from raypipe.planner.search.solver_cuts import placed
 
 
 def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Sequence[float]) -> Profile:

@@ -23,7 +23,6 @@ from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
-from raypipe.profiling.fingerprint import fingerprint
 from raypipe.profiling.measure import (
     PROFILE_BUDGET_S,
     REPEATS,
@@ -33,6 +32,7 @@ from raypipe.profiling.measure import (
     powers_of_two,
     profile_graph,
 )
+from raypipe.profiling.steps import fingerprint
 
 MEASURING = 7
 """Version of the measuring method, a part of the cache key: profiles of other versions are not read."""

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from raypipe.capture import Capture, TracedModel
 from raypipe.capture.analyse import SYM_SIZE, UNCAST, Analysis, column_with
+from raypipe.capture.python_state import CACHE, read_memory_of
 from raypipe.capture.sequential import SequentialFunction
 from raypipe.engine.stage.activation_checkpointing import untraced_checkpoints
 from raypipe.engine.stage.mixed_precision import computing, converted, uncast
 from raypipe.engine.stage.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.stage.stage import StageProgram
-from raypipe.profiling.fingerprint import fingerprint
 
 Columns = Mapping[Any, torch.Tensor]
 
@@ -254,3 +255,20 @@ def _meta_attention(
         return fused(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scaling.get("scale"))[0]
     plain = torch.ops.aten.scaled_dot_product_attention.default
     return plain(q, k, v, mask, dropout_p, is_causal, **scaling)
+
+
+def fingerprint(thing: Any) -> str:
+    """Compute the fingerprint of a module, a function or an object that contains such, as hexadecimal digits.
+
+    Equal fingerprints mean equal work on equal shapes. A fingerprint covers the Python state and code that
+    capture/python_state.py reads, classes and modes of modules, and shapes, dtypes and requires_grad of parameters and
+    buffers, but not their contents. It does not depend on the process, so profiles can be cached by it.
+    """
+    values = read_memory_of(thing, "it").values
+    parts = [f"{path} {value!r}" for path, value in values.items() if not path.startswith(CACHE)]
+    if isinstance(thing, nn.Module):
+        modules = thing.named_modules(remove_duplicate=False)
+        parts += [f"{path} {type(x).__module__}.{type(x).__qualname__} {x.training}" for path, x in modules]
+        tensors = (*thing.named_parameters(), *thing.named_buffers())
+        parts += [f"{name} {list(x.shape)} {x.dtype} {x.requires_grad}" for name, x in tensors]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

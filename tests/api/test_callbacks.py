@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-import raypipe
 from raypipe.callbacks import Callback, TensorBoard
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.runfile.run_file import read_runfile
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.models import CASES
 from tests.prepare.test_resume import broken_adamw, trainer
 from tests.run.test_calls import Fails, Listens
@@ -99,8 +98,7 @@ def test_they_hear_of_a_run_from_its_start_to_its_end_and_change_no_bit(tmp_path
     (warning,) = [line["reason"] for line in lines if line["decision"] == "warning"]
     assert warning.startswith("The callback Fails failed in on_step at ")
     alone = trainer("cnn", tmp_path, "alone", 2, eval_data=data).fit(num_steps=4, local=True, progress=False)
-    found, wanted = raypipe.load_state_dict(result.checkpoint), raypipe.load_state_dict(alone.checkpoint)
-    assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
+    assert unequal(result.checkpoint, alone.checkpoint) == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,31 +12,22 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import load_state_dict
 from raypipe.errors import ConfigError, DataError, StageError
 from tests.exactness import same_bits
 from tests.models import CASES
 from tests.nets import sequential
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, SIZE = 4, 2
-FIELDS: dict[str, Any] = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"}
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 def trainer(folder: Path, name: str, *, run: str | None = "run", **more: Any) -> Any:
     found = CASES[name]
-    fields = {**FIELDS, **more.pop("fields", {})}
-    given = {"loss_fn": found.loss_fn, "train_data": found.data(40), **more}
-    model = given.pop("model", None) or found.model()
-    return PipelineTrainer(
-        model, optimizer=sgd, pipeline=PipelineConfig(**fields),
-        run_config=SimpleNamespace(name=run, storage_path=str(folder)), **given,
-    )  # fmt: skip
+    given = {"loss_fn": found.loss_fn, "train_data": found.data(40), **more.pop("fields", {}), **more}
+    return trainer_of(given.pop("model", None) or found.model(), folder, run, **given)
 
 
 def fit(made: Any, steps: int = STEPS) -> Any:

@@ -22,16 +22,13 @@ from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.models import CASES
 from tests.nets import Mlp
+from tests.trainers import sgd
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
 CONFIG = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters")
 OTHER = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=2, partitioner="parameters", seed=3)
 STEPS = 3
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 def made(folder: Path, run: str | None, case: str = "mlp", config: PipelineConfig = OTHER, **more: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.runtime.fleet.fleet import Fleet
+from tests.exactness import unequal
 from tests.runtime.on_fleet import start_on
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,12 +34,8 @@ def ramps() -> nn.Module:
 
 def trainer(folder: Path, name: str, model: nn.Module, loss_fn: Any = cross_entropy) -> PipelineTrainer:
     torch.manual_seed(4)
-    return PipelineTrainer(
-        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=loss_fn,
-        train_data=TensorDataset(torch.randn(16, 6), torch.randint(0, 3, (16,))),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters"),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-    )  # fmt: skip
+    data = TensorDataset(torch.randn(16, 6), torch.randint(0, 3, (16,)))
+    return trainer_of(model, folder, name, loss_fn=loss_fn, train_data=data, num_microbatches=2)
 
 
 def test_workers_compute_in_the_element_type_of_the_script(fleet: Fleet, tmp_path: Path) -> None:
@@ -53,9 +49,8 @@ def test_workers_compute_in_the_element_type_of_the_script(fleet: Fleet, tmp_pat
         torch.set_default_dtype(torch.float32)
     start_on(fleet, trainer(tmp_path, "single again", ramps()), 3).wait()
     for one, other in (("threads", "actors"), ("single", "single again")):
-        wanted, found = load_state_dict(tmp_path / one), load_state_dict(tmp_path / other)
-        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
-    assert found["0.weight"].dtype == torch.float32
+        assert unequal(tmp_path / one, tmp_path / other) == []
+    assert load_state_dict(tmp_path / "single again")["0.weight"].dtype == torch.float32
 
 
 def test_workers_know_what_a_module_registers_with_torch(fleet: Fleet, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.controller import Verdict
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.testing import reference
-from tests.exactness import same_bits
+from tests.exactness import same_bits, unequal
 from tests.models import CASES
 from tests.prepare.test_resume import trainer
 from tests.runs.test_nonfinite import BAD, arguments, traced
@@ -33,7 +33,7 @@ def test_a_run_on_ray_is_the_run_in_threads(fleet: Fleet, tmp_path: Path) -> Non
     assert actors.metrics["eval_loss"] == threads.metrics["eval_loss"]
     ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")
     assert ours.keys() == theirs.keys() == CASES["cnn"].model().state_dict().keys()
-    assert [name for name in ours if not same_bits(ours[name], theirs[name])] == []
+    assert unequal(ours, theirs) == []
     check_folder(tmp_path / "actors", actors)
 
 

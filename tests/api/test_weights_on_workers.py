@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,13 @@ from ray.train import FailureConfig
 from safetensors.torch import save_file
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.worker.packing import stored
+from tests.exactness import unequal
 from tests.runtime.fleet.test_recovery import WAIT_S, events, kill, reached
 from tests.runtime.on_fleet import start_on
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -53,16 +54,10 @@ def trainer(
     folder: Path, name: str, on: str, weights: Path | None, precision: str = "fp32", seconds: float = 0.0,
     failures: int = 0, build: Callable[[], nn.Module] = model,
 ) -> PipelineTrainer:  # fmt: skip
-    return PipelineTrainer(
-        build, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy, init_from=weights,
-        train_data=Rows(16, seconds),
-        pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", weights_on=on,
-            precision=precision,
-        ),
-        run_config=SimpleNamespace(
-            name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=failures)
-        ),
+    kept = FailureConfig(max_failures=failures)
+    return trainer_of(
+        build, init_from=weights, train_data=Rows(16, seconds), num_microbatches=2, weights_on=on, precision=precision,
+        run_config=SimpleNamespace(name=name, storage_path=str(folder), failure_config=kept),
     )  # fmt: skip
 
 
@@ -106,5 +101,4 @@ def test_all_stages_are_lost_before_a_checkpoint_and_then_there_are_more(local_r
     assert "the parameters that the run began with" in recovery["reason"]
     trainer(tmp_path, "threads", "workers", None).fit(num_steps=60, local=True, progress=False)
     wanted = load_state_dict(tmp_path / "threads")
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert unequal(found, wanted) == []

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.emulators.fills import Fill, Sample
-from tests.emulators.training import add_lane, keep, load, one_thread, weights
+from tests.emulators.training import Fill, Sample, add_lane, keep, load, one_thread, weights
 
 __all__ = ["emulate_apart"]
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +22,7 @@ from raypipe.data.open_data import open_data
 from raypipe.engine.bad_samples import failing_row
 from raypipe.engine.stage.activation_checkpointing import ForwardInputs
 from raypipe.errors import DataError, StageError
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("captures_of_a_test")]
 
@@ -41,13 +41,7 @@ def changed(column: torch.Tensor, value: float, *place: int) -> torch.Tensor:
 def trainer(data: Any, model: nn.Module, loss_fn: Any, folder: Path, **options: Any) -> raypipe.PipelineTrainer:
     """Two stages, with an evaluation after each step if there is data for one."""
     evaluates = {"eval_interval_steps": 1} if "eval_data" in options else {}
-    return raypipe.PipelineTrainer(
-        model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data,
-        pipeline=raypipe.PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", **evaluates
-        ),
-        run_config=SimpleNamespace(name="run", storage_path=str(folder)), **options,
-    )  # fmt: skip
+    return trainer_of(model, folder, loss_fn=loss_fn, train_data=data, num_microbatches=2, **evaluates, **options)
 
 
 def fails(*given: Any, **options: Any) -> str:

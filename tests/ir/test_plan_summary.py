@@ -15,6 +15,7 @@ import raypipe
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.plan import Plan
 from tests.hugging_face import hugging_face
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -25,15 +26,11 @@ TIME = r"[\d.]+ (s|ms|us)"
 
 def sequential(run_config: object = None, **pipeline: object) -> raypipe.PipelineTrainer:
     torch.manual_seed(0)
-    given = {"num_stages": 2, "minibatch_size": 16, **pipeline}
-    return raypipe.PipelineTrainer(
+    return trainer_of(
         nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
-        loss_fn=nn.functional.cross_entropy,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        train_data=TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,))),
-        pipeline=raypipe.PipelineConfig(**given),  # type: ignore[arg-type]
-        run_config=run_config,
-    )
+        train_data=TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,))), run_config=run_config,
+        **{"minibatch_size": 16, "num_microbatches": "auto", "partitioner": "auto"} | pipeline,
+    )  # fmt: skip
 
 
 def gpt2(**pipeline: object) -> raypipe.PipelineTrainer:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
+from raypipe.ir.plan import Partition
+from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.costs import Limits
 from tests.planner.specs import spec_for
 
@@ -170,3 +173,13 @@ def brute_force(graph: ModelGraph, cluster: Cluster, bounds: Limits, *, in_order
         ),
         default=math.inf,
     )
+
+
+def cut_at(graph: ModelGraph, cluster: Cluster, bounds: Limits, positions: Sequence[int]) -> Partition:
+    """The partition with given cuts (first node of each stage, and the number of nodes), with stage s on device s."""
+    busy_s, pieces = columns_of(graph).busy_s, []
+    for device, (start, stop) in enumerate(itertools.pairwise(positions)):
+        seconds = float(busy_s[start:stop].sum()) / cluster.devices[device].speed
+        crossing = graph.nodes[start - 1].cut_bytes or 0 if start else 0
+        pieces.append(Piece(range(start, stop), (device,), seconds, crossing))
+    return make_answer(graph, cluster, bounds, pieces, max(piece.period_s for piece in pieces), "a test")

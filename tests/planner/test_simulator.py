@@ -6,12 +6,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.ir.schedule import COMPUTE, Op, Schedule, Wiring, dependencies, parse_action, single_homes
-from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.ir.schedule import COMPUTE, Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.planner import compiled_rows
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -69,31 +68,6 @@ def test_repeats_run_back_to_back():
     once = makespan_s(lowered, costs)
     assert makespan_s(lowered, costs, repeats=4) == 4 * once
     assert simulate(lowered, costs, repeats=2).peak_in_flight == (3, 2, 1)
-
-
-@pytest.mark.slow
-@given(st.sampled_from(["1f1b", "gpipe", "interleaved"]), st.integers(1, 3), st.integers(1, 5), st.data())
-@settings(max_examples=20, deadline=None)
-def test_times_respect_the_one_rule(kind, workers, microbatches, data):
-    """Whatever the costs: nobody starts before what it waits for has ended, nor before its own row lets it."""
-    option = {"chunks": 2} if kind == "interleaved" else {}
-    stages = workers * option.get("chunks", 1)
-    seconds = st.integers(1, 8).map(lambda n: n / 4)
-    by_stage, by_hop = (st.lists(seconds, min_size=n, max_size=n).map(tuple) for n in (stages, stages - 1))
-    costs = Costs(*(data.draw(by_stage) for _ in range(4)), *(data.draw(by_hop) for _ in range(4)), data.draw(by_stage))
-    lowered = lower(schedule_of(ScheduleSpec(kind, microbatches, **option), stages))
-    found = {span.action: span for span in simulate(lowered, costs).spans}
-    for row in lowered.body:
-        now = 0.0
-        for action in row:
-            if action not in found:
-                continue
-            span = found[action]
-            waits = action.op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)
-            for wanted in dependencies(action, lowered.wiring):
-                assert (span.end_s if waits else span.start_s) >= found.get(wanted, (0, 0, 0.0, 0.0))[3]
-            assert span.start_s >= now
-            now = now if action.op in (Op.SEND_F, Op.SEND_B) else span.end_s
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from raypipe.errors import CaptureError, DataError, PlanError, RaypipeError
 from raypipe.preflight.optimizer import try_optimizers
 from tests import nets
 from tests.exactness import captured, programs
-from tests.torch_words import torch_says
 from tests.trainers import sgd, trainer_of
 
 pytestmark = pytest.mark.engine
@@ -39,6 +38,13 @@ def refusal(model: Any = None, **given: Any) -> RaypipeError:
     assert caught.value.__cause__ is None
     assert len(str(caught.value)) < 600
     return caught.value
+
+
+def torch_says(mistake: Callable[[], Any]) -> str:
+    """Torch's words, which are not the same in every release; our messages quote them."""
+    with pytest.raises(RuntimeError) as caught:
+        mistake()
+    return str(caught.value)
 
 
 class Strange:

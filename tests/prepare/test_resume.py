@@ -7,7 +7,7 @@ import dataclasses
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +20,14 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.errors import CheckpointError
 from raypipe.profiling.profile_cache import cached_profile
-from tests.exactness import SHAPES, config_of, same_bits
+from tests.exactness import SHAPES, config_of, same_bits, unequal
 from tests.models import CASES
+from tests.trainers import adamw
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
 STEPS, SAVED = 5, 3
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def broken_adamw(named: Any) -> torch.optim.Optimizer:
@@ -98,8 +96,7 @@ def test_the_same_steps(name: str, first: int, then: int, tmp_path: Path, whole:
     expected_rows, expected = whole[name]
     assert rows == expected_rows
     assert [r.step for r in result.records] == list(range(STEPS))
-    assert state.keys() == expected.keys()
-    assert [n for n in state if not same_bits(state[n], expected[n])] == []
+    assert unequal(state, expected) == []
     assert any(not same_bits(state[n], saved[n]) for n in state), "the second half changed nothing"
 
 
@@ -126,7 +123,7 @@ def test_stopping_and_going_on(tmp_path: Path) -> None:
     rows, state = outcome(tmp_path / "run")
     expected_rows, expected = outcome(tmp_path / "whole")
     assert rows == expected_rows
-    assert [n for n in state if not same_bits(state[n], expected[n])] == []
+    assert unequal(state, expected) == []
 
 
 def test_checkpoints_on_the_way_and_what_is_kept(tmp_path: Path) -> None:
@@ -207,14 +204,14 @@ def test_a_full_disk_ends_no_training(
     made = partial(trainer, "mlp", stages=2, pipeline=pipeline)
     made(folder=tmp_path, run="whole").fit(num_steps=steps, local=True, progress=False)
     handle = made(folder=small_disk, run="run").start(num_steps=steps, local=True)
-    wait_for(lambda: handle.status().step >= 10)
+    wait_until(lambda: handle.status().step >= 10)
     filler = small_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
     full_at = handle.status().step
-    wait_for(lambda: any("No space left" in alert.message for alert in handle.status().alerts))
-    wait_for(lambda: handle.status().step >= min(full_at + 40, steps))
+    wait_until(lambda: any("No space left" in alert.message for alert in handle.status().alerts))
+    wait_until(lambda: handle.status().step >= min(full_at + 40, steps))
     if freed:
         filler.unlink()
         assert len(handle.wait(timeout_s=240).records) == steps
@@ -225,11 +222,4 @@ def test_a_full_disk_ends_no_training(
         made(folder=small_disk, run="run").fit(num_steps=steps, local=True, progress=False)
     (rows, state), (expected_rows, expected) = outcome(small_disk / "run"), outcome(tmp_path / "whole")
     assert rows == expected_rows
-    assert [n for n in state if not same_bits(state[n], expected[n])] == []
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached"
-        time.sleep(0.001)
+    assert unequal(state, expected) == []

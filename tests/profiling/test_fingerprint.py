@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.capture import Capture, capture
-from raypipe.profiling.fingerprint import fingerprint
 from raypipe.profiling.measure import Bench
 from raypipe.profiling.operations import Budget, OperationTimer
+from raypipe.profiling.steps import fingerprint
 from tests.sources import ROOT
 
 ROUNDS = 2

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from raypipe import PipelineConfig, PipelineTrainer, Result, load_state_dict
+from raypipe import PipelineTrainer, Result, load_state_dict
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.prepare.identity import optimizer_labels
 from raypipe.run.same_run import differences
-from tests.exactness import same_bits
+from tests.exactness import unequal
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -62,16 +63,8 @@ def by_layer(named: Any, lrs: tuple[float, float] = (0.1, 0.2)) -> torch.optim.O
 
 
 def fit(folder: Path, steps: int, *, config: dict[str, Any] | None = None, **given: Any) -> Result:
-    settings = {"num_stages": 2, "minibatch_size": BATCH, "num_microbatches": 2, "partitioner": "parameters"}
-    arguments: dict[str, Any] = {
-        "loss_fn": nn.functional.cross_entropy,
-        "optimizer": sgd,
-        "train_data": rows(),
-        "pipeline": PipelineConfig(**{**settings, **(config or {})}),
-        "run_config": SimpleNamespace(name="run", storage_path=str(folder)),
-        **given,
-    }
-    trainer = PipelineTrainer(arguments.pop("model", None) or net(), **arguments)
+    given = {"optimizer": sgd, "train_data": rows(), "num_microbatches": 2} | (config or {}) | given
+    trainer = trainer_of(given.pop("model", None) or net(), folder, **given)
     return trainer.fit(num_steps=steps, local=True, progress=False)
 
 
@@ -291,8 +284,7 @@ def test_a_crash_soon_after_keeps_the_new_learning_rate(tmp_path: Path) -> None:
         fit(tmp_path, STEPS, optimizer=slow, resume=True, run_config=run)
     shutil.rmtree(tmp_path / f"run/checkpoints/step_{STEPS:07d}")
     fit(tmp_path, STEPS, optimizer=slow)
-    one, other = load_state_dict(tmp_path / "run"), load_state_dict(tmp_path / "straight")
-    assert [name for name in one if not same_bits(one[name], other[name])] == []
+    assert unequal(tmp_path / "run", tmp_path / "straight") == []
 
 
 # -- Fingerprints ----------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.api.from_file import make_trainer
 from raypipe.errors import ConfigError
 from raypipe.runfile.config_yaml import describe
 from raypipe.runfile.run_file import read_runfile
+from tests.exactness import unequal
 
 pytestmark = pytest.mark.ray
 
@@ -90,8 +91,7 @@ def test_a_run_of_named_parts_trains_again_and_goes_on(module: Any, tmp_path: Pa
     config = Path(once.path) / "config.yaml"
     again = make_trainer(read_runfile(config, ["run_config.name=other"]))
     twice = again.fit(num_steps=3, local=True, progress=False)
-    one, other = load_state_dict(once.checkpoint), load_state_dict(twice.checkpoint)
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert unequal(once.checkpoint, twice.checkpoint) == []
     on = make_trainer(read_runfile(config, ["num_steps=5"])).fit(num_steps=5, local=True, progress=False)
     assert (on.path, len(on.records)) == (once.path, 5)
     assert read_runfile(config).values["run_config"]["checkpoint_config"] == {"num_to_keep": 2}

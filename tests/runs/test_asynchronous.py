@@ -18,9 +18,8 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data.open_data import open_data
 from raypipe.errors import ConfigError
 from tests.emulators.apart import emulate_apart
-from tests.emulators.fills import Fill, fills_of
 from tests.emulators.nets import NETS, frozen_first
-from tests.emulators.training import Emulated, emulate
+from tests.emulators.training import Emulated, Fill, emulate, fills_of
 from tests.emulators.versions import (
     Mode,
     bounded,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raypipe import PipelineConfig, PipelineTrainer
+from raypipe import PipelineTrainer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.run.plans.blueprint import predicted_step
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.given_times import with_times
 from tests.models import CASES
-from tests.prepare.test_resume import adamw, cosine, outcome, wait_for
+from tests.prepare.test_resume import cosine, outcome
+from tests.trainers import adamw, trainer_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
@@ -44,26 +45,10 @@ def trainer(
     **pipeline: Any,
 ) -> Any:
     case = CASES[name]
-    return PipelineTrainer(
-        case.model(),
-        loss_fn=loss_fn or case.loss_fn,
-        optimizer=adamw,
-        lr_scheduler=cosine,
-        train_data=case.data(samples),
-        eval_data=case.data(10),
-        pipeline=PipelineConfig(
-            num_stages=stages,
-            minibatch_size=8,
-            num_microbatches=4,
-            **{"partitioner": "parameters", **pipeline},
-        ),
-        run_config=SimpleNamespace(name=run, storage_path=str(folder)),
-        resume=resume,
-    )
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    return trainer_of(
+        case.model(), folder, run, loss_fn=loss_fn or case.loss_fn, optimizer=adamw, lr_scheduler=cosine,
+        train_data=case.data(samples), eval_data=case.data(10), resume=resume, num_stages=stages, **pipeline,
+    )  # fmt: skip
 
 
 def fit(found: PipelineTrainer, steps: int) -> Any:
@@ -80,7 +65,7 @@ def test_resuming_equals_a_run_that_drained_at_the_same_steps(mode: str, tmp_pat
     rows, state = outcome(tmp_path / "run")
     expected_rows, expected = outcome(tmp_path / "whole")
     assert rows == expected_rows
-    assert same(state, expected)
+    assert unequal(state, expected) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +93,7 @@ def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Pat
     handle = trainer(tmp_path, "run", samples=80_000, checkpoint_interval_steps=100_000, **MODES[mode]).start(
         num_steps=5_000, local=True
     )
-    wait_for(lambda: handle.status().step >= 7)
+    wait_until(lambda: handle.status().step >= 7)
     handle.stop()
     result = handle.wait()
     step = len(result.records)
@@ -119,13 +104,13 @@ def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Pat
     fit(trainer(tmp_path, "told", samples=80_000, checkpoint_interval_steps=100_000, **MODES[mode]), step)
     expected_rows, expected = outcome(tmp_path / "told")
     assert rows == expected_rows
-    assert same(state, expected)
+    assert unequal(state, expected) == []
 
 
 def test_an_epoch_of_one_small_mini_batch_is_synchronous(tmp_path: Path) -> None:
     for schedule in ("pipedream", "1f1b"):
         fit(trainer(tmp_path, schedule, samples=7, schedule=schedule), 6)
-    assert same(outcome(tmp_path / "pipedream")[1], outcome(tmp_path / "1f1b")[1])
+    assert unequal(outcome(tmp_path / "pipedream")[1], outcome(tmp_path / "1f1b")[1]) == []
 
 
 def test_the_plan_says_what_is_late_and_survives_json(tmp_path: Path) -> None:

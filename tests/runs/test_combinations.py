@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import ConfigError
 from tests.combinations import trial
 from tests.combinations.drawn import Combination, drawn
 from tests.combinations.nets import NETS
 from tests.combinations.trial import carry_out
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -68,12 +68,9 @@ def test_groups_that_are_empty_on_a_stage_are_named(tmp_path: Path) -> None:
         groups = [[(n, p) for n, p in named if (p.dim() > 1) is decays] for decays in (True, False)]
         return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
 
-    trainer = PipelineTrainer(
-        torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Flatten(), torch.nn.Linear(30, 3)),
-        loss_fn=torch.nn.functional.cross_entropy, optimizer=decaying,
-        train_data=TensorDataset(torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
-    )  # fmt: skip
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Flatten(), torch.nn.Linear(30, 3))
+    data = TensorDataset(torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+    trainer = trainer_of(model, optimizer=decaying, train_data=data)
     with pytest.raises(ConfigError, match=r"stage 0, which trains 0\.weight .* Leave it out"):
         trainer.plan()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from raypipe.engine.device_functions import compiled_stage
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError, PlanError, StageError
 from tests import nets
-from tests.exactness import captured, programs, same_bits
+from tests.exactness import captured, programs, same_bits, unequal
 from tests.models import vectors
+from tests.trainers import trainer_of
 
 STEPS, SIZE, PARTS = 3, 11, 4
 """Micro-batches of 3, 3, 3 and 2 samples."""
@@ -48,12 +48,10 @@ def made(
     folder: Path, name: str, model: Callable[[], nn.Module] = Wide, scaling_config: Any = None, **pipeline: Any
 ) -> PipelineTrainer:
     torch.manual_seed(0)
-    given = {"num_stages": 2, "minibatch_size": SIZE, "num_microbatches": PARTS, "partitioner": ["last"]} | pipeline
-    return PipelineTrainer(
-        model(), loss_fn=functional.cross_entropy, optimizer=sgd,
-        train_data=vectors(4 * SIZE), pipeline=PipelineConfig(verify="off", **given),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)), scaling_config=scaling_config,
-    )  # fmt: skip
+    given = {"minibatch_size": SIZE, "num_microbatches": PARTS, "partitioner": ["last"], "verify": "off"} | pipeline
+    return trainer_of(
+        model(), folder, name, optimizer=sgd, train_data=vectors(4 * SIZE), scaling_config=scaling_config, **given
+    )
 
 
 def trained(folder: Path, name: str, model: Callable[[], nn.Module] = Wide, **pipeline: Any) -> dict[str, torch.Tensor]:
@@ -69,7 +67,7 @@ def trained(folder: Path, name: str, model: Callable[[], nn.Module] = Wide, **pi
 def test_the_traced_order_has_the_bits_of_plain_pytorch(tmp_path: Path, how: dict[str, Any]) -> None:
     wanted = trained(tmp_path, "plain", **how)
     found = trained(tmp_path, "compiled", compile_stages="aot_eager", **how)
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+    assert unequal(found, wanted) == []
 
 
 def test_a_stage_that_draws_is_left_as_it_is_and_the_plan_says_so(tmp_path: Path) -> None:
@@ -78,7 +76,7 @@ def test_a_stage_that_draws_is_left_as_it_is_and_the_plan_says_so(tmp_path: Path
     assert any(note.startswith("compile_stages='aot_eager': stages are compiled before") for note in plan.notes)
     wanted = trained(tmp_path, "plain", partial(Wide, 0.2))
     found = trained(tmp_path, "compiled", partial(Wide, 0.2), compile_stages="aot_eager")
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+    assert unequal(found, wanted) == []
 
 
 def test_nothing_to_compile_and_split_backwards_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer
+from raypipe import PipelineConfig
 from raypipe.api.devices import in_threads, on_devices
 from raypipe.engine.device.cuda_device import CONTEXT_BYTES, share_of
 from raypipe.engine.device.device import CPU
@@ -19,6 +19,7 @@ from raypipe.run.plans.later import Offered, within
 from raypipe.run.plans.planning import PlanBasis
 from raypipe.run.spec import Planned
 from tests.models import vectors
+from tests.trainers import adamw, trainer_of
 
 GPU = {"CPU": 1.0, "GPU": 0.5}
 
@@ -27,11 +28,7 @@ GPU = {"CPU": 1.0, "GPU": 0.5}
 def made() -> tuple[PlanBasis, Planned]:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 3)]
-    trainer = PipelineTrainer(
-        nn.Sequential(*layers), loss_fn=nn.functional.cross_entropy,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=0.1), train_data=vectors(32),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="prefix_sum"),
-    )  # fmt: skip
+    trainer = trainer_of(nn.Sequential(*layers), optimizer=adamw, train_data=vectors(32), partitioner="prefix_sum")
     job = trainer._prepared()
     return job.basis, job.planned
 
@@ -80,12 +77,10 @@ def test_shares_of_a_gpu_divide_its_memory() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_for_gpus_counts_in_their_seconds() -> None:
     def planned(**places: Any) -> Plan:
-        return PipelineTrainer(
-            nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)),
-            loss_fn=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=vectors(64),
-            pipeline=PipelineConfig(num_stages=2, minibatch_size=64, num_microbatches=4, schedule="1f1b"),
-            scaling_config=SimpleNamespace(num_workers=2, **places),
-        ).plan()  # fmt: skip
+        layers = [nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)]
+        config = SimpleNamespace(num_workers=2, **places)
+        fields = {"minibatch_size": 64, "schedule": "1f1b", "partitioner": "auto"}
+        return trainer_of(nn.Sequential(*layers), train_data=vectors(64), scaling_config=config, **fields).plan()
 
     assert not any("data sheet" in note for note in planned().notes)
     made, again, slower = (planned(use_gpu=True, accelerator_type=kind) for kind in ("A100", "A100", "P4"))
@@ -109,11 +104,8 @@ def test_without_a_gpu_here_the_workers_say_what_there_is_and_threads_are_refuse
         in_threads(GPU)(0)
     with pytest.raises(ConfigError, match=r"worker 3, .* on GPU 3 of this machine: torch .* With use_gpu=False"):
         in_threads({"GPU": 1.0})(3)
-    trainer = PipelineTrainer(
-        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), loss_fn=nn.functional.cross_entropy,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=vectors(8),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
-        scaling_config=SimpleNamespace(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5}),
-    )  # fmt: skip
+    config = SimpleNamespace(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    trainer = trainer_of(model, train_data=vectors(8), scaling_config=config)
     with pytest.raises(ConfigError, match=words):
         trainer.fit(1, local=True, progress=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import Dataset
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, DataError, PlanError, StageError
+from tests.trainers import trainer_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -66,14 +65,10 @@ class Gate:
 def trainer(folder: Path, name: str, data: Any, eval_data: Any, **fields: Any) -> PipelineTrainer:
     torch.manual_seed(0)
     kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_loss", checkpoint_score_order="min")
-    return PipelineTrainer(
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), loss_fn=functional.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1), train_data=data, eval_data=eval_data, metrics={"gate": Gate()},
-        pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", checkpoint_interval_steps=2,
-            verify="off", **fields,
-        ),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder), checkpoint_config=kept),
+    return trainer_of(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), train_data=data, eval_data=eval_data,
+        metrics={"gate": Gate()}, num_microbatches=2, checkpoint_interval_steps=2, verify="off",
+        run_config=SimpleNamespace(name=name, storage_path=str(folder), checkpoint_config=kept), **fields,
     )  # fmt: skip
 
 

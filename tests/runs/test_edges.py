@@ -21,13 +21,10 @@ from raypipe.capture import capture
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
 from tests.exactness import same_bits
+from tests.trainers import sgd, trainer_of
 
 X, Y = torch.randn(16, 6), torch.randint(0, 3, (16,))
 SETTINGS = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4)
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 def linears() -> nn.Sequential:
@@ -172,10 +169,7 @@ def test_a_plan_tells_of_buffers_that_no_checkpoint_keeps(traced: bool) -> None:
     layers: nn.Module = nn.Sequential(nn.Linear(6, 6), Forgetting(), nn.Linear(6, 3))
     if traced:
         layers.register_forward_hook(lambda *_: None)
-    trainer = PipelineTrainer(
-        layers, loss_fn=functional.cross_entropy, optimizer=sgd, train_data=TensorDataset(X, Y),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2),
-    )  # fmt: skip
+    trainer = trainer_of(layers, train_data=TensorDataset(X, Y), partitioner="auto")
     (note,) = [note for note in trainer.plan().notes if "not persistent" in note]
     assert "forwards change the buffer '1.average', which is not persistent" in note
 

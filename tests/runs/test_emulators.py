@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.emulators.fills import Fill, fills_of
 from tests.emulators.nets import NETS
-from tests.emulators.training import Emulated, emulate
+from tests.emulators.training import Emulated, Fill, emulate, fills_of
 from tests.emulators.versions import (
     Mode,
     bounded,

@@ -14,20 +14,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import EarlyStopping, PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import EarlyStopping, PipelineTrainer, load_state_dict
 from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
 from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
-from tests.exactness import same_bits
+from tests.exactness import same_bits, unequal
 from tests.models import Records
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
 X, Y = torch.randn(32, 6), torch.randint(0, 3, (32,))
 EX, EY = torch.randn(21, 6), torch.randint(0, 3, (21,))
-SETTINGS: dict[str, Any] = {
-    "num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", "loss_reduction": "mean",
-}  # fmt: skip
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -71,12 +69,8 @@ def model() -> nn.Sequential:
 
 
 def trainer(folder: Path, name: str = "run", config: dict[str, Any] | None = None, **more: Any) -> PipelineTrainer:
-    arguments: dict[str, Any] = {
-        "loss_fn": functional.cross_entropy, "optimizer": sgd, "train_data": TensorDataset(X, Y),
-        "pipeline": PipelineConfig(**SETTINGS | (config or {})),
-        "run_config": SimpleNamespace(name=name, storage_path=str(folder)),
-    } | more  # fmt: skip
-    return PipelineTrainer(arguments.pop("model", None) or model(), **arguments)
+    given = {"optimizer": sgd, "train_data": TensorDataset(X, Y), "loss_reduction": "mean"} | (config or {}) | more
+    return trainer_of(given.pop("model", None) or model(), folder, name, **given)
 
 
 def fit(folder: Path, steps: int = 8, name: str = "run", config: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -360,8 +354,7 @@ def test_buffers_are_those_of_a_run_without_evaluations(make: Any, config: dict[
         metrics=METRICS,
     )  # fmt: skip
     assert [(r.loss, r.grad_norm) for r in found.records] == [(r.loss, r.grad_norm) for r in plain.records]
-    ours, theirs = load_state_dict(found.checkpoint), load_state_dict(plain.checkpoint)
-    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+    assert unequal(found.checkpoint, plain.checkpoint) == []
     assert [bool(r.evaluation) for r in found.records] == [False, True] * 4
 
 

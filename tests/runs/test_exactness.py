@@ -32,6 +32,7 @@ from tests.exactness import (
     optimizer_of,
     same_bits,
     train,
+    unequal,
 )  # fmt: skip
 from tests.models import CASES, FAST, TIED, Case, case
 
@@ -191,8 +192,7 @@ def test_the_trainer_itself(tmp_path: Path, name: str, stages: int) -> None:
     assert [record.loss for record in result.records] == list(plain.losses)
     assert [record.grad_norm for record in result.records] == list(plain.grad_norms)
     state, wanted = load_state_dict(str(tmp_path / "run")), plain.model.state_dict()
-    assert state.keys() == wanted.keys()
-    assert [n for n in wanted if not same_bits(state[n], wanted[n])] == []
+    assert unequal(state, wanted) == []
     assert result.metrics["eval_loss"] == eager_evaluation(found, plain.model.eval(), evaluated, config)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.codec import Codec, Codecs, cuda
 from raypipe.engine.device.device import CPU, Device, TransferKind
 from raypipe.engine.local import LocalFleet
@@ -25,6 +24,7 @@ from tests.emulators.cuda import Emulated, emulated
 from tests.exactness import same_bits
 from tests.fake_device import FakeDevice, Reached
 from tests.models import CASES
+from tests.trainers import trainer_of
 
 Found = list[torch.Tensor | float | None]
 DeviceOf = Callable[[int], Device]
@@ -34,13 +34,9 @@ REPLICATED_STEPS = 3
 def run_replicas(device_of: DeviceOf, **more: Any) -> Found:
     """Losses, norms and parameters of three steps on two stages of two replicas each."""
     case = CASES["mlp"]
-    trainer = PipelineTrainer(
+    trainer = trainer_of(
         case.model(), loss_fn=case.loss_fn, optimizer=partial(torch.optim.SGD, lr=5e-2, momentum=0.9),
-        train_data=case.data(24),
-        pipeline=PipelineConfig(
-            num_stages=2, num_replicas=2, minibatch_size=8, num_microbatches=4, partitioner="parameters", verify="off",
-            max_grad_norm=0.5, **more,
-        ),
+        train_data=case.data(24), num_replicas=2, verify="off", max_grad_norm=0.5, **more,
     )  # fmt: skip
     job = trainer._prepared()
     plan = job.plan

@@ -18,7 +18,8 @@ from raypipe.data.stream_source import StreamSource
 from raypipe.errors import ConfigError
 from raypipe.testing import reference
 from tests.data.test_stream import Numbers, Resumable
-from tests.exactness import same_bits
+from tests.exactness import same_bits, unequal
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -143,8 +144,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     parts = made.fit(num_steps=12, local=True, progress=False)
     assert len(PULLED) <= most, "two stages have 24 new items each; passes before are not read again"
     assert [r.loss for r in parts.records] == [r.loss for r in whole.records]
-    ours, theirs = load_state_dict(parts.checkpoint), load_state_dict(whole.checkpoint)
-    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+    assert unequal(parts.checkpoint, whole.checkpoint) == []
 
 
 def test_an_evaluation_takes_the_first_samples_each_time(tmp_path: Path) -> None:
@@ -206,14 +206,7 @@ def test_a_step_has_the_tokens_of_its_own_mini_batch(schedule: str, tmp_path: Pa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 8), nn.Flatten(), nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 3))
     data = TensorDataset(torch.randint(0, 16, (20, 5)), torch.randint(0, 3, (20,)))
-    made = PipelineTrainer(
-        model, loss_fn=functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        train_data=data, run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
-        pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=4, schedule=schedule, partitioner="parameters",
-            loss_reduction="mean",
-        ),
-    )  # fmt: skip
+    made = trainer_of(model, tmp_path, train_data=data, schedule=schedule, loss_reduction="mean")
     result = made.fit(num_steps=5, local=True, progress=False)
     assert [(record.samples, record.tokens) for record in result.records] == [
         (8, 40),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +17,16 @@ from raypipe.api.export import export_hugging_face
 from raypipe.errors import ConfigError
 from tests.hugging_face import hugging_face
 from tests.models import Case
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 
 def trainer(case: Case, folder: Path, name: str = "run", **given: Any) -> raypipe.PipelineTrainer:
-    """Of two stages, unless the fields say otherwise; ``init_from`` goes to the trainer."""
-    source = given.pop("init_from", None)
-    fields = {"num_stages": 2, "minibatch_size": 4, "num_microbatches": 2, "partitioner": "parameters", **given}
-    return raypipe.PipelineTrainer(
-        case.build, optimizer=partial(torch.optim.AdamW, lr=1e-2), loss_fn=case.loss_fn, train_data=case.data(8),
-        pipeline=raypipe.PipelineConfig(**fields), init_from=source,
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-    )  # fmt: skip
+    """Of two stages, unless the fields say otherwise."""
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    given = {"loss_fn": case.loss_fn, "train_data": case.data(8), "minibatch_size": 4, "num_microbatches": 2, **given}
+    return trainer_of(case.build, folder, name, optimizer=optimizer, **given)
 
 
 def trained(case: Case, folder: Path, name: str, **given: Any) -> tuple[dict[str, torch.Tensor], list[float], str]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import RaypipeError
+from tests.trainers import sgd
 
 HERE = Path(__file__)
 LONGEST = 500
@@ -52,10 +53,6 @@ def data(width: int = 6, kind: str = "float32", *, target: bool = True) -> Tenso
     torch.manual_seed(0)
     inputs = torch.arange(32 * width).reshape(32, width).to(getattr(torch, kind))
     return TensorDataset(*(inputs, torch.arange(32) % 3)[: 2 if target else 1])
-
-
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
 
 
 def quoted(code: str, name: str) -> str:

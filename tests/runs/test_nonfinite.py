@@ -22,6 +22,7 @@ from raypipe.errors import ConfigError, StageError
 from raypipe.testing import Reference, reference
 from tests.exactness import same_bits
 from tests.nets import Mlp, sequential
+from tests.trainers import adamw
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
@@ -42,10 +43,6 @@ def bad_data(steps: Sequence[int], value: float, samples: int = 20 * MINIBATCH) 
         (numbers,) = order.read(0, step * MINIBATCH + 5, 1, (0,))
         x[int(numbers), 1] = value
     return TensorDataset(x, y)
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:

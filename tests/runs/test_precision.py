@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits
 from tests.nets import Late
 from tests.runs.plain_precision import Plain, train_plain
+from tests.trainers import adamw, trainer_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,10 +89,6 @@ def microbatches_of(data: TensorDataset, steps: int = STEPS) -> list[list[tuple[
     ]
 
 
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
-
-
 def trainer(
     model: nn.Module,
     folder: Path,
@@ -102,16 +98,11 @@ def trainer(
     scaling_config: Any = None,
     **fields: Any,
 ) -> PipelineTrainer:
-    return PipelineTrainer(
-        model,
-        loss_fn=of_classes if isinstance(model, nn.Sequential) else of_words,
-        optimizer=optimizer,
-        train_data=data if data is not None else data_of(model),
-        eval_data=eval_data,
-        pipeline=PipelineConfig(**{"num_stages": 2, "partitioner": "parameters", **FIELDS, **fields}),
-        run_config=SimpleNamespace(name="run", storage_path=str(folder)),
-        scaling_config=scaling_config,
-    )  # type: ignore[arg-type]
+    return trainer_of(
+        model, folder, loss_fn=of_classes if isinstance(model, nn.Sequential) else of_words, optimizer=optimizer,
+        train_data=data if data is not None else data_of(model), eval_data=eval_data, scaling_config=scaling_config,
+        **FIELDS | fields,
+    )  # fmt: skip
 
 
 def faults(model: nn.Module, folder: Path, plain: Plain, steps: int = STEPS, **fields: Any) -> list[str]:

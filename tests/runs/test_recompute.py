@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import load_state_dict
 from raypipe.engine.stage.activation_checkpointing import Recomputation
-from tests.exactness import SHAPES, STEPS, differences, expected, faults, same_bits, train
+from tests.exactness import SHAPES, STEPS, differences, expected, faults, train, unequal
 from tests.models import CASES, TIED, case
+from tests.trainers import trainer_of
 
 pytestmark = [pytest.mark.xdist_group("tracing"), pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
@@ -66,14 +66,10 @@ def test_several_stages_on_a_worker(schedule: str, stages: int, workers: int) ->
 def state_of(name: str, schedule: str, recompute: str, folder: Path) -> dict[str, torch.Tensor]:
     """What a run with dropout ends with."""
     found = case(name)
-    trainer = PipelineTrainer(
-        found.model(), loss_fn=found.loss_fn, optimizer=lambda named: torch.optim.SGD(named, lr=5e-2, momentum=0.9),
-        train_data=found.data(40),
-        pipeline=PipelineConfig(
-            num_stages=3, minibatch_size=8, num_microbatches=4, partitioner=("1", "3"), schedule=schedule,
-            loss_reduction="mean", recompute=recompute,
-        ),
-        run_config=SimpleNamespace(name=recompute, storage_path=str(folder)),
+    trainer = trainer_of(
+        found.model(), folder, recompute, loss_fn=found.loss_fn, train_data=found.data(40),
+        optimizer=lambda named: torch.optim.SGD(named, lr=5e-2, momentum=0.9), num_stages=3, partitioner=("1", "3"),
+        schedule=schedule, loss_reduction="mean", recompute=recompute,
     )  # fmt: skip
     trainer.fit(num_steps=2 * STEPS, local=True, progress=False)
     return load_state_dict(str(folder / recompute))
@@ -85,7 +81,7 @@ def test_dropout_with_several_versions(schedule: str, tmp_path: Path) -> None:
     plain = state_of("sequential-not-checkpointed", schedule, "never", tmp_path)
     for name, recompute in itertools.product((*CHECKPOINTED, "sequential-not-checkpointed"), ("never", "always")):
         found = state_of(name, schedule, recompute, tmp_path / name)
-        assert [n for n in plain if not same_bits(found[n], plain[n])] == [], (name, recompute)
+        assert unequal(found, plain) == [], (name, recompute)
 
 
 def test_a_second_change_of_a_buffer_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

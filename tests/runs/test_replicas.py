@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.engine.optim import all_reduce
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.prepare.policies import refuse_replicas
 from tests.exactness import SHAPES, Run, differences, expected, same_bits, train
 from tests.nets import Late
+from tests.trainers import adamw, trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -104,17 +104,12 @@ def net(*middle: nn.Module) -> nn.Sequential:
 def trainer(
     folder: Path, name: str, model: nn.Module | None = None, samples: int = len(X), **config: Any
 ) -> PipelineTrainer:
-    given = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"} | config
-    return PipelineTrainer(
-        model or net(nn.Dropout(0.2)),
-        loss_fn=functional.cross_entropy,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        train_data=TensorDataset(X[:samples], Y[:samples]),
-        eval_data=TensorDataset(X[:11], Y[:11]),
+    return trainer_of(
+        model or net(nn.Dropout(0.2)), folder, name, optimizer=adamw,
+        train_data=TensorDataset(X[:samples], Y[:samples]), eval_data=TensorDataset(X[:11], Y[:11]),
         metrics={"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()},
-        pipeline=PipelineConfig(verify="off", **{"eval_interval_steps": 2} | given),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-    )
+        **{"verify": "off", "eval_interval_steps": 2} | config,
+    )  # fmt: skip
 
 
 def assert_same_bits(

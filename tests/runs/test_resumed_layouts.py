@@ -24,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 from tests.exactness import same_bits
-from tests.prepare.test_resume import adamw, cosine, outcome
+from tests.prepare.test_resume import cosine, outcome
+from tests.trainers import adamw, trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
@@ -96,26 +97,24 @@ def trainer(folder: Path, name: str, layout: Layout) -> raypipe.PipelineTrainer:
     made = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(74, 16, generator=made), torch.randint(0, 16, (74,), generator=made))
     cuts = [f"layers.{start}" for start in layout.starts]
-    return raypipe.PipelineTrainer(
+    return trainer_of(
         Net(),
-        loss_fn=functional.cross_entropy,
+        folder,
+        name,
         optimizer=adamw,
         lr_scheduler=cosine,
         train_data=data,
-        pipeline=raypipe.PipelineConfig(
-            num_stages=layout.stages,
-            partitioner=cuts or "parameters",
-            minibatch_size=16,
-            num_microbatches=8,
-            schedule=layout.schedule,
-            update_interval=layout.stages if layout.schedule == "pipedream" else "auto",  # as a tied weight needs
-            max_grad_norm=0.5 if layout in LAYOUTS else None,
-            checkpoint_interval_steps=SAVED,
-            loss_reduction="mean",
-            verify="off",
-        ),
+        num_stages=layout.stages,
+        partitioner=cuts or "parameters",
+        minibatch_size=16,
+        num_microbatches=8,
+        schedule=layout.schedule,
+        update_interval=layout.stages if layout.schedule == "pipedream" else "auto",  # as a tied weight needs
+        max_grad_norm=0.5 if layout in LAYOUTS else None,
+        checkpoint_interval_steps=SAVED,
+        loss_reduction="mean",
+        verify="off",
         scaling_config=SimpleNamespace(num_workers=layout.workers),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )
 
 

@@ -6,7 +6,6 @@ The zoo has more losses (tests/zoo/cases/losses.py).
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,6 +20,7 @@ from raypipe.preflight.loss_over import loss_bytes
 from raypipe.run.plans.later import another, later_plan
 from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits
+from tests.trainers import adamw, trainer_of
 from tests.zoo.cases.losses import Towers, clip, described
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
@@ -34,23 +34,14 @@ def towers() -> nn.Module:
     return Towers()
 
 
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
-
-
 def trainer(
     folder: Path, name: str = "run", recorder: Any = None, loss_fn: Any = clip, **config: Any
 ) -> PipelineTrainer:
-    given = {"num_stages": 2, "num_microbatches": 4, "partitioner": "parameters", "verify": "off"} | config
-    return PipelineTrainer(
-        towers(),
-        loss_fn=loss_fn,
-        optimizer=recorder or adamw,
-        train_data=described(SAMPLES),
-        eval_data=described(SAMPLES),
-        pipeline=PipelineConfig(minibatch_size=MINIBATCH, eval_interval_steps=2, **given),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-    )
+    fields = {"minibatch_size": MINIBATCH, "eval_interval_steps": 2, "verify": "off"} | config
+    return trainer_of(
+        towers(), folder, name, loss_fn=loss_fn, optimizer=recorder or adamw, train_data=described(SAMPLES),
+        eval_data=described(SAMPLES), **fields,
+    )  # fmt: skip
 
 
 def trained(folder: Path, name: str = "run", steps: int = STEPS, **config: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -207,10 +198,10 @@ def test_outputs_that_depend_on_the_batch_and_losses_of_the_model_are_refused() 
         (Spread(), nn.functional.mse_loss, data, "outputs for a mini-batch are not those of its micro-batches"),
         (OwnLoss(), None, described(16), "the model returns its own loss"),
     ):
-        made = PipelineTrainer(
-            model, loss_fn=loss_fn, optimizer=Recorder(torch.optim.SGD, lr=0.1), train_data=given,
-            pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, loss_over="minibatch"),
-        )  # fmt: skip
+        optimizer = Recorder(torch.optim.SGD, lr=0.1)
+        made = trainer_of(
+            model, loss_fn=loss_fn, optimizer=optimizer, train_data=given, loss_over="minibatch", partitioner="auto"
+        )
         with pytest.raises(ConfigError, match=words):
             made.plan()
 

@@ -14,8 +14,7 @@ them.
 from __future__ import annotations
 
 from raypipe.engine.copy.copy_header import COMMON, CopyHeader, CopyPiece, copy_source, views_of
-from raypipe.engine.copy.peer_copies import HeldCopies, HeldCopy
-from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies
+from raypipe.engine.copy.stage_copies import GENERATIONS, HeldCopies, HeldCopy, StageCopies
 
 __all__ = [
     "COMMON", "GENERATIONS", "CopyHeader", "CopyPiece", "HeldCopies", "HeldCopy", "StageCopies", "copy_source",

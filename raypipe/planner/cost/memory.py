@@ -179,9 +179,7 @@ class MemoryModel:
 
     def recomputes(self, depth: int) -> bool:
         """Return True if a stage of this depth recomputes activations."""
-        if isinstance(self.recompute, bool):
-            return self.recompute
-        return bool(self.recompute) and self.recompute[max(0, len(self.recompute) - depth)]
+        return bool(self.recompute and _of_depth(self.recompute, depth))
 
     def gradients(self, depth: int) -> float:
         """Return the bytes of gradients per byte of trainable parameters at this depth."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,9 +11,10 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage
 from raypipe.ir.units import human_bytes
-from raypipe.planner.cost.columns import Sums, columns_of, sums_of, workspace_bytes
+from raypipe.planner.cost.columns import columns_of, sums_of
 from raypipe.planner.cost.memory import stage_memory
 from raypipe.planner.partition.costs import Limits
+from raypipe.planner.partition.fit import refilled
 
 
 class Piece(NamedTuple):
@@ -44,19 +44,19 @@ def make_answer(
     """
     stages, start, whole_s = [], 0, []
     for index, piece in enumerate(pieces):
-        held = sums_of(graph, piece.nodes)
-        after = pieces[index + 1].input_bytes if index + 1 < len(pieces) else 0
-        memory = stage_memory(
-            limits.memory,
-            held,
-            index,
-            len(pieces) - index,
-            receive_bytes=piece.input_bytes,
-            send_bytes=after,
-            workspace_bytes=workspace_bytes(graph, piece.nodes, limits.memory.microbatch_size),
+        stages.append(
+            Stage(
+                index=index,
+                start=start,
+                stop=start + len(piece.nodes),
+                first_node=graph.nodes[piece.nodes[0]].name,
+                last_node=graph.nodes[piece.nodes[-1]].name,
+                param_bytes=sums_of(graph, piece.nodes).param_bytes,
+                input_bytes=piece.input_bytes,
+                devices=piece.devices,
+                period_s=piece.period_s,
+            )
         )
-        ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
-        stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))
         start += len(piece.nodes)
         whole_s.append(_whole_s(graph, piece, again=limits.memory.recomputes(len(pieces) - index)))
     order: tuple[int, ...] = ()
@@ -65,23 +65,8 @@ def make_answer(
         order = () if order == tuple(range(len(graph.nodes))) else order
     bottleneck_s = max(bottleneck_s, *whole_s)
     reason = _reason(cluster, stages, whole_s, bottleneck_s, fixed=limits.num_stages is not None)
-    reason = f"{reason}; found by {name}"
-    return Partition(tuple(stages), reason, order, bottleneck_s)
-
-
-def _stage(index: int, start: int, ends: tuple[str, str], held: Sums, piece: Piece, memory_bytes: int) -> Stage:
-    return Stage(
-        index=index,
-        start=start,
-        stop=start + len(piece.nodes),
-        first_node=ends[0],
-        last_node=ends[1],
-        param_bytes=held.param_bytes,
-        input_bytes=piece.input_bytes,
-        devices=piece.devices,
-        period_s=piece.period_s,
-        memory_bytes=memory_bytes,
-    )
+    partition = Partition(tuple(stages), f"{reason}; found by {name}", order, bottleneck_s)
+    return refilled(partition, graph, limits.memory)
 
 
 def _whole_s(graph: ModelGraph, piece: Piece, *, again: bool) -> float:
@@ -128,21 +113,6 @@ def _reason(
     left = len(cluster.devices) - len(used)
     unused = "are left over" if fixed else "would make it no faster"
     return text + (f"; {left} of {len(cluster.devices)} devices {unused}" if left else "")
-
-
-def cut_at(graph: ModelGraph, cluster: Cluster, limits: Limits, positions: Sequence[int], name: str) -> Partition:
-    """Build the partition with given cuts, with stage s on device s.
-
-    Args:
-        positions: first node of each stage, and the number of nodes.
-        name: name of the solver, for the reason.
-    """
-    busy_s, pieces = columns_of(graph).busy_s, []
-    for device, (start, stop) in enumerate(itertools.pairwise(positions)):
-        seconds = float(busy_s[start:stop].sum()) / cluster.devices[device].speed
-        crossing = graph.nodes[start - 1].cut_bytes or 0 if start else 0
-        pieces.append(Piece(range(start, stop), (device,), seconds, crossing))
-    return make_answer(graph, cluster, limits, pieces, max(piece.period_s for piece in pieces), name)
 
 
 def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Partition | None) -> PlanError:

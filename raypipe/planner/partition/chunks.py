@@ -31,6 +31,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
+from raypipe.ir.schedule import single_homes
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.memory import MemoryModel, StageMemory
 from raypipe.planner.partition.costs import Limits
@@ -64,7 +65,7 @@ def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = 
 
         def cut(solver: Solver, shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:
             partition = fitting_partition(solver, graph, _one_each(cluster, placement, shares), single)
-            return _on_workers(partition, placement), memory_of(graph, partition, limits.memory)
+            return partition.on_workers(single_homes(placement)), memory_of(graph, partition, limits.memory)
 
         free, memory = cut(solver, [None] * len(placement))
         try:
@@ -145,8 +146,3 @@ def _one_each(cluster: Cluster, placement: Sequence[int], shares: Shares) -> Clu
         # One step further down than any host: only parts of one device are so close to each other.
         devices.append(ComputeDevice(device.name, device.speed, share, f"{device.host}/#{worker}"))
     return Cluster(tuple(devices), (Link(), *cluster.links))
-
-
-def _on_workers(partition: Partition, placement: Sequence[int]) -> Partition:
-    stages = (dataclasses.replace(s, devices=(placement[s.index],)) for s in partition.stages)
-    return dataclasses.replace(partition, stages=tuple(stages))

@@ -26,29 +26,28 @@ from collections.abc import Sequence
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import Candidate, Partition, Plan
+from raypipe.ir.plan import Candidate, CurvePoint, Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.candidates import ScheduleQuery, candidates, quickest, resident
+from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
+from raypipe.planner.cost.microbatch import MicrobatchChoice, divisors, explain_number
 from raypipe.planner.cost.tolerance import EVEN, as_quick
-from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.replay import equal_messages_s
 from raypipe.planner.search.compare_shapes import always_shown, row_of, shape_reason, shapes, table_of
 from raypipe.planner.search.cut_costs import Shape
 from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.make_plan import build_plan
-from raypipe.planner.search.microbatch_curve import choice_of
 from raypipe.planner.search.other_orders import in_another_order, only_in_another_order
 from raypipe.planner.search.predict import (
     NOTHING,
     costs_of,
     first_trainable_stage,
-    hops_of,
     predicted,
     seconds_of,
-    stages_of,
+    stages_and_hops,
 )
 from raypipe.planner.search.problem import Decision, Problem, limits_of, step_s_of
 from raypipe.planner.search.reasons import reasons_of
@@ -69,6 +68,8 @@ NEAR = 1.1
 """Other slack and other orders of execution are tried for plans whose step is at most this many times the shortest."""
 MOST_NEAR = 8
 """Largest number of plans for which other slack and other orders of execution are tried."""
+MOST_WORK = 8_000
+"""Largest product of stages and micro-batches of a step that is added to the curve."""
 
 
 def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
@@ -87,8 +88,8 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         _check_replicas(request, cluster)
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
     single = [request.replicas_of(count) for count in _stage_counts(problem)]
-    compared = _compared(problem, single)
-    decisions = sorted(compared.decisions, key=step_s_of)
+    decisions, refused, bound_s = _compared(problem, single)
+    decisions.sort(key=step_s_of)
     near = [each for each in decisions if step_s_of(each) <= step_s_of(decisions[0]) * NEAR][:MOST_NEAR]
     improved = {id(each): in_another_order(problem, _with_better_slack(problem, each)) for each in near}
     decisions = [improved.get(id(each), each) for each in decisions]
@@ -99,13 +100,13 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     if is_open(request):
         best = only_where_needed(problem, dataclasses.replace(best, prediction=predicted(best, problem.links)))
         best = dataclasses.replace(best, prediction=predicted(best, problem.links))
-    best = dataclasses.replace(best, choice=choice_of(problem, best))
+    best = dataclasses.replace(best, choice=_choice_of(problem, best))
     best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     looked_at = [each for each in decisions if each.partition.replicas in single]
-    reasons = reasons_of(problem, best, looked_at, min(compared.bound_s, step_s_of(best)))
+    reasons = reasons_of(problem, best, looked_at, min(bound_s, step_s_of(best)))
     table: tuple[Candidate, ...] = ()
     if request.replicas is None:
-        table = table_of([*compared.refused, *map(row_of, decisions)], best.partition.replicas)
+        table = table_of([*refused, *map(row_of, decisions)], best.partition.replicas)
         reasons = (("replicas", shape_reason(best, table)), *reasons)
     return dataclasses.replace(best, reasons=reasons, candidates=table)
 
@@ -116,31 +117,20 @@ _DEADLOCK = (
 )
 
 
-@dataclasses.dataclass
-class _Compared:
-    """Result of the comparison of shapes.
-
-    Attributes:
-        decisions: best decision of each shape that may be the best.
-        refused: table rows of the shapes for which no plan is possible.
-        bound_s: lower bound of the seconds of a step over all shapes.
-    """
-
-    decisions: list[Decision]
-    refused: list[Candidate]
-    bound_s: float = math.inf
-
-
-def _compared(problem: Problem, single: Sequence[Shape]) -> _Compared:
+def _compared(problem: Problem, single: Sequence[Shape]) -> tuple[list[Decision], list[Candidate], float]:
     """Find the best decision for each shape that may be the best.
 
     Args:
         single: one shape for each number of stages to try: with the requested replicas, else with one worker per stage.
 
+    Returns:
+        the decisions, table rows of the shapes for which no plan is possible, and a lower bound of the seconds of a
+        step over all shapes.
+
     Raises:
         PlanError: nothing fits.
     """
-    request, found = problem.request, _Compared([], [])
+    request, decisions, refused, bound_s = problem.request, list[Decision](), list[Candidate](), math.inf
     shown: set[Shape] = set()
     several: list[Shape] = []
     search_of = functools.lru_cache(maxsize=None)(lambda recompute: ShapeSearch(_recomputing(problem, recompute)))
@@ -151,30 +141,30 @@ def _compared(problem: Problem, single: Sequence[Shape]) -> _Compared:
     best_s, errors = math.inf, list[PlanError]()
     for shape in (*single, *several):
         least_s = search_of(request.recomputes).at_least_s(shape)
-        found.bound_s = min(found.bound_s, least_s)
+        bound_s = min(bound_s, least_s)
         if shape not in shown and least_s > best_s * (1 + EVEN):
             continue
         below_s = math.inf if shape in shown or shape in single else best_s * (1 + 2 * EVEN)
         try:
             decision = best_recompute(problem, shape, search_of, below_s)
         except ShapeError as error:
-            found.refused.append(Candidate(shape, refused=str(error)))
+            refused.append(Candidate(shape, refused=str(error)))
         except PlanError as error:
             errors.append(error)
         except ScheduleError:
             errors.append(PlanError(_DEADLOCK.format(schedule=request.schedule, workers="-".join(map(str, shape)))))
         else:
             if decision is not None:
-                found.decisions.append(decision)
+                decisions.append(decision)
                 best_s = min(best_s, step_s_of(decision))
-    if not found.decisions:
+    if not decisions:
         if errors:
             raise errors[-1]
         other = only_in_another_order(problem, single)
         if other is None:
             raise refusal(problem, single)
-        found.decisions.append(other)
-    return found
+        decisions.append(other)
+    return decisions, refused, bound_s
 
 
 def _recomputing(problem: Problem, recompute: bool | tuple[bool, ...]) -> Problem:
@@ -195,7 +185,7 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
         request = decision.request
         if request.schedule != kind:
             request = dataclasses.replace(request, schedule=kind, slack=None, lag=())
-        request = _with_slack(problem, request, decision.graph, decision.limits, partition)
+        request = _with_slack(problem, dataclasses.replace(decision, request=request))
         sizes = decision.num_microbatches, decision.microbatch_size
         limits = limits_of(request, partition.num_stages, partition.num_stages, *sizes)
         if problem.bounded and not fits_within(partition, decision.graph, problem.cluster, limits, limits.memory):
@@ -207,6 +197,48 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
         if step_s < step_s_of(best) * (1 - EVEN):
             best = dataclasses.replace(other, prediction=dataclasses.replace(NOTHING, step_s=step_s))
     return best
+
+
+def _choice_of(problem: Problem, decision: Decision) -> MicrobatchChoice | None:
+    """Explain the number of micro-batches of a plan by predicted steps of the same cut and schedule with other numbers.
+
+    Returns None if the number was given, the schedule is asynchronous, or only one micro-batch size was measured.
+    """
+    request, stages, minibatch = decision.request, decision.partition.num_stages, decision.minibatch_size
+    if problem.request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
+        return None
+    curve = [CurvePoint(decision.num_microbatches, decision.microbatch_size, step_s_of(decision))]
+    for count in divisors(minibatch):
+        size, most = minibatch // count, max(decision.partition.replicas)
+        if count == decision.num_microbatches or count < most or count * stages > MOST_WORK:
+            continue
+        other = _with_number(problem, decision, count, size)
+        refused = "" if request.takes(minibatch, size) else "model"
+        if not refused and problem.bounded:
+            fits = fits_within(other.partition, other.graph, other.cluster, other.limits, other.limits.memory)
+            refused = "" if fits else "memory"
+        curve.append(CurvePoint(count, size, seconds_of(other), refused))
+    curve.sort(key=lambda point: point.num_microbatches)
+    return explain_number(curve, decision.num_microbatches, minibatch, problem.times)
+
+
+def _with_number(problem: Problem, decision: Decision, count: int, size: int) -> Decision:
+    """Return the decision with ``count`` micro-batches of ``size`` samples, and the same cut and schedule."""
+    graph, stages = problem.at(size), decision.partition.num_stages
+    then_s, now_s = columns_of(decision.graph).busy_s, columns_of(graph).busy_s
+    moved = []
+    for stage in decision.partition.stages:
+        nodes = list(decision.partition.nodes_of(stage))
+        grown = float(now_s[nodes].sum()) / (float(then_s[nodes].sum()) or 1.0)
+        moved.append(dataclasses.replace(stage, period_s=stage.period_s * grown))
+    return dataclasses.replace(
+        decision,
+        graph=graph,
+        limits=limits_of(decision.request, stages, stages, count, size),
+        partition=dataclasses.replace(decision.partition, stages=tuple(moved)),
+        num_microbatches=count,
+        microbatch_size=size,
+    )
 
 
 def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
@@ -265,15 +297,13 @@ def _check_replicas(request: Request, cluster: Cluster | None) -> None:
     check_workers_of_replicas(request, stages, offered, described=cluster is not None)
 
 
-def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
-    """Set slack and lag of the request to the best ones that fit into memory; return it unchanged if none fit.
+def _with_slack(problem: Problem, decision: Decision) -> Request:
+    """Return the decision's request with the best slack and lag that fit into memory, or unchanged if none fit.
 
     The slacks that a run's controller would try are compared (``candidates``), and ``quickest`` selects one.
     """
-    stages, hops = (
-        stages_of(graph, partition, problem.cluster, limits),
-        hops_of(partition, problem.cluster, limits.memory.microbatch_size, request.codecs),
-    )
+    request, graph, limits, partition = decision.request, decision.graph, decision.limits, decision.partition
+    stages, hops = stages_and_hops(decision)
     costs, count = costs_of(stages, hops), limits.memory.spec.num_microbatches
 
     def memory(spec: ScheduleSpec) -> MemoryModel:

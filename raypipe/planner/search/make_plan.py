@@ -14,7 +14,6 @@ from raypipe.planner.search.replica_cuts import (
     check_shares,
     check_workers_of_replicas,
     homes_of,
-    on_workers,
     share_notes,
 )
 from raypipe.planner.search.request import DEFAULT_STAGES, Request, microbatches
@@ -56,7 +55,7 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
         )
     if request.replicated:
         check_workers_of_replicas(request, num_stages, offered)
-        partition = on_workers(partition, homes_of(request, num_stages))
+        partition = partition.on_workers(homes_of(request, num_stages))
     sizes = microbatches(request, num_stages)
     recompute = recompute_reason(request, request.recomputed(num_stages, first_trainable))
     texts = (("recompute", recompute), ("weights", weight_reason(request, num_stages, sizes[2])))

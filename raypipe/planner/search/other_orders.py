@@ -12,7 +12,7 @@ from raypipe.planner.search.problem import Decision, Problem, limits_of, step_s_
 from raypipe.planner.search.recompute import most_recompute
 from raypipe.planner.search.replica_cuts import cut_for, slowest_link, summing_rates_s
 from raypipe.planner.search.request import Request, microbatches
-from raypipe.planner.search.solvers import FEW_NODES, FEW_STATES, branches, other_order_solver
+from raypipe.planner.search.solver_cuts import FEW_NODES, FEW_STATES, branches, other_order_solver
 
 WORTH = 1e-3
 """Least relative gain in step time for which another order of execution replaces the model's own."""

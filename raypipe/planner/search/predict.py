@@ -237,7 +237,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     """
     request, num_stages, count = decision.request, decision.partition.num_stages, decision.num_microbatches
     first = first_trainable_stage(decision.graph, decision.partition) if first_trainable is None else first_trainable
-    stages, hops = _stages_and_hops(decision)
+    stages, hops = stages_and_hops(decision)
     schedule, costs = build_schedule(request, num_stages, count, first), costs_of(stages, hops)
     spec = spec_of(request, num_stages, count, first)
     if _replays(spec):
@@ -280,7 +280,7 @@ def seconds_of(decision: Decision) -> float:
 
     ``predicted`` also computes the memory, the idle time and the bottleneck.
     """
-    costs, stages = costs_of(*_stages_and_hops(decision)), decision.partition.num_stages
+    costs, stages = costs_of(*stages_and_hops(decision)), decision.partition.num_stages
     first = first_trainable_stage(decision.graph, decision.partition)
     return _step_s(spec_of(decision.request, stages, decision.num_microbatches, first), costs)
 
@@ -296,7 +296,8 @@ def _replays(spec: ScheduleSpec) -> bool:
     return spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas
 
 
-def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:
+def stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:
+    """Predict the stages and hops of the plan that ``decision`` describes."""
     stages = stages_of(decision.graph, decision.partition, decision.cluster, decision.limits)
     size, codecs = decision.limits.memory.microbatch_size, decision.request.codecs
     return stages, hops_of(decision.partition, decision.cluster, size, codecs)

@@ -47,7 +47,7 @@ def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluste
     partition = fitting_partition(
         solver, graph, Cluster(tuple(devices), cluster.links), dataclasses.replace(limits, in_order=True)
     )
-    return on_workers(partition, homes)
+    return partition.on_workers(homes)
 
 
 def homes_of(request: Request, num_stages: int) -> Homes:
@@ -62,16 +62,6 @@ def homes_of(request: Request, num_stages: int) -> Homes:
 def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Number the workers stage by stage: counts (1, 2) give [(0,), (1, 2)]."""
     return [tuple(range(first, stop)) for first, stop in pairwise(accumulate(counts, initial=0))]
-
-
-def on_workers(partition: Partition, homes: Homes) -> Partition:
-    """Return the partition with these workers for its stages.
-
-    Args:
-        homes: workers of each stage.
-    """
-    stages = (dataclasses.replace(stage, devices=group) for stage, group in zip(partition.stages, homes, strict=True))
-    return dataclasses.replace(partition, stages=tuple(stages))
 
 
 def exchange_s(

@@ -57,10 +57,9 @@ from raypipe.runtime.driver.driver_failover import (
 )
 from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
 from raypipe.runtime.fleet.fleet import Fleet
-from raypipe.runtime.fleet.growth import Growth, growth_of
+from raypipe.runtime.fleet.growth import Growth, growth_of, spares_of
 from raypipe.runtime.fleet.recovery import Recovery
 from raypipe.runtime.fleet.roster import Member, Terms, shared_memory_notes
-from raypipe.runtime.fleet.spares import spares_of
 from raypipe.runtime.fleet.waiting import Waiting
 from raypipe.runtime.fleet.watch import MemberEvent
 from raypipe.runtime.worker.packing import StoredTensors

@@ -10,6 +10,6 @@ A *member* is an actor of the fleet: a *worker*, which has stages of the plan, o
 *roster* is the list of the members. An *order* is the driver's command to run a segment (ir/segment.py: the actions of
 one or more mini-batches). A *term* is a number that grows with each driver of a run.
 
-``recovery.py`` applies every change of the workers or of the plan. ``growth.py`` adds workers to a run whose number of
-workers may change. ``spares.py`` keeps spares ready as replacements.
+``recovery.py`` applies every change of the workers or of the plan. ``growth.py`` keeps spares ready as replacements,
+and adds workers to a run whose number of workers may change.
 """

@@ -42,8 +42,7 @@ from raypipe.run.status import RunStatus
 from raypipe.run.transitions import Change, Join, Laps, Move, Recovered, Steps
 from raypipe.runtime.fleet.configuring import Sources
 from raypipe.runtime.fleet.fleet import Fleet
-from raypipe.runtime.fleet.growth import Growth
-from raypipe.runtime.fleet.spares import Spares
+from raypipe.runtime.fleet.growth import Growth, Spares
 from raypipe.runtime.fleet.waiting import Waiting
 from raypipe.runtime.worker.packing import StoredTensors
 from raypipe.runtime.worker.places import PLACE_TIMEOUT_S

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.device.device import held_bytes, memory_bytes, ran_out
 from raypipe.errors import RanOut, StageError
 from tests.mishaps import Crowd
 from tests.models import vectors
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -42,16 +41,8 @@ def test_hosts_without_room_for_a_tensor_say_so() -> None:
 @pytest.mark.slow
 def test_the_error_names_stage_action_and_bytes_and_knows_the_worker(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), Crowd("full", 2))
-    trainer = PipelineTrainer(
-        model,
-        loss_fn=nn.functional.cross_entropy,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        train_data=vectors(8),
-        pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=8, partitioner=("2",), schedule="gpipe"
-        ),
-        run_config=SimpleNamespace(name="full", storage_path=str(tmp_path)),
-    )
+    fields = {"num_microbatches": 8, "partitioner": ("2",), "schedule": "gpipe"}
+    trainer = trainer_of(model, tmp_path, "full", train_data=vectors(8), **fields)
     with pytest.raises(
         StageError, match=r"^Stage 1 ran out of memory in 1F2, with .*[MG]iB in use: MemoryError"
     ) as caught:

@@ -6,9 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +15,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
-from raypipe import PipelineConfig, PipelineTrainer
+from raypipe import PipelineTrainer
 from raypipe.capture import capture
 from raypipe.engine.stage.generated_source import Registered, foreign_operations, with_structure
 from raypipe.errors import ConfigError, StageError
 from raypipe.planner.partition.chain import split_before
 from tests.operations_of_ours import Returned, Squaring, square
 from tests.sources import ROOT
+from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
 
@@ -35,11 +34,8 @@ def loss_fn(output: Returned, target: torch.Tensor) -> torch.Tensor:
 
 
 def trainer(model: nn.Module, folder: Path) -> PipelineTrainer:
-    return PipelineTrainer(
-        model, loss_fn=loss_fn, optimizer=partial(torch.optim.SGD, lr=0.1), train_data=TensorDataset(X, Y),
-        pipeline=PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters"),
-        run_config=SimpleNamespace(name="run", storage_path=str(folder)),
-    )  # fmt: skip
+    given = {"loss_fn": loss_fn, "train_data": TensorDataset(X, Y)}
+    return trainer_of(model, folder, **given, minibatch_size=4, num_microbatches=2)
 
 
 def test_only_the_stage_that_calls_it_brings_its_module_and_another_process_imports_it() -> None:

@@ -19,12 +19,11 @@ from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.cost.memory import MemoryModel
-from raypipe.planner.partition.answer import cut_at
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.search import Decision, Request, decide, plan_of, profile_table, timeline_of
 from raypipe.planner.search.refusal import least_bytes
-from tests.planner.partition_cases import chain_of, clusters, graphs
+from tests.planner.partition_cases import chain_of, clusters, cut_at, graphs
 from tests.planner.specs import spec_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -267,7 +266,7 @@ def test_the_least_bytes_are_those_of_the_fullest_stage_of_the_best_cut(
     for stages, found in enumerate(least_bytes(graph, model, most), 1):
         cluster, limits = Cluster.uniform(stages), Limits(num_stages=stages, memory=model)
         cuts = itertools.combinations(places, stages - 1)
-        partitions = [cut_at(graph, cluster, limits, [0, *cut, len(graph.nodes)], "test") for cut in cuts]
+        partitions = [cut_at(graph, cluster, limits, [0, *cut, len(graph.nodes)]) for cut in cuts]
         assert found == min(max(m.total_bytes for m in memory_of(graph, each, model)) for each in partitions)
 
 

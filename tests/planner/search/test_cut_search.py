@@ -18,7 +18,6 @@ from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.cost.memory import resident_of
 from raypipe.planner.cost.tolerance import EVEN
-from raypipe.planner.partition.answer import cut_at
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fits_within, memory_of
 from raypipe.planner.replay import equal_messages_s
@@ -30,6 +29,7 @@ from raypipe.planner.search.predict import costs_of, hops_of, stages_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request_schedule import memory_model, spec_of
 from raypipe.planner.simulator import Costs
+from tests.planner.partition_cases import cut_at
 
 MIB = 1 << 20
 REQUEST = Request(None, None, (), 16, None, num_samples=1000, clips=True)
@@ -225,7 +225,7 @@ def test_cuts_cost_and_hold_what_they_do_one_by_one(schedule: str, seed: int) ->
     bounds_s = placed.least_s(request.kind, in_flight)
     limits = Limits(num_stages=stages, memory=model)
     for cut in range(len(cuts)):
-        partition = cut_at(graph, cluster, limits, placed.costs.positions[cut].tolist(), "test")
+        partition = cut_at(graph, cluster, limits, placed.costs.positions[cut].tolist())
         expected = costs_of(stages_of(graph, partition, cluster, limits), hops_of(partition, cluster, size))
         found = placed.of(cut)
         for name in ("forward_s", "backward_s", "forward_occupancy_s", "backward_latency_s"):

@@ -11,16 +11,16 @@ import torch
 from ray.train import FailureConfig
 from torch import nn
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer
 from raypipe.errors import StageError
 from raypipe.ir.plan import Plan, peak_in_flight
 from raypipe.prepare import prepare
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.given_times import with_times
 from tests.mishaps import Crowd
 from tests.models import vectors
-from tests.run.plans.test_planning import adamw
 from tests.runtime.fleet.test_recovery import events
+from tests.trainers import adamw, trainer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,15 +40,9 @@ def trainer(folder: Path, name: str, places: int, **pipeline: Any) -> PipelineTr
     torch.manual_seed(0)
     block = [nn.Linear(6, 6), Crowd(name, places), nn.Tanh()]
     model = nn.Sequential(*block, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    given = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 8, "partitioner": "prefix_sum", **pipeline}
-    return PipelineTrainer(
-        model,
-        loss_fn=nn.functional.cross_entropy,
-        optimizer=adamw,
-        train_data=vectors(32),
-        pipeline=PipelineConfig(**given),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
-    )
+    run = SimpleNamespace(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1))
+    given = {"num_microbatches": 8, "partitioner": "prefix_sum", **pipeline}
+    return trainer_of(model, optimizer=adamw, train_data=vectors(32), run_config=run, **given)
 
 
 def test_a_stage_without_memory_for_its_micro_batches_gets_fewer(local_ray: None, tmp_path: Path) -> None:
@@ -63,8 +57,7 @@ def test_a_stage_without_memory_for_its_micro_batches_gets_fewer(local_ray: None
     assert peak_in_flight(plan.schedule) == (2, 1)
     assert plan.generation == 1
     alone = trainer(tmp_path, "alone", 8).fit(STEPS, local=True, progress=False)
-    found, wanted = load_state_dict(result.checkpoint), load_state_dict(alone.checkpoint)
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+    assert unequal(result.checkpoint, alone.checkpoint) == []
 
 
 def test_where_no_plan_needs_less_stage_bytes_and_fields_are_named(local_ray: None, tmp_path: Path) -> None:

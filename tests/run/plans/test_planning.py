@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import PlanError
 from raypipe.planner.elastic import with_spares
@@ -19,17 +18,14 @@ from raypipe.run.plans.blueprint import assemble
 from raypipe.run.plans.plans import Plans, regroup, wanted_workers
 from raypipe.run.requests import Requests
 from raypipe.run.spec import RequestedSize
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.models import CASES, Paced
 from tests.run.loops import Acts
+from tests.trainers import adamw, trainer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 6
-
-
-def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def halved(optimizer: torch.optim.Optimizer) -> Any:
@@ -39,17 +35,10 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
 def trainer(folder: Path, run: str, name: str, sample_seconds: float = 0.0, **pipeline: Any) -> PipelineTrainer:
     case = CASES[name]
     samples = case.data(30)  # the last mini-batch of an epoch is short
-    return PipelineTrainer(
-        case.model(),
-        loss_fn=case.loss_fn,
-        optimizer=adamw,
-        lr_scheduler=halved,
-        train_data=Paced(samples, sample_seconds) if sample_seconds else samples,
-        pipeline=PipelineConfig(
-            **{"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", **pipeline}
-        ),
-        run_config=SimpleNamespace(name=run, storage_path=str(folder)),
-    )
+    return trainer_of(
+        case.model(), folder, run, loss_fn=case.loss_fn, optimizer=adamw, lr_scheduler=halved,
+        train_data=Paced(samples, sample_seconds) if sample_seconds else samples, **pipeline,
+    )  # fmt: skip
 
 
 SHAPES = {
@@ -80,8 +69,7 @@ def test_other_stages_and_replicas_in_the_same_lanes_go_on_with_the_same_bits(sc
         finally:
             fleet.stop()
     alone = trainer(tmp_path, "alone", "noisy", num_lanes=2).fit(STEPS, local=True, progress=False)
-    found, wanted = load_state_dict(tmp_path / "changed"), load_state_dict(alone.checkpoint)
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+    assert unequal(tmp_path / "changed", alone.checkpoint) == []
 
 
 @pytest.mark.parametrize(

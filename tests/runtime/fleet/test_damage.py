@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe import PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer
 from raypipe.runtime.transport import socket_channel
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.run.plans.test_planning import trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
@@ -77,8 +77,7 @@ def test_a_run_on_a_network_that_flips_bits_keeps_its_bits(local_ray: None, tmp_
     handle = damaged(tmp_path, "damaged", seed, link_checksum="on").start(STEPS)
     result = handle.wait(timeout_s=240)
     twin = damaged(tmp_path, "twin", seed).fit(STEPS, local=True, progress=False)
-    found, wanted = load_state_dict(result.checkpoint), load_state_dict(twin.checkpoint)
-    assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
+    assert unequal(result.checkpoint, twin.checkpoint) == []
     assert [record.loss for record in result.records] == [record.loss for record in twin.records]
     events = [json.loads(line) for line in (tmp_path / "damaged" / "events.jsonl").read_text().splitlines()]
     failures = [event["reason"] for event in events if event["decision"] == "failure"]

@@ -18,12 +18,11 @@ from raypipe.ir.schedule import Action, Op
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.state_sources import Layout, Transition
 from raypipe.run.requests import Requests, Resize
-from raypipe.runtime.fleet import roster, spares
+from raypipe.runtime.fleet import growth, roster
 from raypipe.runtime.fleet.fleet import Fleet
-from raypipe.runtime.fleet.growth import Growth
+from raypipe.runtime.fleet.growth import Growth, Spares
 from raypipe.runtime.fleet.recovery import Recovery
 from raypipe.runtime.fleet.roster import Member, Roster, Terms
-from raypipe.runtime.fleet.spares import Spares
 from raypipe.runtime.fleet.waiting import Waiting
 from raypipe.runtime.nodes.preemption import DrainWatch, Notice, NoticeKind
 from raypipe.runtime.worker.orders import Fence
@@ -221,7 +220,7 @@ class Recovers:
 
 def test_a_spare_is_started_once_the_run_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The imports of its process took the core that the replacement needed."""
-    monkeypatch.setattr(spares, "POLL_S", 0.01)
+    monkeypatch.setattr(growth, "POLL_S", 0.01)
     fleet, told = Recovers(), list[str]()
     made = Spares(fleet, 2, lambda decision, reason: told.append(decision))  # type: ignore[arg-type]
     made.refill()

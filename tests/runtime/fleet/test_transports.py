@@ -8,10 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from raypipe.engine.io.storage import Place
 from raypipe.engine.optim.state import Settings
@@ -33,6 +31,7 @@ from tests.runtime.fleet.test_fleet import (
     sgd,
     steps,
 )
+from tests.trainers import adamw
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,10 +57,6 @@ def test_the_same_bits(joined: Fleet, tmp_path: Path) -> None:
     assert losses == local.losses
     for trained in (local.parameters, local.buffers):
         assert [n for n, tensor in trained.items() if not same_bits(tensor, state[n])] == []
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def kill_soon(pid: int) -> list[float]:

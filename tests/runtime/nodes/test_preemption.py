@@ -86,6 +86,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def do_PUT(self) -> None:
+        self.answer(405)
+
     def value(self, key: str) -> None:
         found = self.server.values.get(key)
         self.answer(404) if found is None else self.answer(200, found)
@@ -111,9 +114,6 @@ class Aws(Handler):
 class Gcp(Handler):
     """Answers whoever brings its header, and keeps those waiting who ask for a change."""
 
-    def do_PUT(self) -> None:
-        self.answer(405)
-
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
         if self.headers.get("Metadata-Flavor") != "Google":
@@ -136,9 +136,6 @@ class Gcp(Handler):
 
 
 class Azure(Handler):
-    def do_PUT(self) -> None:
-        self.answer(405)
-
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
         split = urlsplit(self.path)

@@ -7,25 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.engine.device.device import Device
 from raypipe.errors import ConfigError
 from raypipe.runtime.fleet.fleet import Fleet
 from raypipe.runtime.fleet.roster import Terms
 from raypipe.runtime.worker.stage_process import index_of, keep_freed_memory
 from tests import nets, processes
-from tests.exactness import same_bits
+from tests.exactness import unequal
 from tests.fake_device import FakeDevice
 from tests.models import vectors
-from tests.run.plans.test_planning import adamw
 from tests.runtime.on_fleet import start_on
 from tests.runtime.raylets import TOKEN, private_cluster
+from tests.trainers import adamw, trainer_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -60,11 +59,7 @@ def pretended(share: float) -> Device:
 
 def trained(folder: Path, name: str) -> PipelineTrainer:
     torch.manual_seed(0)
-    pipeline = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4, partitioner="parameters")
-    return PipelineTrainer(
-        nets.sequential(), loss_fn=torch.nn.functional.cross_entropy, optimizer=adamw, train_data=vectors(32),
-        pipeline=pipeline, run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-    )  # fmt: skip
+    return trainer_of(nets.sequential(), folder, name, optimizer=adamw, train_data=vectors(32), num_stages=3)
 
 
 def test_workers_share_gpus_and_compute_the_bits_of_the_cpu(local_ray: None, tmp_path: Path) -> None:
@@ -87,7 +82,7 @@ def test_workers_share_gpus_and_compute_the_bits_of_the_cpu(local_ray: None, tmp
         fleet.stop()
     alone = trained(tmp_path, "alone").fit(STEPS, local=True, progress=False)
     wanted = load_state_dict(alone.checkpoint)
-    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+    assert unequal(found, wanted) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
