@@ -161,7 +161,15 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """Return the fields of scaling_config that a plan needs; refuse all settings of Ray that a run would refuse."""
+    """Check the settings of Ray in a run file; return those that a plan needs, as a stand-in for a ScalingConfig.
+
+    Returns:
+        An object with the attribute num_workers (None if the file has none), and with use_gpu, resources_per_worker and
+        accelerator_type as far as the file has them.
+
+    Raises:
+        ConfigError: scaling_config or run_config has a setting that a run would refuse.
+    """
     scaling = run.values.get("scaling_config", {})
     _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))

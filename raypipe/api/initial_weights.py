@@ -151,13 +151,16 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
 
 
 def located(source: str, storage: Place, title: str = "init_from") -> Place:
-    """Find a run, a checkpoint or a file: ``source`` is a path or an address, else the name of a run in ``storage``.
+    """Find a run, a checkpoint or a file: ``source`` is a path or a URI, else the name of a run in ``storage``.
 
     Args:
         title: name of the argument that has this value, for messages.
 
+    Returns:
+        The place; it exists, unless ``source`` is a URI, which is returned unchecked.
+
     Raises:
-        ConfigError: not found.
+        ConfigError: neither a path nor a run of that name exists, or storage failed.
     """
     try:
         place = Place.of(source)

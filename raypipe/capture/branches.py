@@ -165,7 +165,14 @@ class _Decided(TorchFunctionMode):
         return result
 
     def _decide(self, frame: FrameType) -> bool | None:
-        """Decide and record the branch on a truth value in ``frame``; None if it is in torch, outside distributions."""
+        """Decide and record which way the code in ``frame`` goes at a branch on a value that the trace does not have.
+
+        The decision is that of ``passed``, else False; at the place ``otherwise`` it is the opposite.
+
+        Returns:
+            The truth value of the branch's condition. None, and nothing is recorded, if the branch is in torch's own
+            code; code of torch.distributions counts as the user's.
+        """
         branching = frame
         while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
             branching = branching.f_back  # from a function mode of torch.export to its caller

@@ -289,9 +289,20 @@ class ArrowSource:
         return self._orders[epoch]
 
     def _window(self, epoch: int, first: int, stop: int, names: list[str]) -> dict[str, NDArray[Any]]:
-        """Return the columns ``names`` of the window of positions ``first`` to ``stop`` - 1, in the order of positions.
+        """Return the rows at positions ``first`` to ``stop`` - 1 of an epoch's order, in that order, by column.
 
-        The whole window is decoded once and cached, because even a small batch has rows of most of its row groups.
+        A whole window is decoded at once and cached, because the rows of even a small batch are spread over most row
+        groups of the window.
+
+        Args:
+            first, stop: bounds of one window of ``EpochOrder``.
+            names: columns to decode if they are not cached.
+
+        Returns:
+            The cached columns, which include ``names``; not to be changed.
+
+        Raises:
+            DataError: a column cannot become a tensor, or its rows differ in shape.
         """
         window = self._decoded.setdefault((epoch, first), {})
         self._decoded.move_to_end((epoch, first))

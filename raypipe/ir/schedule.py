@@ -401,7 +401,10 @@ class Schedule:
         return self.wiring.num_stages
 
     def row(self, worker: int, repeats: int = 1) -> tuple[Action, ...]:
-        """Return the whole row of one worker, with the body repeated."""
+        """Return all actions of one worker in order: the prologue, ``repeats`` times the body, and the epilogue.
+
+        Micro-batch numbers are increased as the class describes, so that each is that of the whole row.
+        """
         parts = list(self._parts(worker, repeats))
         if len(parts) == 1 and not parts[0][1]:
             return tuple(parts[0][0])

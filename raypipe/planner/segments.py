@@ -154,11 +154,13 @@ def draining_segment(flow: Flow, at: Position) -> Segment:
 
 
 def _next_phase(num_to_drain: int, until: int, flowing: bool, *, soon: bool) -> tuple[int, Phase]:
-    """Return (mini-batches, phase) of the next segment, if the pipeline must be empty after ``until`` mini-batches.
+    """Choose the next segment of an asynchronous schedule; return (number of its mini-batches, its phase).
 
     Args:
+        num_to_drain: number of mini-batches that a drain completes.
+        until: mini-batches from here to the next point at which the pipeline must be empty; at least 1.
         flowing: True if the pipeline is not empty now.
-        soon: True if the pipeline has to drain as soon as possible.
+        soon: True if the pipeline has to drain as soon as possible, before ``until``.
     """
     if flowing:
         return (num_to_drain, Phase.DRAIN) if soon or until <= num_to_drain else (1, Phase.STEADY)

@@ -104,7 +104,14 @@ def profile_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that each operation keeps for its backward at ``samples`` samples, and workspaces at any number."""
+    """Memory of every operation of the model, in bytes; ``kept`` and ``spaces`` are by operation.
+
+    Attributes:
+        samples: number of samples for which ``kept`` was counted.
+        kept: bytes that the operation keeps for its backward.
+        spaces: workspace as lines over the number of samples, (fixed bytes, bytes per sample), of which the largest
+            counts.
+    """
 
     samples: int
     kept: Sequence[int]

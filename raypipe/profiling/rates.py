@@ -131,7 +131,10 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def kind_of(name: str) -> str:
-    """Extract a GPU's kind from its CUDA name ("NVIDIA A100-SXM4-40GB"); an unknown name is returned as it is."""
+    """Return a GPU's kind from its CUDA name: "A100" of "NVIDIA A100-SXM4-40GB".
+
+    An unknown name is returned as it is.
+    """
     words = re.split(r"[^A-Za-z0-9]+", name)
     return next((kind for kind in GPUS if kind in words), name)
 

@@ -109,7 +109,15 @@ class Transitions(Protocol):
     replanning: Replanning | None
 
     def keep_copy(self, step: int) -> None:
-        """Have every stage make an in-memory copy of its state after ``step`` steps."""
+        """Have every stage copy its present state to memory, and wait until all have.
+
+        Sending the copies to other workers goes on afterwards.
+
+        The pipeline must be empty.
+
+        Args:
+            step: number of optimizer steps that every stage has completed, with which the copy is labelled.
+        """
 
     def lighten(self, ran_out: RanOut) -> None:
         """Make the plan of the next rollback, in which the worker that ran out of memory holds less.

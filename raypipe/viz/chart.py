@@ -225,9 +225,16 @@ def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
 
 
 def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
-    """Return (SVG parts of a legend, pixels that it adds to the chart's height); ([], 0.0) for fewer than two lines.
+    """Draw the legend of a chart; ([], 0.0) for fewer than two lines, which need none.
 
-    The legend is right of the y label, ``label_px`` wide, if it fits there, else below the chart.
+    The legend is at the right of the y label if it fits there, else below the chart.
+
+    Args:
+        names: name of each line.
+        label_px: pixels from the chart's left edge to the end of the y label.
+
+    Returns:
+        (SVG parts of the legend, pixels by which it makes the chart higher).
     """
     if len(names) < 2:
         return [], 0.0

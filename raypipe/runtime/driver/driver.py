@@ -127,13 +127,21 @@ class _DriverActor:
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
     def _train(self, submission: Submission | None, lease: Lease) -> Outcome:
-        """Train with the stages that a lost driver left if they can continue; else with new ones.
+        """Train the run, on the stages of a lost driver if there are any, else on new stages; return the outcome.
 
-        If the submission has other settings than the lost driver's run, these stages only save a checkpoint, from which
-        new stages resume.
+        Stages of a lost driver continue from their in-memory copies. In two cases new stages replace them, which resume
+        from
+        the newest checkpoint: if the submission has other settings (the old stages save a checkpoint first), and if
+        max_failures is 0, because stages then keep no copies.
 
         Args:
-            submission: None in a driver that Ray has restarted, which raises StageError if no stages can continue.
+            submission: None in a driver that Ray has restarted, which cannot start new stages.
+            lease: this driver's lease on the run (run/lease.py).
+
+        Raises:
+            StageError: the stages of the lost driver could not be taken over, or none can continue and there is no
+                submission. LinkError and PlanError are raised too if they prevent the takeover.
+            ConfigError: the submission has other settings, without resume=True.
         """
         owner = Owner(self._name, lease.held.generation)
         left = find_left(owner.name)

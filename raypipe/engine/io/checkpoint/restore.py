@@ -141,7 +141,18 @@ def _replay(scheduler: Any, steps: int) -> None:
 
 
 def _load_optimizer(state: StageState, source: StoredState, fresh: FreshOptions, crossing: DeviceTransfer) -> None:
-    """Restore the optimizer's options and state by parameter name, through its (perhaps overridden) load_state_dict."""
+    """Restore the optimizer's options and state by parameter name, through its class's load_state_dict.
+
+    Args:
+        state: state of the stage; its optimizer is changed in place.
+        source: saved options and state.
+        fresh: options that are not restored: they keep their present values.
+        crossing: transfer of the saved tensors to the device of the parameters.
+
+    Raises:
+        CheckpointError: the optimizer does not load the saved state, holds a tensor that is no parameter, or needs
+            state that the saved run did not have.
+    """
     optimizer, slices = state.optimizer, state.slices
     assert optimizer is not None
     title = type(optimizer).__name__
