@@ -75,7 +75,7 @@ def steadied(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torc
 
 
 def counted(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """By code that takes the number of samples from len(), which a trace fixes."""
+    """By code that takes the number of samples from len()."""
     size = len(labels) * labels.shape[1]
     return functional.cross_entropy(logits.reshape(size, -1), labels.reshape(size))
 
@@ -274,7 +274,7 @@ ROWS = (
     row("tagger", lambda: Judging(steadied), few_labels, None, "its own, with a z-loss of what a mask picks",
         "sentences, labels padded by -100", BY_PART, whole=True),
     row("tagger", lambda: Judging(counted), few_labels, None, "its own, with len(labels)",
-        "sentences, labels padded by -100", note="all micro-batches have one size"),
+        "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
         "sentences, labels padded by -100", PENALISED),
     returning("(logits, loss)", lambda logits, loss: (logits, loss)),
