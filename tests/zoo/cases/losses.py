@@ -243,7 +243,7 @@ PENALISED = Rounding("weights that the penalty uses too; each use is summed over
 whole = partial(row, microbatches=(4,), evaluated=8, note="over the whole mini-batch")
 BY_PART = Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4)
 UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
-OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
+OVER_THE_BATCH = Rounding("over the whole mini-batch, which plain PyTorch computes at once", 1e-4)
 
 
 def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
