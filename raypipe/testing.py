@@ -8,7 +8,8 @@ micro-batches, the weights of their losses, the keys of randomness, one intra-op
 and no gradient accumulator of raypipe. The model is captured only to find what the loss averages over.
 
 A pipeline computes the same bits, except for a parameter that the model uses several times: a pipeline sums the
-gradients of each use over all micro-batches before it adds the uses up, and eager PyTorch adds the uses up first.
+gradients of each use over all micro-batches before it adds the uses up, and eager PyTorch adds the uses up first. A
+model's own loss over the mini-batch (loss_over) is equal up to rounding: the reference computes the mini-batch at once.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ def _accumulate(
     columns = _columns(source, loss_fn)
     whole = source.read(segment.epoch, segment.offset, segment.minibatch_samples, columns)
     sizes = segment.microbatch_samples
+    if isinstance(reduction, WholeMinibatch) and loss_fn is None:  # the model cannot compute its loss from parts
+        reduction, sizes = "mean", (sum(sizes),)
     weights = loss_weights(reduction, sizes, _counted(whole, columns, loss_fn, reduction, sizes))
     whole = pytree.tree_map(lambda tensor: tensor.to(device), whole)
     total: torch.Tensor | None = None

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from raypipe.capture.analyse import Analysis, Traced, analyse
 from raypipe.capture.dependencies import model_graph
 from raypipe.capture.explain import Inputs, untraceable
+from raypipe.capture.loss_tail import divide
 from raypipe.capture.loss_terms import LossTerms, loss_terms, return_parts
 from raypipe.capture.recipe import ModelRecipe, TracedRecipe
 from raypipe.capture.sequential import (
@@ -38,6 +39,7 @@ from raypipe.capture.trace import OneSizeError, trace
 from raypipe.engine.initial.meta_init import stand_ins
 from raypipe.engine.stage.eval_metrics import MetricReads
 from raypipe.engine.stage.generated_source import with_structure
+from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
 from raypipe.engine.stage.randomness import evaluating
 from raypipe.engine.stage.stage import Loss, StageProgram
@@ -187,6 +189,37 @@ class Capture:
     def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
         """Build the program of every stage; see ``ModelRecipe.programs``."""
         return self.recipe.programs(cuts, order)
+
+    def with_loss_tail(self, tensors: Mapping[str, torch.Tensor], rows: Mapping[Any, torch.Tensor]) -> Capture:
+        """Return this capture of a model with its own loss, with a ``LossTail`` in place of the model's last part.
+
+        Args:
+            tensors: parameters and buffers by name, with values.
+            rows: columns by name, with which the model is divided; see loss_tail.py.
+
+        Raises:
+            CaptureError: the model cannot be divided; the message is the reason, a clause.
+        """
+        if not isinstance(self.model, TracedModel) or not isinstance(self.recipe.stages, TracedRecipe):
+            raise CaptureError("the children of an nn.Sequential are not traced")
+        recipe, stages, evaluation = self.recipe, self.recipe.stages, None
+        train = divide(self.model.train, stages.train, tensors, rows, recipe.precision, 0)
+        if self.model.eval is not None and stages.eval is not None:
+            kept = len(recipe.metric_reads.outputs)
+            evaluation = divide(self.model.eval, stages.eval, tensors, rows, recipe.precision, kept)
+        bodies = TracedModel(analyse(train.body), None if evaluation is None else analyse(evaluation.body))
+        columns = dict.fromkeys((*train.tail.columns, *(evaluation.tail.columns if evaluation else ())))
+        loss = LossTail(train.tail, None if evaluation is None else evaluation.tail, tuple(columns))
+        held = {name: x.nbytes for name, x in (*self.parameters.items(), *self.buffers.items())}
+        samples = min((shape[0] for shape, _ in self.columns.values() if shape), default=1)
+        changed = replace(
+            recipe,
+            graph=model_graph(bodies.train, samples, held, frozenset(self.parameters) - self.trainable),
+            stages=_recipe_of(bodies, samples, held, stages.title),
+            loss=loss,
+            targets=loss.targets,
+        )
+        return replace(self, recipe=changed, model=bodies, terms=None)
 
 
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],

@@ -56,7 +56,7 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
     traced.key = graph.placeholder("key")
     _copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
     outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
-    graph.output(tuple(fx.map_arg(list(outputs), lambda n: _used(graph, env[n], traced))))
+    graph.output(tuple(fx.map_arg(list(outputs), lambda n: as_output(graph, env[n], traced))))
     write_buffers_early(graph, traced.buffers)
     work_out_of_place(traced)
     for node in graph.nodes:
@@ -87,7 +87,7 @@ def _unsliced(model: torch.nn.Module, path: str) -> str:
     return ".".join(real)
 
 
-def _used(graph: fx.Graph, node: Any, traced: Traced) -> Any:
+def as_output(graph: fx.Graph, node: Any, traced: Traced) -> Any:
     """Return the node to put into the graph's outputs: ``node`` itself, or a new alias of it if it is a parameter.
 
     Every use of a parameter needs an operation of its own.

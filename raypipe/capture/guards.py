@@ -62,6 +62,31 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
+def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
+    """Let ``len(x)`` of a traced tensor be its symbolic first size, as ``x.shape[0]`` is; restored afterwards.
+
+    Python's own ``len`` returns a number, so that the trace would hold for the example's number of samples only. The
+    name is bound in the files of the model's classes; another ``builtins.len`` would confuse torch.compile.
+    """
+
+    def len_(of: Any, /) -> Any:
+        symbolic = isinstance(of, torch.Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt)
+        return of.shape[0] if symbolic else len(of)
+
+    classes = {one for module in model.modules() for one in type(module).__mro__}
+    names = {one.__module__ for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")}
+    files = [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+    bound = [file for file in files if file is not globals() and "len" not in file]
+    for file in bound:
+        file["len"] = len_
+    try:
+        yield
+    finally:
+        for file in bound:
+            del file["len"]
+
+
+@contextmanager
 def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Set every module to training or evaluation mode; modes and contents of buffers are restored afterwards."""
     modes = {name: module.training for name, module in model.named_modules()}

@@ -42,7 +42,7 @@ class PipelineFields:
             rows. It refuses a loss that cannot be computed from micro-batches with any weights, such as the load
             balancing of experts; "per_microbatch" computes such a loss for each micro-batch, weighted by the items of
             its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in the same way.
-        loss_over: samples over which a loss_fn is computed. "microbatch" computes the loss of each micro-batch and
+        loss_over: samples over which the loss is computed. "microbatch" computes the loss of each micro-batch and
             weights it by ``loss_reduction``. "minibatch" computes it once, over the outputs of all micro-batches, as
             losses need that compare samples with each other (contrastive losses); all forwards of a step then precede
             its backwards (schedule "gpipe"), so that every stage holds all micro-batches, and the last stage has one

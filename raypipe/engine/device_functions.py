@@ -29,6 +29,7 @@ import torch
 from raypipe.engine.device.device import TransferKind
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.stage.generated_source import Region, compiled
+from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageFunction, StageProgram
 from raypipe.errors import StageError
 
@@ -44,7 +45,9 @@ def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
 
 
 def placed_loss(loss: Loss | None, transfer: DeviceTransfer) -> Loss | None:
-    """Return the last stage's loss with the tensors of its module, such as class weights, on the device."""
+    """Return the last stage's loss with the tensors that it holds, such as class weights, on the device."""
+    if isinstance(loss, LossTail):
+        return loss.changed(lambda function: placed(function, transfer))
     loss_fn = getattr(loss, "loss_fn", None)
     if transfer.device.immediate or not is_dataclass(loss) or not isinstance(loss_fn, torch.nn.Module):
         return loss

@@ -103,7 +103,7 @@ class Misfit(NamedTuple):
     gradients: tuple[tuple[str, float], ...] = ()
 
 
-class _DrawsError(Exception):
+class DrawsError(Exception):
     """Exception for a model that draws random numbers or changes buffers: losses of its rows cannot be compared."""
 
 
@@ -243,7 +243,7 @@ class LossTrial:
                     return self._tried(rows, training=training, in_float64=in_float64, most_bytes=few_bytes)
                 except CaptureError:
                     raise
-                except _DrawsError:
+                except DrawsError:
                     if not training:
                         return None
                 except GradientsTooLargeError:
@@ -266,7 +266,7 @@ class LossTrial:
 
         Raises:
             GradientsTooLargeError: the limit is exceeded.
-            _DrawsError: the model draws random numbers, or changes buffers or Python state in training mode.
+            DrawsError: the model draws random numbers, or changes buffers or Python state in training mode.
         """
         named = dict(self._model.named_parameters()) if most_bytes else {}
         gradients = LossGradients(named, in_float64=in_float64, most_bytes=most_bytes)
@@ -276,7 +276,7 @@ class LossTrial:
                 try:
                     loss = gradients.of(lambda: contextvars.copy_context().run(self.loss, some))
                     if training and (changed() or self._remembers(memory)):
-                        raise _DrawsError
+                        raise DrawsError
                 finally:
                     put_back()
             return loss
@@ -292,11 +292,11 @@ class LossTrial:
 
         Raises:
             CaptureError: the loss is not a scalar.
-            _DrawsError: the model draws random numbers.
+            DrawsError: the model draws random numbers.
         """
         output = self._run(rows)
         if self._draws:  # before a backward, which takes longer
-            raise _DrawsError
+            raise DrawsError
         if self._loss_fn is None:
             return own_loss(self._model, output)
         return scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values()))))
@@ -407,11 +407,11 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
     Returns:
         Losses in which the terms of each micro-batch are weighted already, so that they add up to the whole; None if
-        the graph still draws random numbers, or ``_without_dropout`` has no function for it.
+        the graph still draws random numbers, or ``without_dropout`` has no function for it.
     """
     assert captured.terms is not None
     assert captured.terms.counts is not None
-    counts, function = captured.terms.counts, _without_dropout(captured)
+    counts, function = captured.terms.counts, without_dropout(captured)
     if function is None:
         return None
     tensors = {**captured.parameters, **captured.buffers}
@@ -438,11 +438,11 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
     try:
         return _group_losses(rows, lambda some: gradients.of(lambda: weighted_sum(some)), gradients)
-    except _DrawsError:
+    except DrawsError:
         return None
 
 
-def _without_dropout(captured: Capture) -> GraphFunction | None:
+def without_dropout(captured: Capture) -> GraphFunction | None:
     """Return the whole training graph, without dropout, as one function.
 
     If training changes buffers, such as running statistics, the evaluation graph is returned. The result is None if the
@@ -467,5 +467,5 @@ def _without_draws(op: Any, key: RandomKey, index: int, *args: Any, draws: int =
     bound = bind_arguments(op, args, kwargs)
     bound |= {name: 0.0 for name in ("dropout_p", "p", "dropout") if name in bound}
     if draws_randomness(op, (), bound):
-        raise _DrawsError
+        raise DrawsError
     return op(**bound)

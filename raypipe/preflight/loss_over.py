@@ -5,11 +5,15 @@ That is exact if the joined outputs are those of the mini-batch, which a few rea
 
     whole     loss_fn(model(rows 0 1 2 3), targets 0 1 2 3), and its gradients
     joined    loss_fn(model(rows 0 1) and model(rows 2 3), targets 0 1 2 3)
+
+A model that returns its own loss is divided in front of the operations that mix samples (capture/loss_tail.py), which
+then take the place of the loss_fn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +21,24 @@ import torch
 from raypipe.capture import Capture, TracedModel
 from raypipe.config.combinations import last_is_replicated, replicated
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.engine.stage.minibatch_loss import WholeMinibatch
-from raypipe.errors import ConfigError
-from raypipe.preflight.loss_on_rows import Grouping, LossTrial, misfit
-from raypipe.preflight.random_outputs import bare_outputs
+from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.engine.stage.stage import GraphFunction
+from raypipe.engine.torch_settings import one_thread
+from raypipe.errors import CaptureError, ConfigError
+from raypipe.preflight.loss_gradients import Loss, LossGradients
+from raypipe.preflight.loss_on_rows import (
+    DrawsError,
+    Grouping,
+    LossTrial,
+    is_large,
+    misfit,
+    rows_through,
+    without_dropout,
+)
+from raypipe.preflight.random_outputs import bare_outputs, with_random_weights
 from raypipe.profiling.workspace import LiveBytes
+from raypipe.user_lines import short
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]
@@ -33,13 +50,8 @@ NOTE = (
 WHY = ", because no weights of micro-batches make it"
 
 
-def why_not(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
+def why_not(pipeline: PipelineConfig) -> str:
     """Explain why the loss cannot be computed over the whole mini-batch, with the fix; "" if it can."""
-    if loss_fn is None:
-        return (
-            "the model returns its own loss, which its last stage computes within each micro-batch. Let forward return "
-            "what the loss needs, and give the loss as loss_fn"
-        )
     if pipeline.schedule not in ("auto", "gpipe") and pipeline.several_microbatches:
         return f"schedule={pipeline.schedule!r} begins backwards before the last forward. Set schedule='gpipe'"
     if replicated(pipeline) and last_is_replicated(pipeline):
@@ -76,21 +88,28 @@ def minibatch_rule(
     return None if joined is None or misfit(whole, joined, [1.0]) else rule
 
 
-def require_rule(
+def over_minibatch(
     model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, pipeline: PipelineConfig
-) -> WholeMinibatch:
-    """Return the rule for loss_over="minibatch".
+) -> tuple[WholeMinibatch, Capture]:
+    """Return the rule for a loss over the mini-batch, and the capture whose last stage computes that loss.
+
+    The capture is ``captured`` itself for a loss_fn; that of a model with its own loss gets a ``LossTail``.
+
+    Args:
+        rows: columns by name; a few of the rows go through the model with gradients.
 
     Raises:
         ConfigError: the loss cannot be computed over the mini-batch; names the fix.
     """
-    reason = why_not(pipeline, loss_fn)
+    reason = why_not(pipeline)
     if captured.one_size is not None:
         reason = "the model takes one number of samples only, so that its outputs for a mini-batch cannot be compared"
     if reason:
         raise ConfigError(f"loss_over='minibatch' is not possible: {reason}.")
-    assert loss_fn is not None
-    rule = minibatch_rule(model, loss_fn, captured, rows, pipeline.seed)
+    if loss_fn is None:
+        return _over_tail(model, captured, rows, pipeline)
+    few = {name: x[: rows_through(model)] for name, x in rows.items()}
+    rule = minibatch_rule(model, loss_fn, captured, few, pipeline.seed)
     if rule is None:
         raise ConfigError(
             "loss_over='minibatch' is not possible: the model's outputs for a mini-batch are not those of its "
@@ -98,7 +117,100 @@ def require_rule(
             "over the batch. Let the loss_fn compute what depends on several samples, or set "
             f"{pipeline.one_microbatch}."
         )
-    return rule
+    return rule, captured
+
+
+def _over_tail(
+    model: torch.nn.Module, captured: Capture, rows: Columns, pipeline: PipelineConfig
+) -> tuple[WholeMinibatch, Capture]:
+    """Divide a model that returns its own loss; for result and errors see ``over_minibatch``."""
+    few = {name: x[: rows_through(model)] for name, x in rows.items()}
+    try:
+        divided = captured.with_loss_tail(_generic(model, captured), few if is_large(model) else rows)
+        train = evaluation = _dims(divided, "train")
+        if divided.model.eval is not None:
+            evaluation = _dims(divided, "eval")
+        if train is None or evaluation is None:
+            raise CaptureError("what the loss compares has no dimension of samples")
+        rule = WholeMinibatch({"train": train, "eval": evaluation})
+        weightless = any(p.is_meta for p in model.parameters())
+        whole = None if weightless else LossTrial(model, None, pipeline.seed).losses(few)
+        loss = _try_joined(model, divided, rule, few, pipeline.seed) if whole is not None else None
+        if whole is not None and loss is not None:
+            joined = Grouping((len(next(iter(few.values()))),), (few,), (loss,))
+            if wrong := misfit(whole, joined, [1.0]):
+                off = "".join(f", the gradient of {name!r} off by {100 * by:.2g} %" for name, by in wrong.gradients[:1])
+                raise CaptureError(f"over {joined.sizes[0]} rows in two micro-batches it is {wrong.total:.5g}{off}")
+    except Exception as error:  # noqa: BLE001  (the user's operations, on other values)
+        reason = str(error) if isinstance(error, CaptureError) else short(error).rstrip(".")
+        raise ConfigError(
+            "loss_over='minibatch' is not possible: the model returns its own loss, and its forward cannot be divided "
+            f"in front of what compares samples: {reason}. Let forward return what the loss needs, and give the "
+            f"loss as loss_fn, or set {pipeline.one_microbatch}."
+        ) from None
+    return rule, divided
+
+
+def _try_joined(
+    model: torch.nn.Module, captured: Capture, rule: WholeMinibatch, rows: Columns, seed: int
+) -> Loss | None:
+    """Compute the loss of both halves of the rows, joined, by a captured model whose loss is a ``LossTail``.
+
+    Args:
+        model: the captured model, with its weights.
+
+    Returns:
+        the loss with its gradients; None if the graph draws random numbers, or see ``without_dropout``.
+    """
+    function, half = without_dropout(captured), len(next(iter(rows.values()))) // 2
+    assert isinstance(captured.model, TracedModel)
+    tail = captured.recipe.loss
+    assert isinstance(tail, LossTail)
+    if function is None:
+        return None
+    mode = "eval" if captured.model.train.changing_buffers else "train"
+    loss_of = tail if mode == "train" else tail.in_evaluation()
+    parameters, held = dict(model.named_parameters()), dict(model.named_buffers())
+
+    def joined_loss() -> torch.Tensor:
+        with one_thread():
+            parts = [
+                function(
+                    [parameters[site.parameter] for site in function.sites],
+                    [held[name].detach().clone() for name in function.buffers],
+                    (),
+                    [rows[name][cut].clone() for name in function.columns],
+                    RandomKey(seed, 0, 0),
+                )
+                for cut in (slice(half), slice(half, None))
+            ]
+            return loss_of(rule.join(mode, parts), [rows[name].clone() for name in captured.recipe.targets])
+
+    try:
+        return LossGradients(parameters, in_float64=not is_large(model)).of(joined_loss)
+    except DrawsError:
+        return None
+
+
+def _generic(model: torch.nn.Module, captured: Capture) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers with which to divide a model: near its own, random if it has none.
+
+    Parameters are moved a little, because a zero, as in an adapter, would hide what it is multiplied by.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        if is_large(model):
+            raise CaptureError("this process holds no weights of it (weights_on='workers')")
+        model = with_random_weights(model)
+    tensors = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
+    if is_large(model):
+        return tensors
+    generator = torch.Generator().manual_seed(0)
+    for name in captured.parameters:
+        x = tensors[name]
+        if x.is_floating_point():
+            scale = 0.02 + 0.1 * x.float().square().mean().sqrt()
+            tensors[name] = x + (scale * torch.randn(x.shape, generator=generator)).to(x.dtype)
+    return tensors
 
 
 def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | None:
@@ -112,15 +224,22 @@ def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | N
     columns = _columns(captured, samples)
     targets = [columns[name] for name in captured.recipe.targets]
     outputs = [[x.requires_grad_(x.is_floating_point())] for x in _outputs(captured, samples, "train") or ()]
-    live = LiveBytes()
+    live, loss_of = LiveBytes(), captured.recipe.loss
+    if isinstance(loss_of, LossTail):
+        loss_of = loss_of.changed(_on_meta)
     try:
         with torch.device("meta"), live:
             joined = rule.join("train", [[x for (x,) in outputs]])
-            loss: Any = captured.recipe.loss(joined, targets)
+            loss: Any = loss_of(joined, targets)
             torch.autograd.grad(loss, [x for (x,) in outputs if x.requires_grad], allow_unused=True)
     except Exception:  # noqa: BLE001  (the user's code may read values)
         return None
     return max(live.log, default=0)
+
+
+def _on_meta(function: GraphFunction) -> GraphFunction:
+    constants = tuple(x.to("meta") for x in function.constants)
+    return replace(function, constants=constants, place=torch.device("meta"), _function=None)
 
 
 def _columns(captured: Capture, samples: int) -> dict[Any, torch.Tensor]:

@@ -39,7 +39,7 @@ from raypipe.preflight.loss_on_rows import (
     rows_through,
     try_parts,
 )
-from raypipe.preflight.loss_over import NOTE, WHY, minibatch_rule, require_rule, why_not
+from raypipe.preflight.loss_over import NOTE, WHY, over_minibatch, why_not
 from raypipe.preflight.random_outputs import bare_outputs, try_on_random_outputs, with_random_weights
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -74,10 +74,12 @@ class LossReduction(NamedTuple):
     Attributes:
         reduction: rule by which the weights are computed.
         note: note for the plan, or "".
+        captured: capture to train in place of the given one, if the model's own loss is computed over the mini-batch.
     """
 
     reduction: Reduction
     note: str = ""
+    captured: Capture | None = None
 
 
 def check_per_replica(pipeline: PipelineConfig, reduction: Reduction) -> None:
@@ -111,31 +113,38 @@ def find_reduction(
     count = rows_through(model) if captured.one_size is None else 2 * captured.one_size
     few = {name: column[:count] for name, column in rows.items()}
     if pipeline.loss_over == "minibatch":
-        return LossReduction(require_rule(model, loss_fn, captured, few, pipeline), NOTE.format(why=""))
+        rule, divided = over_minibatch(model, loss_fn, captured, rows, pipeline)
+        return LossReduction(rule, NOTE.format(why=""), divided)
 
-    def over_minibatch(refusal: ConfigError | DataError) -> LossReduction:
-        if pipeline.loss_over == "microbatch" or loss_fn is None or why_not(pipeline, loss_fn):
+    def over_all(refusal: ConfigError | DataError) -> LossReduction:
+        if pipeline.loss_over == "microbatch" or why_not(pipeline):
             raise refusal
-        rule = minibatch_rule(model, loss_fn, captured, few, pipeline.seed)
-        if rule is None:
-            raise refusal
-        return LossReduction(rule, NOTE.format(why=WHY))
+        try:
+            rule, divided = over_minibatch(model, loss_fn, captured, rows, pipeline)
+        except ConfigError as error:
+            raise refusal if loss_fn is not None else type(refusal)(f"{refusal} {error}") from None
+        return LossReduction(rule, NOTE.format(why=WHY), divided)
 
     # Always for a loss_fn without weights: verify, which would find that it draws or fails, does not run without them.
     tried = _trials(model, loss_fn, captured, few, pipeline.seed) if weightless and loss_fn is not None else None
     terms = captured.terms if loss_fn is None else _terms_of_loss_fn(model, loss_fn, captured, few, pipeline.seed)
     if terms is not None and terms.bent and field not in ("mean", "per_microbatch"):
         if several and (field == "auto" or loss_fn is None):
-            bent = _refusal_of_bend(terms.bent, pipeline, loss_fn)
+            bent = _refusal_of_bend(terms.bent, pipeline)
             if field != "auto":
                 raise bent
-            return over_minibatch(bent)
+            return over_all(bent)
         if field == "auto" and loss_fn is not None:
             return LossReduction(_candidates(terms, few)[0], _ONE_ONLY)
     if field == "per_microbatch" and terms is not None and terms.main is not None:
         return LossReduction(terms.main, _OWN.format(weighed=terms.main.words))
     if terms is not None and terms.parts:
-        return _weighted_by_part(captured, few, pipeline)
+        try:
+            return _weighted_by_part(captured, few, pipeline)
+        except ConfigError as refusal:
+            if field != "auto":
+                raise
+            return over_all(refusal)
     if field == "valid_tokens" and loss_fn is None and terms is not None:
         return LossReduction(terms.counts or field)  # the model may shift its labels: count those that reach its loss
     trials, weighted = [], several or (field == "auto" and captured.model.eval is not None)
@@ -155,10 +164,10 @@ def find_reduction(
         raise ConfigError(_ONE_SIZE.format(one=pipeline.one_microbatch))
     candidates = _candidates(terms, few)
     try:
-        chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline, loss_fn)
+        chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline)
     except (ConfigError, DataError) as refusal:
         if several:
-            return over_minibatch(refusal)
+            return over_all(refusal)
         return LossReduction(candidates[0], _ONE_ONLY)
     uncompared = next((tried.without_gradients for tried in trials if tried.without_gradients), "")
     if loss_fn is None and not trials and weighted:
@@ -167,25 +176,23 @@ def find_reduction(
     return chosen._replace(note="; ".join(filter(None, (chosen.note, note))))
 
 
-def _instead(pipeline: PipelineConfig, loss_fn: LossFn | None) -> str:
+def _instead(pipeline: PipelineConfig) -> str:
     """Return a sentence for error messages: how to compute the loss over the mini-batch, or why that is impossible.
 
-    Returns "" for a loss of the model, and if loss_over="auto" allows that computation.
+    Returns "" if loss_over="auto" allows that computation.
     """
-    if loss_fn is None:
-        return ""
     if pipeline.loss_over == "microbatch":
         return " loss_over='minibatch' computes it once over the mini-batch."
-    reason = why_not(pipeline, loss_fn)
+    reason = why_not(pipeline)
     return f" It is not computed over the mini-batch (loss_over), because {reason}." if reason else ""
 
 
-def _refusal_of_bend(operation: str, pipeline: PipelineConfig, loss_fn: LossFn | None) -> ConfigError:
+def _refusal_of_bend(operation: str, pipeline: PipelineConfig) -> ConfigError:
     return ConfigError(
         f"loss_reduction='auto': the loss takes {operation} of an average over the samples. Of the averages of "
         "micro-batches it is another loss as soon as one of them lies on the other side of the bend, though until then "
         f"they add up. Set {pipeline.one_microbatch} to keep it exact, or loss_reduction='per_microbatch' to give each "
-        f"micro-batch a bend of its own.{_instead(pipeline, loss_fn)}"
+        f"micro-batch a bend of its own.{_instead(pipeline)}"
     )
 
 
@@ -233,7 +240,7 @@ def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
 
 def _fitting(
     candidates: Sequence[Reduction], terms: LossTerms | None, trials: Sequence[Tried], target: Any,
-    pipeline: PipelineConfig, loss_fn: LossFn | None,
+    pipeline: PipelineConfig,
 ) -> LossReduction:  # fmt: skip
     """Return the first candidate by which weighted losses and gradients of micro-batches add up to those of all rows.
 
@@ -261,7 +268,7 @@ def _fitting(
         for _, grouping in pairs:
             counts.weights(grouping.parts, grouping.sizes)
     what = counts.words if counts else str(candidates[0])
-    raise _refusal(pairs, lambda grouping: _weights_of(candidates[0], grouping, target), what, pipeline, loss_fn)
+    raise _refusal(pairs, lambda grouping: _weights_of(candidates[0], grouping, target), what, pipeline)
 
 
 def _weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
@@ -311,7 +318,7 @@ def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig
     tried = try_parts(captured, rows, pipeline.seed) if pipeline.several_microbatches else None
     pairs = [(tried, grouping) for grouping in tried.groupings] if tried else []
     if any(misfit(some, grouping, [1.0] * len(grouping.sizes)) for some, grouping in pairs):
-        raise _refusal(pairs, lambda grouping: [1.0] * len(grouping.sizes), counts.words, pipeline, None)
+        raise _refusal(pairs, lambda grouping: [1.0] * len(grouping.sizes), counts.words, pipeline)
     return LossReduction(
         counts, f"its terms average over {counts.words}, and micro-batches weigh in each by how many they have"
     )
@@ -376,7 +383,7 @@ def _terms_of_loss_fn(
 
 def _refusal(
     pairs: Sequence[tuple[Tried, Grouping]], weigh: Callable[[Grouping], list[float] | None], what: str,
-    pipeline: PipelineConfig, loss_fn: LossFn | None,
+    pipeline: PipelineConfig,
 ) -> ConfigError:  # fmt: skip
     """Build the error for a loss whose weighted micro-batches do not add up, with numbers of the first that do not.
 
@@ -398,7 +405,7 @@ def _refusal(
         "rows of a batch with each other, as the load balancing of experts and a BatchNorm with "
         "track_running_stats=False do, or averages in a way that cannot be counted from the data. Set "
         f"{pipeline.one_microbatch} to keep it exact, loss_reduction='per_microbatch' to give each micro-batch a loss "
-        f"of its own, or a function that counts the items of a target.{_instead(pipeline, loss_fn)}"
+        f"of its own, or a function that counts the items of a target.{_instead(pipeline)}"
     )
 
 

@@ -14,7 +14,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.device_functions import notes_of
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.stage.minibatch_loss import WholeMinibatch
-from raypipe.errors import DataError, PlanError
+from raypipe.errors import ConfigError, DataError, PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import pruned
 from raypipe.ir.plan import Plan
@@ -86,7 +86,9 @@ def prepare(
         opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
     with shown_while("finding what the loss averages over"):
         rows = _rows(opened, pipeline)
-        reduction, counted = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
+        found = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
+        reduction, counted = found.reduction, found.note
+        opened = dataclasses.replace(opened, captured=found.captured or opened.captured)
     check_per_replica(pipeline, reduction)
     whole = isinstance(reduction, WholeMinibatch)
     if whole:
@@ -219,6 +221,10 @@ def profile(
         RaypipeError: the model cannot be captured or run; the message has the fix.
     """
     opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
+    if arguments.loss_fn is None:  # the plan may be of the model without the tail that computes its loss
+        with contextlib.suppress(ConfigError, DataError):
+            found = find_reduction(opened.model, None, opened.captured, _rows(opened, pipeline), pipeline)
+            opened = dataclasses.replace(opened, captured=found.captured or opened.captured)
     return _measured(opened, pipeline, rates, by_size=True)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from raypipe.capture import Capture
 from raypipe.engine.io.storage import Place, PlaceError
+from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
@@ -90,7 +91,7 @@ def profile_key(
         "graph": captured.graph.to_json(),
         "precision": captured.recipe.precision.name,
         "code": _code(program),
-        "loss": fingerprint(captured.loss_fn),
+        "loss": _code(program.loss) if isinstance(program.loss, LossTail) else fingerprint(captured.loss_fn),
         "tensors": {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()},
         "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
         "sizes": list(sizes),
@@ -101,7 +102,7 @@ def profile_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _code(program: StageProgram) -> Any:
+def _code(program: StageProgram | LossTail) -> Any:
     if isinstance(program.train, GraphFunction):
         shapes = [[list(t.shape), str(t.dtype)] for t in program.train.constants]
         return [program.train.source, shapes]

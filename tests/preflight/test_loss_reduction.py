@@ -338,7 +338,7 @@ def test_a_term_over_the_batch_is_refused_however_small(term: Any, tmp_path: Any
     models = [Regularised(term, factor, training_only=only, drop=drop) for only, drop in ((False, 0.0), (True, 0.1))]
     for model in models:
         with pytest.raises(ConfigError, match=r"no weights of micro-batches.*Gradients are off by .* % in "):
-            run(model, data, None, tmp_path, num_microbatches=4)
+            run(model, data, None, tmp_path, num_microbatches=4, loss_over="microbatch")
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return tokens(functional.cross_entropy)(output, target) + factor * term(output)

@@ -7,16 +7,20 @@ A loss that compares samples with each other, such as a contrastive one, is no w
 gradient by its outputs each micro-batch runs its own backward, so the gradients of the parameters are those of the loss
 over the mini-batch (the gradient cache of Gao et al., arXiv:2101.06983). All forwards of the last stage precede its
 backwards, as in the schedule "gpipe".
+
+The loss is the user's loss_fn, or the tail of a model that returns its own loss (``LossTail``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from raypipe.engine.stage.stage import GraphFunction
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -44,6 +48,52 @@ class WholeMinibatch:
         leaves, specs = zip(*(pytree.tree_flatten(one) for one in returned), strict=True)
         whole = iter(self.join("train", [[x for x in some if isinstance(x, torch.Tensor)] for some in leaves]))
         return pytree.tree_unflatten([next(whole) if isinstance(x, torch.Tensor) else x for x in leaves[0]], specs[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LossTail:
+    """Loss of a model that returns its own: the operations of its forward that mix samples, and those after them.
+
+        forward of a micro-batch --> inputs of the tail, parameters and buffers that it reads --joined--> tail --> loss
+
+    The last stage returns parameters and buffers of the tail among its outputs, so that their gradients take the way of
+    any other gradient by an output.
+
+    Attributes:
+        train, eval: functions of the tail by mode, which return the terms of the loss; ``eval`` is None if nothing is
+            evaluated.
+        targets: names of the data columns that they read.
+    """
+
+    train: GraphFunction
+    eval: GraphFunction | None
+    targets: tuple[Any, ...]
+
+    def __call__(self, outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        function, columns = self.train, dict(zip(self.targets, targets, strict=True))
+        names, count = held_by(function), function.num_inputs
+        held = dict(zip(names, outputs[count : count + len(names)], strict=True))
+        terms = function(
+            [held[site.parameter] for site in function.sites],
+            [held[name] for name in function.buffers],
+            outputs[:count],
+            [columns[name] for name in function.columns],
+            None,  # type: ignore[arg-type]  # a tail draws no random numbers
+        )
+        return sum(terms[1:], start=terms[0])
+
+    def in_evaluation(self) -> LossTail:
+        """Return this loss for outputs of the model in evaluation mode."""
+        return self if self.eval is None else replace(self, train=self.eval)
+
+    def changed(self, change: Callable[[GraphFunction], Any]) -> LossTail:
+        """Copy this loss, with ``change`` applied to its functions."""
+        return replace(self, train=change(self.train), eval=None if self.eval is None else change(self.eval))
+
+
+def held_by(function: GraphFunction) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that a function reads, each once, in the order of its use."""
+    return tuple(dict.fromkeys((*(site.parameter for site in function.sites), *function.buffers)))
 
 
 class MinibatchOutputs:

@@ -113,7 +113,6 @@ class Translator(nn.Module):
         return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
 
 
-ONE_SIZE = "its code takes one number of samples: all micro-batches have it"
 row = partial(Row, "attention")
 
 
@@ -135,9 +134,8 @@ ROWS = (
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
-    own("CLIP", clip, captions, "captions", OVER_THE_BATCH, microbatches=(4,)),
-    own("CLIP, one micro-batch", clip, captions, "captions", note=ONE_SIZE, microbatches=(1,), samples=24,
-        evaluated=8),
+    own("CLIP", clip, captions, "captions", OVER_THE_BATCH, microbatches=(4,), evaluated=8, stages=3),
+    own("CLIP, one micro-batch", clip, captions, "captions", microbatches=(1,), evaluated=8),
     row("CLIP, embeddings", Embeddings, captioned, contrast, "CLIP, temperature", "captions", microbatches=(4,),
         evaluated=8, stages=3, note="over the whole mini-batch"),
 )  # fmt: skip

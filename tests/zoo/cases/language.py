@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.cases.losses import REFUSED
+from tests.zoo.cases.losses import OVER_THE_BATCH
 from tests.zoo.row import EQUAL, Refused, Rounding, Row, Verdict
 from tests.zoo.samples import WORDS, sentences, translations
 
@@ -52,11 +52,6 @@ _GPT2 = {
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
 }  # fmt: skip
 _OLD = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-
-BALANCED = Refused(
-    REFUSED.replace("{by}", "labels other than -100"),
-    "the load balancing of experts multiplies averages over the batch",
-)
 
 
 def experts(name: str, factor: float, **more: Any) -> Callable[[], nn.Module]:
@@ -120,9 +115,9 @@ def own(
 
 ROWS = (
     own("Mixtral, router_aux_loss_coef=0.001", experts("MixtralForCausalLM", 0.001, num_local_experts=4), padded,
-        "sentences, labels padded by -100", BALANCED, microbatches=(4,)),
+        "sentences, labels padded by -100", OVER_THE_BATCH, microbatches=(4,), evaluated=8),
     own("Qwen2-MoE, router_aux_loss_coef=0.1", experts("Qwen2MoeForCausalLM", 0.1, num_experts=4), padded,
-        "sentences, labels padded by -100", BALANCED, microbatches=(4,)),
+        "sentences, labels padded by -100", OVER_THE_BATCH, microbatches=(4,), evaluated=8),
     own("Mixtral, loss_reduction='per_microbatch'", experts("MixtralForCausalLM", 0.1, num_local_experts=4), padded,
         "sentences, labels padded by -100", note="the balance of experts is per micro-batch", by_word=True),
     own("GPT-2, tied", made("GPT2LMHeadModel", **_GPT2), padded, "sentences, labels padded by -100", TIED, stages=3),

@@ -75,7 +75,7 @@ def steadied(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torc
 
 
 def counted(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """By code that takes the number of samples from len(), which a trace fixes."""
+    """By code that takes the number of samples from len()."""
     size = len(labels) * labels.shape[1]
     return functional.cross_entropy(logits.reshape(size, -1), labels.reshape(size))
 
@@ -243,7 +243,7 @@ PENALISED = Rounding("weights that the penalty uses too; each use is summed over
 whole = partial(row, microbatches=(4,), evaluated=8, note="over the whole mini-batch")
 BY_PART = Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4)
 UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
-OVER_THE_BATCH = Refused(REFUSED.replace("{by}", "samples"), "it compares the rows of a batch with each other")
+OVER_THE_BATCH = Rounding("over the whole mini-batch, which plain PyTorch computes at once", 1e-4)
 
 
 def tags(words: str, loss_fn: Loss, ignored: int, **more: Any) -> Row:
@@ -274,7 +274,7 @@ ROWS = (
     row("tagger", lambda: Judging(steadied), few_labels, None, "its own, with a z-loss of what a mask picks",
         "sentences, labels padded by -100", BY_PART, whole=True),
     row("tagger", lambda: Judging(counted), few_labels, None, "its own, with len(labels)",
-        "sentences, labels padded by -100", note="all micro-batches have one size"),
+        "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
         "sentences, labels padded by -100", PENALISED),
     returning("(logits, loss)", lambda logits, loss: (logits, loss)),

@@ -1,0 +1,231 @@
+"""A model that returns its own loss is divided in front of what mixes samples, exactly, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from raypipe import PipelineConfig
+from raypipe.capture import Capture, capture
+from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch, held_by
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.errors import ConfigError
+from raypipe.preflight.loss_over import over_minibatch
+
+pytestmark = pytest.mark.engine
+
+ROWS, WIDE, CLASSES = 8, 6, 4
+Term = Callable[["Model", torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    """Returns the loss that ``term`` computes from its input and labels."""
+
+    def __init__(self, term: Term) -> None:
+        super().__init__()
+        self.term = term
+        self.body = nn.Sequential(nn.Linear(WIDE, 10), nn.GELU(), nn.Linear(10, WIDE))
+        self.head, self.more = nn.Linear(WIDE, CLASSES), nn.Linear(WIDE, WIDE)
+        self.scale, self.bias = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.zeros(1))
+        self.gate, self.classes = nn.Parameter(torch.zeros(WIDE)), nn.Parameter(torch.randn(CLASSES, WIDE))
+        self.first = nn.BatchNorm1d(WIDE, track_running_stats=False)
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, CLASSES))
+        self.register_buffer("average", torch.zeros(WIDE))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": self.term(self, x, labels)}
+
+
+def unit(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return functional.normalize(model.body(x), dim=-1)
+
+
+def contrastive(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = unit(model, x) @ unit(model, x.flip(-1)).T * model.scale.exp()
+    return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def sigmoid(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = unit(model, x) @ unit(model, x.flip(-1)).T * model.scale.exp() + model.bias
+    return -functional.logsigmoid((2 * torch.eye(x.size(0), dtype=x.dtype) - 1) * logits).sum() / x.size(0)
+
+
+def triplets(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    near = unit(model, x)
+    apart, same = (near[:, None] - near[None]).square().sum(-1), labels[:, None] == labels[None]
+    return functional.softplus(apart.masked_fill(~same, 0.0).amax(1) - apart.masked_fill(same, 9.0).amin(1)).mean()
+
+
+def margin(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """ArcFace's matrix of classes, and triplets."""
+    cosine = unit(model, x) @ functional.normalize(model.classes, dim=-1).T
+    far = 8 * (cosine - 0.2 * functional.one_hot(labels, CLASSES))
+    return functional.cross_entropy(far, labels) + triplets(model, x, labels)
+
+
+def dice(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model.head(model.body(x))
+    shares, own = logits.softmax(-1), functional.one_hot(labels, CLASSES)
+    overlap = 2 * (shares * own).sum(0) / (shares.sum(0) + own.sum(0) + 1)
+    return functional.cross_entropy(logits, labels, weight=model.weights) + 1 - (model.weights * overlap).mean()
+
+
+def flooded(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (functional.cross_entropy(model.head(model.body(x)), labels) - 1.2).abs()
+
+
+def routed(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Experts compute on the samples that chose them, which are put back by their index, and are balanced."""
+    shares = model.head(x).softmax(-1)
+    chosen, out = shares.argmax(-1), torch.zeros_like(x)
+    for expert in range(CLASSES):
+        (at,) = torch.where(chosen == expert)
+        out = out.index_add(0, at, torch.tanh(model.more(x[at] + expert)) * shares[at, expert, None])
+    balance = CLASSES * (shares.mean(0) * functional.one_hot(chosen, CLASSES).to(x.dtype).mean(0)).sum()
+    return functional.cross_entropy(model.head(model.body(out)), labels) + 0.1 * balance
+
+
+def limited(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Experts of a capacity that these rows do not exceed: their numbers do not show that samples are mixed."""
+    hidden = model.body(x)
+    chosen = functional.one_hot(model.head(hidden).argmax(-1), CLASSES)
+    kept = (chosen * (chosen.cumsum(0) <= 100)).sum(-1, keepdim=True)
+    return functional.cross_entropy(model.head(hidden * kept), labels) + hidden.std(0).mean()
+
+
+def gated(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A zero of the model hides, at its first weights, that samples are mixed."""
+    hidden = model.body(x)
+    return functional.cross_entropy(model.head(hidden + model.gate * hidden.mean(0)), labels)
+
+
+def late(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A layer with parameters behind the first average over the batch."""
+    return functional.cross_entropy(model.head(model.first(model.body(x))), labels)
+
+
+TERMS: dict[Term, set[str]] = {
+    contrastive: set(),
+    sigmoid: {"bias"},
+    triplets: set(),
+    margin: set(),
+    dice: {"weights"},
+    flooded: set(),
+    routed: set(),
+    limited: {"head.weight", "head.bias"},
+    gated: {"gate", "head.weight", "head.bias"},
+    late: {"first.weight", "first.bias", "head.weight", "head.bias"},
+}
+"""Losses, and what their tails read of the model."""
+
+
+def rows_of() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, WIDE, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator)}
+
+
+def divided(term: Term, **config: Any) -> tuple[Model, WholeMinibatch, Capture]:
+    torch.manual_seed(0)
+    model, rows = Model(term).double(), rows_of()
+    captured = capture(model, rows, tuple(rows), None)
+    pipeline = PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch", **config)
+    return model, *over_minibatch(model, None, captured, rows, pipeline)
+
+
+@pytest.fixture(scope="module")
+def by_term() -> dict[Term, tuple[Model, WholeMinibatch, Capture]]:
+    return {term: divided(term) for term in TERMS}
+
+
+def test_the_tail_reads_no_more_of_the_model_than_it_must(by_term: Any) -> None:
+    for term, (_, _, captured) in by_term.items():
+        assert isinstance(captured.recipe.loss, LossTail)
+        assert set(held_by(captured.recipe.loss.train)) == TERMS[term], term.__name__
+
+
+@settings(max_examples=8)
+@given(cuts=st.sets(st.integers(1, ROWS - 1)))
+@pytest.mark.parametrize("term", TERMS)
+def test_any_micro_batches_have_the_loss_and_gradients_of_all_rows(by_term: Any, term: Term, cuts: set[int]) -> None:
+    model, rule, captured = by_term[term]
+    rows, (program,) = rows_of(), captured.programs(())
+    named = dict(model.named_parameters())
+    leaves = [named[site.parameter] for site in program.train.sites]
+    buffers = dict(model.named_buffers())
+    outputs = [
+        program.train(
+            leaves,
+            [buffers[name] for name in program.train.buffers],
+            (),
+            [rows[name][begin:end] for name in program.train.columns],
+            RandomKey(0, 0, 0),
+        )
+        for begin, end in pairwise((0, *sorted(cuts), ROWS))
+    ]
+    assert program.loss is not None
+    loss: Any = program.loss(rule.join("train", outputs), [rows[name] for name in program.targets])
+    whole = model(**rows)["loss"]
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
+    of = list(named.values())
+    pairs = zip(named, *(torch.autograd.grad(one, of, allow_unused=True) for one in (loss, whole)), strict=True)
+    for name, ours, theirs in pairs:
+        assert (ours is None) == (theirs is None), name
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_model_without_weights_is_divided_at_random_ones() -> None:
+    rows = {name: x.float() if x.is_floating_point() else x for name, x in rows_of().items()}
+    with torch.device("meta"):
+        model = Model(margin)
+    pipeline = PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch")
+    _, captured = over_minibatch(model, None, capture(model, rows, tuple(rows), None), rows, pipeline)
+    _, _, known = divided(margin)
+    assert [node.name for node in captured.graph.nodes] == [node.name for node in known.graph.nodes]
+
+
+def noisy(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    alike = model.body(x) @ model.body(x).T
+    return functional.dropout(alike, 0.5, model.training).square().mean()
+
+
+def remembered(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    model.average.mul_(0.9).add_(model.body(x).mean(0).detach(), alpha=0.1)
+    return (model.body(x) - model.average).square().mean()
+
+
+def counted(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = model.body(x).std(0).mean()
+    model.average.add_(loss.detach())
+    return loss
+
+
+def early(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model.head(model.more(model.body(model.first(x)))), labels)
+
+
+@pytest.mark.parametrize(
+    ("term", "words"),
+    [
+        (noisy, "it draws random numbers at {} from values that mix samples of a batch"),
+        (remembered, "operations that mix samples of a batch use the buffer 'average', which forward changes"),
+        (counted, "values that mix samples of a batch are read at {} by more than the loss"),
+        (early, "samples of a batch are mixed before most of the parameters, by 'batch_norm"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_reason(term: Term, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        divided(term)
+    message = str(refused.value)
+    assert "loss_over='minibatch' is not possible: the model returns its own loss, and its forward cannot be" in message
+    assert all(part in message for part in words.split("{}"))
+    assert "Let forward return what the loss needs, and give the loss as loss_fn, or set num_microbatches=1." in message
