@@ -6,6 +6,7 @@ The zoo has more losses (tests/zoo/cases/losses.py).
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
