@@ -13,7 +13,7 @@ error quotes the line), state that forward keeps between calls outside of buffer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -379,10 +379,12 @@ def _traced(
     run = partial(trace, model, taken.inputs, returns_loss=returns_loss)
     # A caller that passes meta tensors wants the whole capture on the meta device.
     with nullcontext() if any(tensor.is_meta for tensor in taken.inputs.tensors) else stand_ins(model):
-        try:
-            training, evaluated = _both_modes(run, kept, evaluates=evaluates)
-        except OneSizeError:
-            training, evaluated = _both_modes(partial(run, one_size=True), kept, evaluates=evaluates)
+        modes = None
+        with suppress(OneSizeError):
+            modes = _both_modes(run, kept, evaluates=evaluates)
+        if modes is None:  # outside of an except block, whose error would be taken for the cause of the next one
+            modes = _both_modes(partial(run, one_size=True), kept, evaluates=evaluates)
+        training, evaluated = modes
         terms = _weighable_terms(model, training, evaluated, parts=parts) if returns_loss else None
     return TracedModel(analyse(training), None if evaluated is None else analyse(evaluated)), terms
 

@@ -4,10 +4,11 @@
     if labels.max() >= num_classes: raise   a check goes on; its other way raises an error, and ends every run
     if x.mean() > 0: x = x / 2              undecided: both ways go on
 
-A branch is a check if forward, traced with the other decision at that branch, ends in an error that the function of the
-branch raises itself. An error from a function that it calls may have another cause, such as an operation that cannot be
-traced. Every visit of a branch is tried, because layers of one class may differ. Stages leave checks out: preflight
-makes them on the first mini-batch, in plain PyTorch.
+A branch is a check if forward, traced with the other decision at that branch, ends in a raise statement of the function
+of the branch, of one of its callers (``if has_nan(x): raise``), or of a function that never returns (``if bad:
+fail(x)``). Any other error may have another cause, such as an operation that cannot be traced. Every visit of a branch
+is tried, because layers of one class may differ. Stages leave checks out: preflight makes them on the first mini-batch,
+in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -33,15 +37,21 @@ _CHECKING = str(_TORCH / "distributions")
 """Part of torch whose checks are decided as those of user code, as the constraints of validate_args."""
 _BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
 """Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""
+_COMPARISONS = torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose
+"""Functions that return a truth value, and not a tensor."""
 
 Traced = TypeVar("Traced")
 
 
 class _Place(NamedTuple):
-    """Branch in one forward: instruction at byte offset ``at`` of ``code``, and the number of its earlier visits."""
+    """Branch in one forward: instruction of ``code`` at a position, and the number of its earlier visits.
+
+    The position is (line, end of line, column, end of column) in the source. The byte offset is not used, because
+    CPython 3.11 reports another one for a call that it has specialized.
+    """
 
     code: CodeType
-    at: int
+    at: tuple[int | None, ...]
     visit: int
 
 
@@ -78,26 +88,38 @@ def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, .
 
 def _attempt(
     trace: Callable[[], Traced], passed: Mapping[_Place, bool], otherwise: _Place | None = None
-) -> tuple[_Decided, Traced | None, Exception | None]:
+) -> tuple[_Decided, Traced | None, BaseException | None]:
     """Call ``trace`` in a new ``_Decided(passed, otherwise)``; return (this mode, result or None, error or None)."""
     with _Decided(passed, otherwise) as decided:
         try:
             return decided, trace(), None
-        except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever the user's code raises)
             return decided, None, error
 
 
-def _fails_check(error: Exception, decided: _Decided) -> bool:
-    """Return True for an error of a raise or assert statement in the call that branched last, without another cause."""
+def _fails_check(error: BaseException, decided: _Decided) -> bool:
+    """Return True for an error of a raise or assert statement of the latest branch, without another cause."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or trace.tb_frame is not decided.frame or isinstance(error, RaypipeError):
+    if trace is None or decided.frame is None or isinstance(error, RaypipeError):
         return False
+    raising = trace.tb_frame
+    if raising is not decided.frame:
+        is_caller = any(frame is raising for frame, _ in walk_stack(decided.frame))
+        if raising.f_code.co_filename.startswith(str(_TORCH)) or not (is_caller or _never_returns(raising.f_code)):
+            return False
     # torch.export handles its own error, that it cannot decide the branch, while forward goes on.
-    if error.__cause__ is not None or not isinstance(error.__context__, GuardOnDataDependentSymNode | None):
+    cause = error.__cause__ or error.__context__
+    if not isinstance(cause, GuardOnDataDependentSymNode | DataDependentOutputException | None) and not _fails_check(
+        cause, decided
+    ):
         return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return isinstance(error, SystemExit) or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _never_returns(code: CodeType) -> bool:
+    return not any(one.opname.startswith(("RETURN_", "YIELD_")) for one in dis.get_instructions(code))
 
 
 class _Decided(TorchFunctionMode):
@@ -124,7 +146,7 @@ class _Decided(TorchFunctionMode):
         self.decisions: dict[_Place, bool] = {}
         self.last: _Place | None = None
         self.frame: FrameType | None = None
-        self._visits: Counter[tuple[CodeType, int]] = Counter()
+        self._visits: Counter[tuple[CodeType, tuple[int | None, ...]]] = Counter()
         self.lines: list[str] = []
         # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
         self._drawn: dict[int, torch.Tensor] = {}
@@ -144,11 +166,20 @@ class _Decided(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            if id(args[0]) in self._known:
-                return self._known[id(args[0])][1]
+            known, truth = self._known.get(id(args[0]), (None, False))
+            if known is args[0]:
+                return truth
             try:
                 return func(*args)
             except GuardOnDataDependentSymNode:
+                if (decision := self._decide(sys._getframe(1))) is None:
+                    raise
+                self._known[id(args[0])] = args[0], decision  # as in ``return a.any() or b.any()``: asked twice
+                return decision
+        if func in _COMPARISONS:
+            try:
+                return func(*args, **(kwargs or {}))
+            except DataDependentOutputException:
                 if (decision := self._decide(sys._getframe(1))) is None:
                     raise
                 return decision
@@ -176,7 +207,8 @@ class _Decided(TorchFunctionMode):
         branching = frame
         while branching.f_code.co_name == "__torch_function__" and branching.f_back is not None:
             branching = branching.f_back  # from a function mode of torch.export to its caller
-        instruction = branching.f_code, branching.f_lasti
+        positions = islice(branching.f_code.co_positions(), branching.f_lasti // 2, None)
+        instruction = branching.f_code, next(positions)
         file = branching.f_code.co_filename
         if file.startswith(str(_TORCH)) and not file.startswith(_CHECKING):
             return None

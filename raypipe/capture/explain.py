@@ -8,6 +8,7 @@ user's line.
 from __future__ import annotations
 
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ _ON_GRADIENTS = (
     "Models are also called without gradients, as in an evaluation. Differentiate under torch.enable_grad(), in a "
     "block of an nn.Sequential, which is not traced; register a hook only if the tensor has requires_grad."
 )
+
+_CONVERSIONS = {"__int__", "__float__", "__index__"}
+"""Functions of torch that make a number of Python from one that a trace does not know."""
+_CONVERTED = re.compile(r"Could not extract specialized|data-dependent expression z?uf\d+ ")
+"""Messages on int(x) and float(x) of a tensor; uf0 is torch's symbol for an unknown float."""
 
 
 class Inputs(NamedTuple):
@@ -76,10 +82,21 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     if _OF_DEVICES.search(str(error)):
         return CaptureError(f"{name} fails{where}: {text} {_ON_DEVICES}")
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
+    frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if _CONVERTED.search(str(error)) or frames & _CONVERSIONS:
+        return CaptureError(
+            f"{name} makes a number of Python from values of its data{where}, and a graph holds tensors. Leave the "
+            f"tensor as it is, or take .item() or .tolist() in place of int(), float() and len(); or {blocks}."
+        )
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
             f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
             f"torch.cond, move the branch out of forward, or {blocks}."
+        )
+    if "fake tensor in the exported program" in str(error):
+        return CaptureError(
+            f"{name} makes or changes a tensor in a way that a trace does not see, as x.data and torch.tensor(x) do. "
+            f"Take x.detach(), or {blocks}."
         )
     if isinstance(model, nn.Sequential):
         return CaptureError(f"{name} could not be captured{where}: {text} Change that line, or that module.")

@@ -30,8 +30,8 @@ aten = torch.ops.aten
 
 _LABELS = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss2d", "aten::nll_loss_nd")
 _SAME_VALUE = (
-    "aten::to", "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::squeeze", "aten::view",
-    "aten::reshape", "aten::neg", "aten::detach",
+    "aten::to", "aten::_to_copy", "aten::alias", "aten::clone", "aten::contiguous", "aten::squeeze", "aten::unsqueeze",
+    "aten::view", "aten::reshape", "aten::neg", "aten::detach",
 )  # fmt: skip
 _BENT = (
     "aten::abs", "aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::relu", "aten::leaky_relu",

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,8 +21,9 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     """Return the scalar loss in a model's output.
 
     The loss is the output if that is a tensor, else its item or attribute "loss", else the first item of a sequence if
-    that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output, or
-    the only one with the key "loss". A scalar under a key with "aux" in it, as "aux_loss", is not.
+    that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output,
+    the only one with the key "loss", or the only one with a gradient: an accuracy or a detached term beside it has
+    none. A scalar under a key with "aux" in it, as "aux_loss", is not. A tensor of shape (1,) counts as a scalar.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -37,25 +40,42 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
         loss = _only_scalar(model, output)
     if not _is_scalar(loss):
         description = returned(loss if isinstance(loss, torch.Tensor) else output)
-        cure = "Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+        cure = (
+            "Pass loss_fn=..., let the batch carry the labels that make the model compute its loss, or reduce a loss "
+            "of each sample to one number, as in loss.mean()."
+        )
         if isinstance(output, _NUMBERS):
             cure = "Leave out what makes a number of it (.item(), float()): through a number no gradient flows."
         raise CaptureError(
             f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
             f"{description}. {cure}"
         )
-    return loss
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
+    return isinstance(value, torch.Tensor) and (value.dim() == 0 or _is_one(value))
+
+
+def _is_one(value: torch.Tensor) -> bool:
+    """Return True for shape (1,), of a loss in view(1); a number of samples is a symbol while a model is traced."""
+    return value.dim() == 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
+
+
+_WITH_GRADIENT: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+"""Place in a model's output of the only scalar with a gradient: torch.export repeats a trace under no_grad."""
 
 
 def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
     """Return the only scalar in an output, see ``own_loss``; None without scalars. Several raise a CaptureError."""
     found = dict({id(scalar): (place, scalar) for place, scalar in _scalars(output, "output")}.values())
     named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
-    found = named if len(named) == 1 else found
+    trained = {place: scalar for place, scalar in found.items() if scalar.requires_grad}
+    if len(trained) == 1:
+        _WITH_GRADIENT[model] = next(iter(trained))
+    elif not trained and _WITH_GRADIENT.get(model) in found:  # under no_grad
+        trained = {_WITH_GRADIENT[model]: found[_WITH_GRADIENT[model]]}
+    found = next((some for some in (named, trained) if len(some) == 1), found)
     if len(found) == 1 and "aux" in next(iter(found)):  # the loss itself is left to a loss_fn
         return None
     if len(found) > 1:
@@ -78,7 +98,7 @@ def _scalars(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, tuple | list):
         for at, item in enumerate(value):
             yield from _scalars(item, f"{place}[{at}]")
-    elif is_dataclass(value):
+    elif is_dataclass(value) or isinstance(value, SimpleNamespace):
         for name, item in vars(value).items():
             yield from _scalars(item, f"{place}.{name}")
 

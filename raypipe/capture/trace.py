@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -181,7 +182,7 @@ def _export(
     try:
         return _Exported(export())
     except Exception as error:
-        if "data-dependent" not in str(error):
+        if "data-dependent" not in str(error) and not isinstance(error, DataDependentOutputException):
             raise
         # Only as a second attempt: a TorchFunctionMode hides the user's line from torch's warnings.
         if past := trace_past_checks(export):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raypipe.capture import Capture
-from raypipe.engine.optim.state import MakeOptimizer
+from raypipe.engine.optim.state import MakeOptimizer, new_optimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from raypipe.preflight.dry_run import no_reads_of
@@ -121,7 +121,7 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
         part = torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)  # all of it may not fit
         copy = torch.nn.Parameter(part if like.is_meta else like.detach().clone())
         copy.grad = torch.zeros_like(copy)
-        optimizer = make_optimizer([(name, copy)])
+        optimizer = new_optimizer(make_optimizer, [(name, copy)])
         with no_reads_of(captured.parameters, "optimizer"):  # refused by preflight/optimizer.py
             optimizer.step()
         return optimizer if sum(len(group["params"]) for group in optimizer.param_groups) == 1 else None

@@ -194,3 +194,19 @@ def test_data_that_violate_a_check_end_the_run_before_its_first_step(wrong: int,
     inputs[wrong] = 10
     with pytest.raises(CaptureError, match="ValueError: too large"):
         trainer.fit(num_steps=1, local=True, progress=False)
+
+
+@pytest.mark.parametrize("number", [lambda x: int((x > 9).sum()), lambda x: float(x.sum()), lambda x: len(x.unique())])
+def test_a_number_of_python_is_named_as_such(number: Callable[[torch.Tensor], float]) -> None:
+    with pytest.raises(CaptureError, match=r"Net makes a number of Python from values of its data.*take \.item\(\)"):
+        captured(lambda x: x * number(x))
+
+
+def test_what_a_trace_does_not_see_is_named() -> None:
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        y.data.clamp_(-1, 1)
+        return torch.stack([row * 1 for row in y])  # for one number of samples, which is tried after any number
+
+    with pytest.raises(CaptureError, match=r"Net makes or changes a tensor in a way that a trace does not see"):
+        captured(changed)

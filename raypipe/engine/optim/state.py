@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.optim.several import as_one
 from raypipe.engine.optim.slices import Slices, parts_of
 from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.stage import StageProgram
@@ -76,9 +77,10 @@ def new_optimizer(make: MakeOptimizer, trained: list[tuple[str, torch.nn.Paramet
     """Create an optimizer, with a copy of every option that is a tensor.
 
     Schedulers change a tensor learning rate in place. ``make`` may pass the same tensor again, to the optimizer of
-    another stage of this process or after a recovery.
+    another stage of this process or after a recovery. An object that holds several optimizers becomes one, see
+    ``several.as_one``.
     """
-    optimizer = make(trained)
+    optimizer = as_one(make(trained))
     for group in getattr(optimizer, "param_groups", ()):
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, torch.Tensor)})
     return optimizer

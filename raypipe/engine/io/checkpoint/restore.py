@@ -303,7 +303,16 @@ def _kept_options(group: OptionGroup, fresh: FreshOptions, defaults: Collection[
 def _decoded(options: Mapping[str, Any], fresh: Mapping[str, Any], title: str) -> Iterator[tuple[str, Any]]:
     for key, value in options.items():
         read = decode(value, f"The option {key!r} of {title}")
-        yield key, list(read) if isinstance(read, tuple) and isinstance(fresh.get(key), list) else read
+        yield key, _as_lists(read, fresh.get(key))
+
+
+def _as_lists(read: Any, like: Any) -> Any:
+    """Make lists of the tuples in ``read`` where ``like`` has lists, as in a buffer that steps write to."""
+    if not isinstance(read, tuple) or not isinstance(like, list | tuple):
+        return read
+    parts = like if len(like) == len(read) else [None] * len(read)
+    items = [_as_lists(one, part) for one, part in zip(read, parts, strict=True)]
+    return items if isinstance(like, list) else tuple(items)
 
 
 def _difference(one: OptionGroup, other: OptionGroup) -> str:

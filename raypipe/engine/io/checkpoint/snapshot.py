@@ -230,9 +230,9 @@ def optimizer_parts(
         raise CheckpointError(
             f"{title}.state_dict() has the keys {', '.join(sorted(map(repr, state_dict)))} instead of 'state' and "
             "'param_groups'. A checkpoint keeps an optimizer's state by the names of parameters, so that any number of "
-            f"stages can go on from it. Let {title} keep all of it in self.state[parameter], inherit state_dict() and "
-            "load_state_dict() from torch.optim.Optimizer, and before each step hand self.state and the parts of "
-            "self.param_groups to the optimizers that it holds (docs/checkpoints.md shows Muon with AdamW)."
+            f"stages can go on from it. Let {title} keep all of it in self.state[parameter], and inherit state_dict() "
+            "and load_state_dict() from torch.optim.Optimizer; or hold optimizers of torch, each with its own part of "
+            "the parameters, in its attributes (docs/checkpoints.md shows Muon with AdamW)."
         )
     parts = {} if slices is None else slices.part_of()
     by_number: dict[Any, str | ParameterSlice] = {}
