@@ -110,7 +110,7 @@ def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
         ({name: tensor}, each tensor once; {further name of a shared tensor: its name in the first dict}).
     """
     from raypipe.engine.initial.weight_files import tensors_of
-    from raypipe.engine.io.checkpoint.run_checkpoints import checkpoint_at
+    from raypipe.engine.io.checkpoint.find_checkpoint import checkpoint_at
     from raypipe.engine.io.storage import Place
 
     state = tensors_of(checkpoint_at(Place.of(checkpoint)))

@@ -39,8 +39,8 @@ from raypipe.preflight.loss_on_rows import (
     rows_through,
     try_parts,
 )
-from raypipe.preflight.loss_over import NOTE, WHY, over_minibatch, why_not
 from raypipe.preflight.random_outputs import bare_outputs, try_on_random_outputs, with_random_weights
+from raypipe.preflight.whole_minibatch_loss import NOTE, WHY, over_minibatch, why_not
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]

@@ -19,7 +19,7 @@ from itertools import islice
 
 from raypipe import __version__
 from raypipe.callbacks.base import RunEnd
-from raypipe.engine.io.checkpoint.run_checkpoints import find_checkpoint
+from raypipe.engine.io.checkpoint.find_checkpoint import find_checkpoint
 from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
 from raypipe.errors import RaypipeError, StageError, StageLostError

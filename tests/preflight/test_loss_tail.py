@@ -18,7 +18,7 @@ from raypipe.capture import Capture, capture
 from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch, held_by
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError
-from raypipe.preflight.loss_over import over_minibatch
+from raypipe.preflight.whole_minibatch_loss import over_minibatch
 
 pytestmark = pytest.mark.engine
 

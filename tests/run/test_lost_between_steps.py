@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from raypipe import EarlyStopping, PipelineTrainer
 from raypipe.engine.io.checkpoint import FreshOptions, checkpoint_name, find_checkpoint
+from raypipe.engine.io.checkpoint.find_checkpoint import open_checkpoint, read_manifest
 from raypipe.engine.io.checkpoint.manifest import MANIFEST
-from raypipe.engine.io.checkpoint.run_checkpoints import open_checkpoint, read_manifest
 from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import StageLostError

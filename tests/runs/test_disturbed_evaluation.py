@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
-from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
+from raypipe.engine.io.checkpoint.find_checkpoint import read_manifest
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, DataError, PlanError, StageError
 from tests.trainers import trainer_of

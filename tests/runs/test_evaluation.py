@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import EarlyStopping, PipelineTrainer, load_state_dict
-from raypipe.engine.io.checkpoint.run_checkpoints import read_manifest
+from raypipe.engine.io.checkpoint.find_checkpoint import read_manifest
 from raypipe.engine.io.storage import Place
 from raypipe.errors import ConfigError
 from tests.exactness import same_bits, unequal

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.io.checkpoint.run_checkpoints import Checkpoint, checkpoint_at
+from raypipe.engine.io.checkpoint.find_checkpoint import Checkpoint, checkpoint_at
 from raypipe.engine.io.checkpoint.tensor_file import TensorFile, TensorInfo, header_of, table_of
 from raypipe.engine.io.storage import Place, Write
 from raypipe.errors import CheckpointError, ConfigError

@@ -16,7 +16,7 @@ from raypipe.planner.search.predict import costs_of, step_of, timeline_of
 from raypipe.planner.search.problem import Decision, seconds_by_count
 from raypipe.planner.search.reasons import profile_table
 from raypipe.planner.search.request import DEFAULT_STAGES, Request, microbatches
-from raypipe.planner.search.request_schedule import build_schedule, memory_model, spec_of, weight_policy, weight_reason
+from raypipe.planner.search.schedule_settings import build_schedule, memory_model, spec_of, weight_policy, weight_reason
 
 __all__ = [
     "ASSUMED_LINK", "DEFAULT_STAGES", "Decision", "Request", "build_schedule", "costs_of", "decide", "make_partition",

@@ -13,7 +13,7 @@ Shapes and settings are skipped if a lower bound of their steps shows that they 
 user are kept. If nothing fits, the error names the stage that lacks memory at the largest number of stages, and the
 least memory that would do.
 
-k of kfkb is not searched here: request_schedule.py sets it, and the controller changes it during training.
+k of kfkb is not searched here: schedule_settings.py sets it, and the controller changes it during training.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from raypipe.planner.search.recompute import best_recompute, is_open, only_where
 from raypipe.planner.search.refusal import refusal
 from raypipe.planner.search.replica_cuts import check_workers_of_replicas
 from raypipe.planner.search.request import AUTO_SLACK, DEFAULT_STAGES, Request
-from raypipe.planner.search.request_schedule import spec_of
+from raypipe.planner.search.schedule_settings import spec_of
 from raypipe.planner.search.workers import settled_workers, used_devices
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)

@@ -37,7 +37,7 @@ from raypipe.planner.partition.chain import equal_parameters, split_before
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import exposed_s, hides, slowest_link, summing_rates_s
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.request_schedule import memory_model
+from raypipe.planner.search.schedule_settings import memory_model
 from raypipe.planner.simulator import Costs
 
 Floats = NDArray[np.float64]

@@ -53,7 +53,7 @@ from raypipe.planner.search.cut_costs import (
 from raypipe.planner.search.predict import NOTHING
 from raypipe.planner.search.problem import Decision, Problem, limits_of
 from raypipe.planner.search.request import Request, microbatches
-from raypipe.planner.search.request_schedule import memory_model, spec_of
+from raypipe.planner.search.schedule_settings import memory_model, spec_of
 from raypipe.planner.search.shape_options import MOST_ORDERS, MOST_SPECS, ShapeOptions
 from raypipe.planner.search.solver_cuts import SolverCuts
 from raypipe.planner.simulator import program_makespan_s

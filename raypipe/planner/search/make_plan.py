@@ -17,7 +17,7 @@ from raypipe.planner.search.replica_cuts import (
     share_notes,
 )
 from raypipe.planner.search.request import DEFAULT_STAGES, Request, microbatches
-from raypipe.planner.search.request_schedule import spec_of, weight_policy, weight_reason
+from raypipe.planner.search.schedule_settings import spec_of, weight_policy, weight_reason
 from raypipe.planner.search.workers import idle_notes, settled_workers, single_notes
 
 

@@ -30,7 +30,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower, lowered_and_checked
 from raypipe.planner.search.problem import Decision
 from raypipe.planner.search.replica_cuts import exchange_s, slowest_link
-from raypipe.planner.search.request_schedule import build_schedule, spec_of
+from raypipe.planner.search.schedule_settings import build_schedule, spec_of
 from raypipe.planner.simulator import Costs, makespan_s, simulate
 
 NEAR = 0.02

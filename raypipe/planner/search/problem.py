@@ -28,7 +28,7 @@ from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.microbatch import MicrobatchChoice, StageTime, fit_stage_time
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.request_schedule import memory_model
+from raypipe.planner.search.schedule_settings import memory_model
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3

@@ -12,7 +12,7 @@ from raypipe.planner.search.predict import source_of
 from raypipe.planner.search.problem import Decision, Problem, times_of
 from raypipe.planner.search.recompute import is_open
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.request_schedule import weight_reason
+from raypipe.planner.search.schedule_settings import weight_reason
 
 WORTH_A_WORD = 1.005
 """Ratio of two predicted step times above which the shorter one is called faster."""

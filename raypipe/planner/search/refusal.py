@@ -29,7 +29,7 @@ from raypipe.planner.search.problem import Problem, limits_of
 from raypipe.planner.search.recompute import is_open, most_recompute
 from raypipe.planner.search.replica_cuts import check_shares, cut_for
 from raypipe.planner.search.request import Request, microbatches
-from raypipe.planner.search.request_schedule import memory_model
+from raypipe.planner.search.schedule_settings import memory_model
 from raypipe.planner.search.solver_cuts import own_order_solver, quick_cut
 
 MOST_TIMES = 8

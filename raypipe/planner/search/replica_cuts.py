@@ -24,7 +24,7 @@ from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.request_schedule import placement_of
+from raypipe.planner.search.schedule_settings import placement_of
 
 Numbers = NDArray[np.float64]
 

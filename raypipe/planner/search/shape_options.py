@@ -18,7 +18,7 @@ from raypipe.planner.search.cut_costs import Floats, Groups, Ints, PlacedCuts, S
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import homes_of
 from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
-from raypipe.planner.search.request_schedule import memory_model
+from raypipe.planner.search.schedule_settings import memory_model
 
 MOST_ORDERS = 128
 """Most orders of unlike devices that are compared."""

@@ -25,7 +25,7 @@ from raypipe.planner.search.cut_costs import CutTables, Groups, Shape
 from raypipe.planner.search.problem import Problem, limits_of
 from raypipe.planner.search.replica_cuts import cut_for
 from raypipe.planner.search.request import Request
-from raypipe.planner.search.request_schedule import memory_model, placement_of
+from raypipe.planner.search.schedule_settings import memory_model, placement_of
 from raypipe.planner.search.shape_options import ShapeOptions
 
 SolverCut = tuple[Groups, tuple[int, ...]]

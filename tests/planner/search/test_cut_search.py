@@ -27,7 +27,7 @@ from raypipe.planner.search.cut_costs import MOST_CUTS, stage_bytes, total_bytes
 from raypipe.planner.search.cut_search import ShapeSearch
 from raypipe.planner.search.predict import costs_of, hops_of, stages_of
 from raypipe.planner.search.problem import Problem
-from raypipe.planner.search.request_schedule import memory_model, spec_of
+from raypipe.planner.search.schedule_settings import memory_model, spec_of
 from raypipe.planner.simulator import Costs
 from tests.planner.partition_cases import cut_at
 

@@ -28,7 +28,7 @@ from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.search import Request, decide
-from raypipe.planner.search.request_schedule import memory_model, spec_of
+from raypipe.planner.search.schedule_settings import memory_model, spec_of
 from raypipe.planner.simulator import Costs, makespan_s
 from tests.planner.search.test_choose import MIB, REQUEST
 

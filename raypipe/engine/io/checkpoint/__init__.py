@@ -15,16 +15,7 @@ restore   find_checkpoint -> check_position -> load_stage (on every stage, of an
 
 from __future__ import annotations
 
-from raypipe.engine.io.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    SampleOrder,
-    check_position,
-    files_folder,
-    make_manifest,
-)
-from raypipe.engine.io.checkpoint.restore import FreshOptions, load_stage
-from raypipe.engine.io.checkpoint.run_checkpoints import (
+from raypipe.engine.io.checkpoint.find_checkpoint import (
     Checkpoint,
     Refusal,
     best_checkpoint,
@@ -35,6 +26,15 @@ from raypipe.engine.io.checkpoint.run_checkpoints import (
     prune,
     score,
 )
+from raypipe.engine.io.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SampleOrder,
+    check_position,
+    files_folder,
+    make_manifest,
+)
+from raypipe.engine.io.checkpoint.restore import FreshOptions, load_stage
 from raypipe.engine.io.checkpoint.snapshot import (
     StageSnapshot,
     checkpoint_name,

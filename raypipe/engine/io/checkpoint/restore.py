@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe.engine.device.device import CPU, TransferKind
+from raypipe.engine.io.checkpoint.find_checkpoint import Checkpoint
 from raypipe.engine.io.checkpoint.manifest import OptionGroup
-from raypipe.engine.io.checkpoint.run_checkpoints import Checkpoint
 from raypipe.engine.io.checkpoint.state_source import Kept, StateSource, StoredState, opened
 from raypipe.engine.io.checkpoint.tensor_file import TensorInfo, decode
 from raypipe.engine.io.storage import Place

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from raypipe.engine.io.checkpoint.find_checkpoint import Checkpoint, checkpoint_at, read_manifest
 from raypipe.engine.io.checkpoint.manifest import OptionGroup
-from raypipe.engine.io.checkpoint.run_checkpoints import Checkpoint, checkpoint_at, read_manifest
 from raypipe.engine.io.checkpoint.snapshot import split_name
 from raypipe.engine.io.checkpoint.tensor_file import TensorFile, TensorInfo, decode
 from raypipe.engine.io.storage import Place

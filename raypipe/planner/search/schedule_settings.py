@@ -1,5 +1,8 @@
 """Schedule, weight versions and memory model of a request, once its stages and micro-batches are known.
 
+Settings that the request leaves open get a value here: k of kfkb is GROUP_SIZE, which the controller changes while a
+run trains, and weight versions and updates follow from the kind of schedule:
+
                                update every u   versions of weights
 pipedream                      u = 1             versions w_s + 1      as published (PipeDream, SOSP'19, 3.3)
 pipedream, "per_replica"       u_s = R_s         w_s + 1               as published, of stages with replicas
