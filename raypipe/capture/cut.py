@@ -28,7 +28,13 @@ _TAKEN = {*keyword.kwlist, *vars(builtins), *TORCH_NAMES, "self"}
 
 
 def stage_function(
-    lines: Lines, operations: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], title: str, *, first: bool = False
+    lines: Lines,
+    operations: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    title: str,
+    *,
+    first: bool = False,
 ) -> GraphFunction:
     """Build the function of one stage. Values are given by their indices in ``lines.values``.
 

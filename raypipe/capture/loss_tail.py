@@ -97,7 +97,7 @@ def divide(
     numbers = {value.name: number for number, value in enumerate(lines.values)}
     of = lambda nodes: [numbers[node.name] for node in nodes]  # noqa: E731
     tail = stage_function(lines, of(operations), of(inputs), of(terms), "loss over the mini-batch")
-    tail.precision = precision
+    tail.precision, tail.sizes = precision, None  # of a whole mini-batch; the first stage has checked its parts
     return Halves(_body(analysis, operations, inputs, held_by(tail), kept), tail)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -118,11 +119,13 @@ class Lines:
 
     @property
     def checked_columns(self) -> set[int]:
-        """Indices in ``values`` of the first column with each symbol of the conditions."""
-        columns = self.of_kind(ValueKind.COLUMN)
-        symbols = {size for number in columns for size in self.values[number].shape if isinstance(size, str)}
-        read = {symbol for condition in self.conditions for symbol in symbols if re.search(rf"\b{symbol}\b", condition)}
-        return {self.column_with(symbol) for symbol in read}
+        """Indices in ``values`` of the columns whose sizes have to meet conditions, or to be equal to one another."""
+        shapes = {number: self.values[number].shape for number in self.of_kind(ValueKind.COLUMN)}
+        lengths = Counter(size for shape in shapes.values() for size in set(shape[1:]) if isinstance(size, str))
+        named = {word for condition in self.conditions for word in re.findall(r"\w+", condition)}
+        first = {self.column_with(size) for shape in shapes.values() for size in shape if size in named}
+        equal = {number for number, shape in shapes.items() if any(lengths[size] > 1 for size in shape[1:])}
+        return first | equal
 
     def column_with(self, size: str) -> int:
         """Return the index in ``values`` of the first data column with this symbolic size."""

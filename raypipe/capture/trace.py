@@ -35,6 +35,7 @@ from raypipe.capture.own_loss import loss_only, own_forward
 from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
 from raypipe.engine.stage.generated_source import cumulative_norms
 from raypipe.engine.stage.randomness import key_conds
+from raypipe.engine.stage.stage import holds
 from raypipe.errors import CaptureError
 from raypipe.user_lines import quoted, short
 
@@ -230,7 +231,8 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     Conditions on the number of samples only are left out: ``rehearse`` tries other numbers.
 
     Raises:
-        CaptureError: a size of a column became an expression, which cannot be read off a shape.
+        CaptureError: a size of a column became an expression, which cannot be read off a shape, or a condition cannot
+            be evaluated.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -247,6 +249,10 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
         conditions += [f"{symbol} <= {allowed.upper}"] if allowed.upper < _UNLIMITED else []
     guards = (env.simplify(guard.expr) for guard in env.guards)
     conditions += [PythonPrinter().doprint(guard) for guard in guards if guard.free_symbols & symbols.keys()]
+    example = {str(size.node.expr): size.node.hint for shape in shapes for size in shape if not isinstance(size, int)}
+    for condition in conditions:
+        if not holds(condition, example):
+            raise CaptureError(f"forward branches on sizes in a way that stages cannot check ({condition})")
     return tuple(dict.fromkeys(conditions))
 
 

@@ -60,8 +60,8 @@ class WorkerProgress(NamedTuple):
             begun no step since it loaded its state.
         ready: True if the worker has all gradients of the next step.
         totals: gradient norm of the whole model and loss of the worker's last step, scalars in host memory.
-        overlapping: True if steps overlap, if stages clip by their own norms, or if only some of the worker's stages
-            have made the step in progress. The workers then have no common step without a rollback.
+        overlapping: True if steps overlap, if stages clip by their own norms, or if the step in progress has changed
+            some of the worker's parameters. The workers then have no common step without a rollback.
     """
 
     steps: int | None = None
@@ -163,7 +163,8 @@ class Executor:
         with self.device.prepare_thread():
             norm, loss = (None, None) if self._last is None else self.transfer.to_host(self._last, TransferKind.NORMS)
         totals = None if norm is None or loss is None else (norm, loss)
-        return WorkerProgress(self._steps, self._ready, totals, self._overlapping or self._stepped > 0)
+        partial_step = self._stepped > 0 or any(update.changed for update in self._updates.values())
+        return WorkerProgress(self._steps, self._ready, totals, self._overlapping or partial_step)
 
     @property
     def states(self) -> list[StageState]:
@@ -228,6 +229,8 @@ class Executor:
     def _end_step(self, step: int) -> None:
         self._steps, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
         self._stepped = 0
+        for update in self._updates.values():
+            update.changed = False
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Load a checkpoint, which may have been written with another number of stages.

@@ -1,7 +1,7 @@
 """Sizes of mini-batches that differ from each other, as collate functions make them that pad to the longest item.
 
 A model is traced with these sizes open. Seconds and memory are measured and planned on the largest mini-batch that was
-looked at: a plan that fits it fits all others.
+looked at; a larger one that comes later may need more memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from raypipe.data.open_data import Source
 from raypipe.data.stream_source import StreamSource
 from raypipe.errors import ConfigError, DataError
 
-MOST_LOOKED_AT, LOOKING_S = 8, 1.0
-"""Mini-batches to read ahead of a plan, and seconds after which no further one is read."""
+MOST_LOOKED_AT, LEAST_LOOKED_AT, LOOKING_S = 8, 3, 1.0
+"""Mini-batches to read ahead of a plan, at most and at least; seconds after which only the least are read."""
 
 Shapes = Mapping[Any, tuple[int, ...]]
 """Shape of every column of a mini-batch, by name."""
@@ -73,6 +73,7 @@ class DataSizes:
         """
         if not self.varying:
             return source.read(0, 0, count, columns)
+        offset = min(offset, source.num_samples - count)
         read = source.read(0, offset, min(max(count, self.minibatch), source.num_samples - offset), columns)
         return {k: x[:count] for k, x in read.items()} if isinstance(read, Mapping) else tuple(x[:count] for x in read)
 
@@ -105,7 +106,7 @@ def look_at(source: Source, columns: Sequence[Any], minibatch: int) -> DataSizes
             continue
         by_name = read if isinstance(read, Mapping) else dict(zip(columns, read, strict=True))
         sizes[offset] = {name: tuple(x.shape) for name, x in by_name.items()}
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s and len(sizes) >= LEAST_LOOKED_AT:
             break
     return DataSizes(minibatch, sizes)
 

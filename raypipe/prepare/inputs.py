@@ -106,13 +106,14 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
     sizes = {mode: look_at(source, columns, minibatch) for mode, source in sources.items()}
     seen = sizes["train"]
     example = seen.rows(train, columns, min(max(2, size), train.num_samples), seen.largest)
+    varying = frozenset[tuple[Any, int]]().union(*(each.varying for each in sizes.values()))
     metrics = arguments.metrics if evaluates else None
     precision, outputs = PRECISIONS[pipeline.precision], MetricReads()
     if metrics and loss_fn is None:
         outputs = metric_reads(metrics, built, by_name(columns, example), precision)
     captured = capture(
         built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
-        parts=pipeline.loss_reduction != "per_microbatch", varying=seen.varying,
+        parts=pipeline.loss_reduction != "per_microbatch", varying=varying,
     )  # fmt: skip
     refuse_unfit_shapes(captured, sizes)
     if captured.one_size is not None and wants_curve(pipeline):

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from statistics import median
 from typing import NamedTuple, Protocol
 
 from raypipe.errors import PlanError
@@ -36,9 +38,10 @@ from raypipe.run.spec import PlanInForce
 END_TIMEOUT_S = 1.0
 OPENING_TIMEOUT_S = 0.5
 """Most seconds that a run waits after its first step for the controller's first decision."""
-ALIKE_TOKENS = 0.75
-"""Steps with fewer tokens than this fraction of the most so far, whose mini-batch is padded to a shorter length, are
-not shown to the controller: their seconds would look like a change of links or stages."""
+ALIKE_TOKENS, ALIKE_STEPS = 0.25, 32
+"""Steps whose tokens differ from the median of the newest ALIKE_STEPS steps by more than this fraction, because their
+mini-batch is padded to another length, are not shown to the controller: their seconds would look like a change of links
+or stages."""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
@@ -193,7 +196,7 @@ class Control:
         self._make, self._reporter, self._replanning = make, reporter, replanning
         self._config: ControllerConfig | None = None
         self._opens = False
-        self._most_tokens = 0
+        self._tokens: deque[int] = deque(maxlen=ALIKE_STEPS)
         self._thread: ControllerThread | None = None
 
     @property
@@ -273,8 +276,9 @@ class Control:
         self._opens = False
         if self._thread is None:
             return
-        self._most_tokens = max(self._most_tokens, record.tokens)
-        alike = record.tokens >= ALIKE_TOKENS * self._most_tokens
+        self._tokens.append(record.tokens)
+        usual = median(self._tokens)
+        alike = abs(record.tokens - usual) <= ALIKE_TOKENS * usual
         if setting.choice is not None:
             self._thread.on_step(step_done(record.seconds, setting, of_step, counts=counts, alike=alike))
         if self._replanning is not None and alike:

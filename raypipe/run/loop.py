@@ -22,7 +22,7 @@ from raypipe.callbacks.base import RunEnd
 from raypipe.engine.io.checkpoint.find_checkpoint import find_checkpoint
 from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
-from raypipe.errors import RaypipeError, StageError, StageLostError
+from raypipe.errors import DataError, RaypipeError, StageError, StageLostError
 from raypipe.ir.report import Numbers, StepReport, merge_reports
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig
@@ -235,22 +235,32 @@ class _Loop:
         if isinstance(error, Exception):  # Ctrl-C must end it at once
             if progress.completed < progress.saved == progress.at.step:
                 reporter.try_to(self._complete)  # it waited for an evaluation, which has failed
-            elif progress.saved < progress.at.step and not isinstance(error, StageLostError):
-                reporter.try_to(self._save_before_failure)
+            elif progress.saved < progress.at.step and isinstance(error, StageError | DataError):
+                self._save_before_failure(error)
             self._checkpoints.settle(error)
         return RunEnd(progress.at.step, self._checkpoints.latest, error=reason)
 
-    def _save_before_failure(self) -> None:
-        """Save the state after the last completed step, if a failed step has not changed it.
+    def _save_before_failure(self, error: Exception) -> None:
+        """Save the state after the last completed step, if all stages live and the failed step has not changed it.
 
         A sample that cannot be read, for one, then costs no step of a run that keeps no copies in memory.
+
+        Args:
+            error: error of the run. A failure to save is an alert and does not replace this error.
         """
         progress, step = self._progress, self._progress.at.step
         changing = any(program.train.changing_buffers for program in self._plan.setup.programs)
-        if self._plan.flow is None and not changing and self._fleet.holds(step):
-            self._fleet.save(self._checkpoints.begin(step))
-            progress.saved = step
-            self._complete()
+        if self._plan.flow is not None or changing or isinstance(error, StageLostError):
+            return
+        try:
+            if self._fleet.holds(step):
+                self._fleet.save(self._checkpoints.begin(step))
+                progress.saved = step
+                self._complete()
+        except Exception as another:  # noqa: BLE001  (a device that has failed, storage, a worker that does not answer)
+            self._reporter.complain(
+                "last step not saved", f"The state after {step} steps was not saved: {another}", step
+            )
 
     def close(self, end: RunEnd | None) -> None:
         """Close all components, even if one raises; ``end`` is the argument of ``on_end``, and None omits that call."""

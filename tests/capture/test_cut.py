@@ -260,6 +260,8 @@ class AsksForLength(nn.Module):
                 x = x * 2 if ids.shape[1] % 2 == 0 else x
             case "number":
                 x = x / int(ids.shape[1])
+            case "share":  # its guard has a function of torch that only symbols have
+                x = x * 2 if int(ids.shape[1] * 0.5) > 2 else x
         return self.head(x).mean(1)
 
 
@@ -272,6 +274,7 @@ class AsksForLength(nn.Module):
             r"came with 0.shape\[1\] = 2, but forward branches on sizes.* for 0.shape\[1\] >= 5",
         ),
         ("even", (2, 4, 6, 8), r"came with 0.shape\[1\] = 3, but .*0.shape\[1\].*2"),
+        ("share", (6, 7), r"came with 0.shape\[1\] = 2, but forward branches on sizes.*sym_float\(0.shape\[1\]\)"),
         ("number", (6,), r"Column 0 came with shape \(4, 2\), but the model was traced for \(samples, 6\)"),
     ],
 )

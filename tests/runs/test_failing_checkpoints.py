@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import Dataset
 from typer.testing import CliRunner
 
-from raypipe import Callback, PipelineConfig, PipelineTrainer, Result, load_state_dict
+from raypipe import Callback, Result, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.cli import app
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.local import LocalFleet
-from raypipe.errors import CheckpointError, DataError
+from raypipe.errors import CheckpointError, DataError, StageError
 from raypipe.ir.report import StepRecord
 from raypipe.progress import RunProgress
 from raypipe.report.page import report_html
@@ -36,6 +35,7 @@ from raypipe.run.status import Alert
 from tests.exactness import same_bits
 from tests.run.loops import looped
 from tests.run.plans.test_planning import trainer
+from tests.trainers import adamw, trainer_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
@@ -205,15 +205,11 @@ def without_norm() -> nn.Sequential:
 
 def fails_at_a_bad_sample(folder: Path, model: Callable[[], nn.Module], *, local: bool) -> Result:
     """Train a run whose data fails in its first epoch, then to its end after the data has been mended."""
-    data, steps = SomeBad(folder / "bad"), 12
-    usual = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", "seed": 3}
+    data = SomeBad(folder / "bad")
 
     def fit(name: str) -> Result:
-        made = PipelineTrainer(
-            model(), loss_fn=functional.cross_entropy, optimizer=partial(torch.optim.AdamW, lr=0.01), train_data=data,
-            pipeline=PipelineConfig(**usual), run_config=SimpleNamespace(name=name, storage_path=str(folder)),
-        )  # fmt: skip
-        return made.fit(num_steps=steps, local=local, progress=False)
+        made = trainer_of(model(), folder, name, optimizer=adamw, train_data=data)
+        return made.fit(num_steps=12, local=local, progress=False)
 
     data.bad.touch()
     with pytest.raises(DataError, match="no such image"):
@@ -229,3 +225,22 @@ def test_a_sample_that_cannot_be_read_costs_no_step(tmp_path: Path) -> None:
     failed = fails_at_a_bad_sample(tmp_path, without_norm, local=True)
     assert failed.checkpoint.endswith(f"step_{len(failed.records):07}")
     assert failed.records
+
+
+def ends_at(step: int) -> float:
+    if step == 6:
+        raise IndexError("the schedule has 6 steps")
+    return 1.0
+
+
+def test_a_step_that_fails_after_it_changed_parameters_is_not_saved(tmp_path: Path) -> None:
+    """A scheduler fails after the optimizer: the state is no longer that after the step before."""
+    made = trainer_of(
+        without_norm(), tmp_path, train_data=SomeBad(tmp_path / "bad"),
+        lr_scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=ends_at),
+    )  # fmt: skip
+    with pytest.raises(StageError, match="the schedule has 6 steps"):
+        made.fit(num_steps=12, local=True, progress=False)
+    failed = Result.from_path(tmp_path / "run")
+    assert failed.records
+    assert not failed.checkpoint

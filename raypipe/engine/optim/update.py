@@ -74,6 +74,8 @@ class Update:
         self._loss_scale = LossScale(state) if program.precision.scaled else None
         self.lr: float | None = None
         """Learning rate of the optimizer's first group in the last step; None without one."""
+        self.changed = False
+        """True if the step in progress has changed parameters, scheduler or loss scale; the executor resets it."""
 
     def of(self, segment: Segment, microbatch: int) -> None:
         """Prepare the update that ends with this micro-batch: set the factors of gradients and learning rate.
@@ -201,6 +203,7 @@ class Update:
             limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
             self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
         self._state.wait_until_read()
+        self.changed = True
         self._ring.advance()
         if self._state.optimizer is not None:
             with at_rate(self._state.optimizer, self._rate), self._draws():
@@ -234,11 +237,13 @@ class Update:
         if self._loss_scale is None:
             return False
         to_blame = not finite and (self._state.optimizer is None or self._loss_scale.value > 1.0)
+        self.changed = True
         self._loss_scale.update(overflowed=not finite)
         return to_blame
 
     def _advance_scheduler(self) -> None:
         """Step the scheduler. Deferred updates count too, so that the learning rate is equal on every stage."""
+        self.changed = True
         if not self._counts:
             return
         self._state.updates += 1

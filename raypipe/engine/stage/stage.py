@@ -181,6 +181,14 @@ _TO_ONE_SIZE = (
 )
 
 
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Evaluate a condition on sizes, by symbol; False if it cannot be evaluated."""
+    try:
+        return bool(eval(condition, {"__builtins__": {}, "math": math, "torch": torch}, dict(sizes)))
+    except Exception:  # noqa: BLE001  (functions of torch that only symbols have)
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSizes:
     """Sizes of data columns for which generated source is valid.
@@ -196,12 +204,15 @@ class ColumnSizes:
     shapes: Mapping[Any, tuple[int | str, ...]]
     conditions: tuple[str, ...] = ()
 
-    def misfit(self, shapes: Mapping[Any, Sequence[int]]) -> str:
+    def misfit(self, shapes: Mapping[Any, Sequence[int]], *, of_minibatch: bool = False) -> str:
         """Describe the first size for which the source is not valid, and the fix; "" if it is valid for all.
 
         Args:
             shapes: shapes of columns, by name. Conditions on columns that are missing here are not checked.
+            of_minibatch: True if the columns have the samples of a whole mini-batch. Conditions on the number of
+                samples, which are those of a micro-batch, are then not checked.
         """
+        samples = {shape[0] for shape in self.shapes.values() if shape} if of_minibatch else set()
         known: dict[str, int] = {}
         for name, wanted in self.shapes.items():
             if (got := shapes.get(name)) is None:
@@ -216,7 +227,7 @@ class ColumnSizes:
                 )
         for condition in self.conditions:
             symbols = [name for name in _NAME.findall(condition) if self._place(name)]
-            if known.keys() >= set(symbols) and not eval(condition, {"math": math}, known):
+            if known.keys() >= set(symbols) and not samples & set(symbols) and not holds(condition, known):
                 needed = _NAME.sub(lambda found: self._place(found[0]) or found[0], condition)
                 came = ", ".join(f"{self._place(symbol)} = {known[symbol]}" for symbol in dict.fromkeys(symbols))
                 return (
