@@ -86,7 +86,7 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     if _CONVERTED.search(str(error)) or frames & _CONVERSIONS:
         return CaptureError(
             f"{name} makes a number of Python from values of its data{where}, and a graph holds tensors. Leave the "
-            f"tensor as it is, or take .item() or .tolist() in place of int(), float() and len(); or {blocks}."
+            f"tensor as it is, or take .item() or .tolist() in place of int() and float(); or {blocks}."
         )
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
