@@ -169,7 +169,9 @@ def _slacks(kind: str, query: ScheduleQuery) -> Iterator[ScheduleSpec]:
     def with_slack(r: tuple[int, ...]) -> ScheduleSpec | None:
         return fitting(spec.as_kind(kind, slack=r), query.fits)
 
-    seeds = {(query.least_slack,) * hops, _grown_slack(query, with_slack)}
+    # If a slack fits with any lag, it fits without.
+    grown = _grown_slack(query, lambda r: query.fits(_without_lag(spec.as_kind(kind, slack=r))))
+    seeds = {(query.least_slack,) * hops, grown}
     if takes(kind, "lag"):
         seeds.add(_grown_slack(query, lambda r: query.fits(spec.as_kind(kind, slack=r))))
     if spec.slack:
@@ -206,7 +208,7 @@ def _neighbours(centre: tuple[int, ...], least: int, most: int) -> Iterator[tupl
             yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
 
 
-def _grown_slack(query: ScheduleQuery, fits: Callable[[tuple[int, ...]], object]) -> tuple[int, ...]:
+def _grown_slack(query: ScheduleQuery, fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
     """Return the slack by hop that is found greedily: one is added on the hop that shortens the period most.
 
     This ends when nothing shortens the period, or no larger slack fits into memory.
@@ -215,7 +217,7 @@ def _grown_slack(query: ScheduleQuery, fits: Callable[[tuple[int, ...]], object]
     in a local optimum there.
 
     Args:
-        fits: returns a true value if a slack fits into memory.
+        fits: returns True if a slack fits into memory.
     """
     busy_s, trips_s = query.busy_s, query.round_trip_s
     replicas = query.now.replicas or (1,) * len(busy_s)

@@ -207,13 +207,12 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
 def _thriftiest_first(request: Request, plan: Plan) -> list[Request]:
     """List a request for each permitted schedule, the one that holds the fewest micro-batches first.
 
-    If the user requested a schedule, it is the only one.
+    If the user requested a schedule, it is the only one, first without deferred weight gradients.
     """
     assert plan.spec is not None
     now = request.with_schedule(plan.spec)
-    if request.schedule != "auto" or plan.spec.kind == "1f1b":
-        return [now]
-    return [request.as_1f1b(), now]
+    least = request if request.schedule == "auto" else now
+    return list(dict.fromkeys([least.thriftiest(plan.partition.num_stages), now]))
 
 
 def _again(request: Request, plan: Plan, worker: int) -> list[Request]:

@@ -84,6 +84,20 @@ def test_without_limits_all_weight_gradients_are_deferred_as_far_as_slack_allows
     assert {spec.lag for spec in candidates(asked("auto"))} == {()}
 
 
+def test_a_lag_is_searched_only_for_a_slack_that_is_tried() -> None:
+    stages, asked_for = 12, list[ScheduleSpec]()
+
+    def fits(spec: ScheduleSpec) -> bool:
+        asked_for.append(spec)
+        return all(MemoryModel(spec).in_flight(depth) <= depth + 4 for depth in range(1, stages + 1))
+
+    query = asked("zb-h1", busy_s=[3.0] * stages, round_trip_s=[9.0] * (stages - 1), fits=fits)
+    tried = [spec for spec in candidates(query) if spec.lag]
+    assert tried
+    searched = {spec.slack for spec in asked_for if any(spec.lag)}
+    assert searched <= {spec.slack for spec in tried}
+
+
 def test_the_least_slack_is_kept_everywhere() -> None:
     found = [spec.slack for spec in candidates(asked("slack", least_slack=2))]
     assert found

@@ -258,6 +258,14 @@ def test_who_asked_for_a_schedule_keeps_it_and_layers_move() -> None:
     assert found.partition.stages[1].stop - found.partition.stages[1].start < 4
 
 
+def test_who_asked_for_deferred_weight_gradients_defers_none_if_that_is_enough() -> None:
+    request = request_of(2, schedule="zb-h1")
+    plan, profile = plan_and_profile([4, 4], request)
+    found = lighter(request, profile, plan, line_of(plan, None, ASSUMED_LINK), 1, 0)
+    assert str(plan_of(found).spec) == "zb-h1 r=1 w=0,0, M=8, overlap"
+    assert held(request, profile, plan_of(found), 1) <= LESS * held(request, profile, plan, 1)
+
+
 def test_what_it_held_counts_where_that_is_less_than_planned() -> None:
     request = request_of(2, schedule="1f1b")
     plan, profile = plan_and_profile([4] * 8, request)
@@ -304,7 +312,7 @@ def test_a_stage_that_computes_again_is_measured_with_both_of_its_forwards() -> 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=6, max_size=12), st.integers(2, 4), st.data())
 def test_each_failure_leaves_less_until_nothing_is_left(ticks: list[int], stages: int, data: st.DataObject) -> None:
-    request = request_of(stages, schedule="auto")
+    request = request_of(stages, schedule=data.draw(st.sampled_from(["auto", "zb-h1"])))
     plan, profile = plan_and_profile(ticks, request)
     line, worker = line_of(plan, None, ASSUMED_LINK), data.draw(st.integers(0, stages - 1))
     before = held(request, profile, plan, worker)

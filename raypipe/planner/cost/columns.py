@@ -147,6 +147,30 @@ def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> in
     return max(0, int((fixed + samples * slopes).max(initial=0)))
 
 
+def stages_workspace(graph: ModelGraph, positions: Ints, samples: int) -> Ints:
+    """Compute ``workspace_bytes`` of every stage of many cuts, shape (cuts, stages).
+
+    Args:
+        positions: the first node of each stage, and the number of nodes, by cut; shape (cuts, stages + 1).
+    """
+    columns = columns_of(graph)
+    fixed, slopes, kept = columns.workspace
+    lines, stops = columns.workspace_at[positions], positions[:, 1:]
+    if not len(fixed):
+        return np.zeros(stops.shape, dtype=np.int64)
+    # peaks[i, at]: the largest of 2**i lines from ``at`` on; two such ranges cover any range of lines.
+    peaks = [fixed + samples * (slopes + kept)]
+    for width in (1 << i for i in range(len(fixed).bit_length() - 1)):
+        peaks.append(np.maximum(peaks[-1], np.append(peaks[-1][width:], np.repeat(peaks[-1][-1:], width))))
+    counts = np.diff(lines, axis=1)
+    level = np.frexp(np.maximum(1, counts))[1] - 1
+    starts, ends = np.minimum(lines[:, :-1], len(fixed) - 1), np.maximum(0, lines[:, 1:] - (1 << level))
+    table = np.stack(peaks)
+    peak = np.maximum(table[level, starts], table[level, ends]) - samples * columns.before[3][stops]
+    found: Ints = np.where(counts > 0, np.maximum(0, peak), 0)
+    return found
+
+
 def neediest(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
     """Return the node that needs ``workspace_bytes``, the last of several; some node must have a workspace."""
     columns, (fixed, slopes) = columns_of(graph), _lines_of(graph, nodes)

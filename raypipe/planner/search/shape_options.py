@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.ir.schedule_spec import takes
+from raypipe.planner.cost.columns import stages_workspace
 from raypipe.planner.cost.microbatch import all_sizes
 from raypipe.planner.partition.device_order import listed_orders
 from raypipe.planner.schedule.zero_bubble import full_lags
-from raypipe.planner.search.cut_costs import Floats, Groups, Ints, PlacedCuts, Shape, stage_bytes
+from raypipe.planner.search.cut_costs import Floats, Groups, Ints, PlacedCuts, Shape, stage_bytes, total_bytes
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.replica_cuts import homes_of
 from raypipe.planner.search.request import AUTO_SLACK, Request, microbatches
@@ -75,8 +76,11 @@ class ShapeOptions:
         shape = tuple(map(len, placed.groups))
         kinds = self.kinds(shape)
         cuts = len(placed.forward_s)
+        if self._problem.request.schedule != "auto":
+            yield [kinds[-1]] * cuts  # with_lag sets less lag where memory requires it
+            return
         yield from ([request] * cuts for request in kinds)
-        if self._problem.request.schedule != "auto" or len(kinds) < 3:
+        if len(kinds) < 3:
             return
         every: list[list[tuple[int, ...]]]
         hops = len(shape) - 1
@@ -131,30 +135,41 @@ class ShapeOptions:
     def with_lag(self, placed: PlacedCuts, requests: Sequence[Request]) -> Sequence[Request]:
         """Set the largest lag of every stage that fits into memory, for cuts that do not fit with the full lag.
 
-        Requests of other kinds, with replicas, or with a lag are returned unchanged.
+        With replicas this is 0 on all stages. Requests of other kinds, or with a lag, are returned unchanged.
 
         Args:
             requests: a request of the same kind for each cut.
         """
         caps, stages, first = self.caps(placed.groups), len(placed.groups), requests[0]
-        if not takes(first.schedule, "lag") or first.lag or first.replicated or stages == 1 or np.isinf(caps).all():
+        if not takes(first.schedule, "lag") or first.lag or stages == 1 or np.isinf(caps).all():
             return requests
+        # Buffers in which replicas sum gradients are left out. If they do not fit, less lag does not help: the bytes
+        # that deferred W hold are free before the sums begin.
+        room = caps - stages_workspace(self._problem.profile.graph, placed.costs.positions, placed.size)
         chosen, keys = list(requests), np.array(list(map(id, requests)))
         for key, request in {id(each): each for each in requests}.items():
-            rows, lags = _largest_lags(placed, request, np.flatnonzero(keys == key), caps)
+            rows, lags = _largest_lags(placed, request, np.flatnonzero(keys == key), room)
             of_lag = {lag: dataclasses.replace(request, lag=lag) for lag in set(map(tuple, lags.tolist()))}
             for row, lag in zip(rows.tolist(), map(tuple, lags.tolist()), strict=True):
                 chosen[row] = of_lag[lag]
         return chosen
 
 
-def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, caps: Floats) -> tuple[Ints, Ints]:
+def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, room: Floats) -> tuple[Ints, Ints]:
     """Find those of ``rows`` (indices of cuts) that fit into memory only with less than the full lag, and their lags.
 
+    Args:
+        room: limit of ``total_bytes`` by cut and stage.
+
     Returns:
-        the rows, and by row and stage the largest lag that fits.
+        the rows, and by row and stage the largest lag that fits; 0 with replicas.
     """
     stages = len(placed.groups)
+    if request.replicated:
+        kinds = (request, request.thriftiest(stages))
+        full_fits, least_fits = (np.all(total_bytes(placed, each) <= room, axis=1)[rows] for each in kinds)
+        rows = rows[least_fits & ~full_fits]
+        return rows, np.zeros((len(rows), stages), dtype=np.int64)
     model, columns = memory_model(request, stages, placed.number, placed.size), np.arange(stages)
     full = np.array(full_lags(model.spec.slack, (1,) * stages))
     in_flight, sets = np.stack([model.deferring(stages - s, np.arange(full[-1] + 1)) for s in range(stages)], axis=2)
@@ -162,7 +177,7 @@ def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, caps: Floats
     def fits(lags: Ints) -> NDArray[np.bool_]:
         """Mask the stages of the cuts ``rows`` that fit with these lags, shape (rows, stages)."""
         held = in_flight[lags, columns], sets[lags, columns], np.array([model.message_slots])
-        mask: NDArray[np.bool_] = stage_bytes(placed.costs.take(rows), model, *held) <= caps
+        mask: NDArray[np.bool_] = stage_bytes(placed.costs.take(rows), model, *held) <= room[rows]
         return mask
 
     rows = rows[~fits(full).all(axis=1)]

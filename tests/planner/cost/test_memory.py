@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, Node, most
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.cost.columns import Sums, sums_of, workspace_bytes, workspace_lines
+from raypipe.planner.cost.columns import Sums, stages_workspace, sums_of, workspace_bytes, workspace_lines
 from raypipe.planner.cost.memory import MemoryModel, check_memory, stage_memory
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.costs import Limits
@@ -223,6 +225,26 @@ def test_a_backward_runs_when_later_nodes_have_let_go(nodes) -> None:
         assert workspace_bytes(graph, nodes, samples) == expected
         assert most(workspace_lines(graph, nodes), samples) == expected
     assert workspace_bytes(graph, range(0), 1) == workspace_bytes(graph, (2,), 1) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), max_size=3)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_workspaces_of_all_stages_are_those_of_one_after_the_other(rows) -> None:
+    graph = ModelGraph(
+        tuple(
+            Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=kept, workspace=tuple(lines))
+            for i, (kept, lines) in enumerate(rows)
+        )
+    )
+    cuts = [(0, *cut, len(rows)) for cut in itertools.combinations(range(len(rows) + 1), 2)]
+    expected = [[workspace_bytes(graph, range(*stage), 3) for stage in itertools.pairwise(cut)] for cut in cuts]
+    assert stages_workspace(graph, np.array(cuts).reshape(-1, 4), 3).tolist() == expected
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from raypipe.ir.cluster import Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.cost.columns import workspace_bytes
 from raypipe.planner.cost.memory import resident_of
 from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.partition.costs import Limits
@@ -147,11 +148,21 @@ def test_no_plan_is_quicker_than_the_bound_of_its_shape(count: int, seed: int) -
         assert search.at_least_s((1,) * stages) <= best.prediction.step_s
 
 
+def needy_chain(drawn: random.Random, nodes: int) -> Profile:
+    """Draw a chain of which some operations need temporary bytes while they run."""
+    profile = chain(drawn, nodes)
+    made = [
+        dataclasses.replace(node, workspace=((drawn.randrange(16) * MIB, 0),)) if drawn.random() < 0.4 else node
+        for node in profile.graph.nodes
+    ]
+    return dataclasses.replace(profile, graph=ModelGraph(tuple(made)))
+
+
 @pytest.mark.parametrize("schedule", ["auto", "zb-h1"])
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
 def test_a_plan_holds_what_its_rows_do_within_the_limits(schedule: str, seed: int) -> None:
     drawn = random.Random(seed)
-    profile = chain(drawn, drawn.randint(4, 7))
+    profile = needy_chain(drawn, drawn.randint(4, 7))
     cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", 1.0, drawn.randrange(20, 50) * MIB) for i in range(3)))
     request = dataclasses.replace(REQUEST, num_stages=3, schedule=schedule, recompute=drawn.choice([False, None]))
     try:
@@ -166,14 +177,16 @@ def test_a_plan_holds_what_its_rows_do_within_the_limits(schedule: str, seed: in
 @pytest.mark.parametrize("seed", range(6))
 def test_every_stage_of_a_cut_defers_as_many_weight_gradients_as_fit(seed: int) -> None:
     drawn = random.Random(seed)
-    profile, request = chain(drawn, 6), dataclasses.replace(REQUEST, num_stages=3, num_microbatches=8)
+    profile, request = needy_chain(drawn, 6), dataclasses.replace(REQUEST, num_stages=3, num_microbatches=8)
     cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", 1.0, drawn.randrange(12, 50) * MIB) for i in range(3)))
     search = ShapeSearch(Problem(request, profile, cluster, described=True))
     cell = search._cells((1, 1, 1), MOST_CUTS)[0]
     placed, caps = search._placed(*cell), search._options.caps(cell[0])
 
     def fits(cut: int, asked: Request) -> bool:
-        return bool((total_bytes(placed.take(np.array([cut])), asked) <= caps).all())
+        stages = itertools.pairwise(placed.costs.positions[cut].tolist())
+        workspace = [workspace_bytes(profile.graph, range(*stage), placed.size) for stage in stages]
+        return bool((total_bytes(placed.take(np.array([cut])), asked) + workspace <= caps).all())
 
     for slack, full in ((1, (0, 1, 2)), ((1, 3), (0, 1, 4))):
         asked = dataclasses.replace(request, schedule="zb-h1", slack=slack)
@@ -187,6 +200,36 @@ def test_every_stage_of_a_cut_defers_as_many_weight_gradients_as_fit(seed: int) 
             for stage in range(3):
                 lag = (*chosen.lag[:stage], chosen.lag[stage] + 1, *chosen.lag[stage + 1 :])
                 assert chosen.lag[stage] == full[stage] or not fits(cut, dataclasses.replace(chosen, lag=lag))
+
+
+@pytest.mark.parametrize("count", [8, 256])
+@pytest.mark.parametrize("replicas", [1, (2, 1)])
+def test_weight_gradients_are_deferred_in_full_if_memory_allows_it(count: int, replicas: int | tuple[int, ...]) -> None:
+    """Also if weight gradients take no time. With the least memory in which a plan fits, none are deferred."""
+    node = Node(
+        "", "", (), MIB, 8, 0.01, 0.01, 0.0 if count == 8 else 0.01, activation_bytes=4 * MIB, source="measured"
+    )
+    graph = ModelGraph(tuple(dataclasses.replace(node, name=f"op{i}") for i in range(4)))
+    request = dataclasses.replace(
+        REQUEST, schedule="zb-h1", num_stages=2, minibatch_size=count, num_microbatches=count, replicas=replicas,
+        partitioner="parameters",
+    )  # fmt: skip
+
+    def plan(memory: int) -> ScheduleSpec:
+        cluster = Cluster(tuple(ComputeDevice(f"gpu{i}", 1.0, memory) for i in range(2 if replicas == 1 else 3)))
+        return decide(request, Profile(graph, 1), cluster).limits.memory.spec
+
+    assert plan(1 << 40).lag == ()
+    least = next(memory for memory in range(8 * MIB, 48 * MIB, MIB) if can(plan, memory))
+    assert plan(least).lag == (0, 0)
+
+
+def can(plan: Callable[[int], ScheduleSpec], memory: int) -> bool:
+    try:
+        plan(memory)
+    except PlanError:
+        return False
+    return True
 
 
 BOUND_REQUEST = Request(None, None, (), 64, None, num_samples=1000)
