@@ -14,6 +14,7 @@ in plain PyTorch.
 from __future__ import annotations
 
 import dis
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,6 +123,11 @@ def _never_returns(code: CodeType) -> bool:
     return not any(one.opname.startswith(("RETURN_", "YIELD_")) for one in dis.get_instructions(code))
 
 
+def _version(value: torch.Tensor) -> float:
+    """Return the number of changes of a tensor in place; NaN, unequal to itself, if torch does not count them."""
+    return math.nan if value.is_inference() else value._version
+
+
 class _Decided(TorchFunctionMode):
     """Function mode that decides branches which torch.export cannot decide, because they depend on values.
 
@@ -149,8 +155,8 @@ class _Decided(TorchFunctionMode):
         self._visits: Counter[tuple[CodeType, tuple[int | None, ...]]] = Counter()
         self.lines: list[str] = []
         # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
-        self._drawn: dict[int, torch.Tensor] = {}
-        self._known: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._drawn: dict[int, tuple[torch.Tensor, float]] = {}
+        self._known: dict[int, tuple[torch.Tensor, float, bool]] = {}
         self._symbols = _symbols_decided(self._decide)
 
     def __enter__(self) -> _Decided:
@@ -166,15 +172,15 @@ class _Decided(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            known, truth = self._known.get(id(args[0]), (None, False))
-            if known is args[0]:
+            known, version, truth = self._known.get(id(args[0]), (None, None, False))
+            if known is args[0] and version == _version(args[0]):
                 return truth
             try:
                 return func(*args)
             except GuardOnDataDependentSymNode:
                 if (decision := self._decide(sys._getframe(1))) is None:
                     raise
-                self._known[id(args[0])] = args[0], decision  # as in ``return a.any() or b.any()``: asked twice
+                self._keep_truth(args[0], decision)  # as in ``return a.any() or b.any()``: asked twice
                 return decision
         if func in _COMPARISONS:
             try:
@@ -188,12 +194,15 @@ class _Decided(TorchFunctionMode):
             return None
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and isinstance(result, torch.Tensor) and result.numel() == 1:
-            self._drawn[id(result)] = result
+            self._drawn[id(result)] = result, _version(result)
         elif func in _BELOW and len(args) == 2 and id(args[0]) in self._drawn:
-            bound = args[1]
-            if isinstance(bound, (int, float)) and not 0 < bound < 1:
-                self._known[id(result)] = result, (bound >= 1) is _BELOW[func]
+            bound, (_, version) = args[1], self._drawn[id(args[0])]
+            if isinstance(bound, (int, float)) and not 0 < bound < 1 and version == _version(args[0]):
+                self._keep_truth(result, (bound >= 1) is _BELOW[func])
         return result
+
+    def _keep_truth(self, value: torch.Tensor, truth: bool) -> None:
+        self._known[id(value)] = value, _version(value), truth
 
     def _decide(self, frame: FrameType) -> bool | None:
         """Decide and record which way the code in ``frame`` goes at a branch on a value that the trace does not have.

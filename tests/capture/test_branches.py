@@ -154,7 +154,25 @@ def reworded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-GO_ON = [halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded]
+def changed_after_a_check(x: torch.Tensor) -> torch.Tensor:
+    """One tensor of a check and, changed in place, of a computation."""
+    bad = x.isnan().any()
+    if bad:
+        raise ValueError
+    bad |= (x > 9).any()
+    return x.clamp(max=9) if bad else x
+
+
+def drawn_and_changed(x: torch.Tensor) -> torch.Tensor:
+    drawn = torch.rand([])
+    drawn.mul_(4)
+    return x / 2 if drawn < 1.0 else x
+
+
+GO_ON = [
+    halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded, changed_after_a_check,
+    drawn_and_changed,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("before", GO_ON)
