@@ -110,11 +110,8 @@ def _fails_check(error: BaseException, decided: _Decided) -> bool:
         is_caller = any(frame is raising for frame, _ in walk_stack(decided.frame))
         if raising.f_code.co_filename.startswith(str(_TORCH)) or not (is_caller or _never_returns(raising.f_code)):
             return False
-    # torch.export handles its own error, that it cannot decide the branch, while forward goes on.
-    cause = error.__cause__ or error.__context__
-    if not isinstance(cause, GuardOnDataDependentSymNode | DataDependentOutputException | None) and not _fails_check(
-        cause, decided
-    ):
+    causes = (one for one in (error.__cause__, error.__context__) if one is not None and one is not decided.handled)
+    if not all(_fails_check(cause, decided) for cause in causes):
         return False
     return isinstance(error, SystemExit) or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
@@ -144,6 +141,7 @@ class _Decided(TorchFunctionMode):
         last: place of the latest decision; None before the first.
         frame: frame of the latest decision.
         lines: the user's line, as FILE:LINE, of every decision and of every call of ``torch._assert``.
+        handled: error that the caller of the trace handles, which is then a context of every error of forward, or None.
     """
 
     def __init__(self, passed: Mapping[_Place, bool], otherwise: _Place | None = None) -> None:
@@ -154,6 +152,7 @@ class _Decided(TorchFunctionMode):
         self.frame: FrameType | None = None
         self._visits: Counter[tuple[CodeType, tuple[int | None, ...]]] = Counter()
         self.lines: list[str] = []
+        self.handled = sys.exception()
         # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
         self._drawn: dict[int, tuple[torch.Tensor, float]] = {}
         self._known: dict[int, tuple[torch.Tensor, float, bool]] = {}

@@ -154,6 +154,29 @@ def reworded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x / len(range(int(x.abs().sum())))
+
+
+def reworded_number(x: torch.Tensor) -> torch.Tensor:
+    """Of torch's errors, too, only that of the branch itself is no other cause."""
+    if x.max() > 9:
+        try:
+            x = summed(x)
+        except Exception as error:
+            raise RuntimeError from error
+    return x
+
+
+def reworded_in_silence(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        try:
+            x = summed(x)
+        except RuntimeError:
+            raise RuntimeError from None
+    return x
+
+
 def changed_after_a_check(x: torch.Tensor) -> torch.Tensor:
     """One tensor of a check and, changed in place, of a computation."""
     bad = x.isnan().any()
@@ -171,7 +194,7 @@ def drawn_and_changed(x: torch.Tensor) -> torch.Tensor:
 
 GO_ON = [
     halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded, changed_after_a_check,
-    drawn_and_changed,
+    drawn_and_changed, reworded_number, reworded_in_silence,
 ]  # fmt: skip
 
 
