@@ -70,11 +70,20 @@ def of_torch(x: torch.Tensor) -> None:
     torch._assert((x < 9).all(), "too large")
 
 
+def fail(words: str) -> None:
+    raise ValueError(words)
+
+
+def failing(x: torch.Tensor) -> None:
+    if x.max() > 9:
+        fail(f"too large: {x.shape}")
+
+
 def distributed(x: torch.Tensor) -> None:
     torch.distributions.Uniform(x - 1, x + 1).log_prob(x)
 
 
-CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, distributed]
+CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, failing, distributed]
 
 
 @pytest.mark.parametrize("before", CHECKS)
@@ -177,6 +186,35 @@ def reworded_in_silence(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a kernel that is missing on this machine only."""
+    raise RuntimeError
+
+
+def optional(rows: int) -> torch.Tensor:
+    raise ImportError
+
+
+def by_a_kernel(x: torch.Tensor) -> torch.Tensor:
+    return kernel(x) if x.max() > 9 else x
+
+
+def by_a_kernel_in_place(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        kernel(x)
+    return x
+
+
+def by_an_optional_module(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        optional(3)
+    return x
+
+
+def by_its_value(x: torch.Tensor) -> torch.Tensor:
+    return x + fail("rows") if x.max() > 9 else x  # type: ignore[operator]
+
+
 def changed_after_a_check(x: torch.Tensor) -> torch.Tensor:
     """One tensor of a check and, changed in place, of a computation."""
     bad = x.isnan().any()
@@ -194,7 +232,8 @@ def drawn_and_changed(x: torch.Tensor) -> torch.Tensor:
 
 GO_ON = [
     halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded, changed_after_a_check,
-    drawn_and_changed, reworded_number, reworded_in_silence,
+    drawn_and_changed, reworded_number, reworded_in_silence, by_a_kernel, by_a_kernel_in_place,
+    by_an_optional_module, by_its_value,
 ]  # fmt: skip
 
 
