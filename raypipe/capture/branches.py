@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,8 @@ from torch.utils import _pytree as pytree
 from raypipe.errors import RaypipeError
 from raypipe.user_lines import line_outside_torch
 
-_TORCH = str(Path(torch.__file__).parent)
-_CHECKING = str(Path(torch.__file__).parent / "distributions")
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is no part of torch
+_CHECKING = f"{_TORCH}distributions{os.sep}"
 """Part of torch whose checks are decided as those of user code, as the constraints of validate_args."""
 _BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
 """Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,13 @@ def test_a_graph_is_that_of_the_model_without_its_checks(before: Before) -> None
     assert checked.checks
     assert all(line.startswith(f"{__file__}:") for line in checked.checks)
     assert [one.train.source for one in checked.programs((1,))] == [one.train.source for one in bare.programs((1,))]
+
+
+def test_a_library_whose_name_begins_with_torch_is_no_part_of_torch() -> None:
+    code = "def check(x):\n    if x.max() > 9:\n        raise ValueError\n"
+    names: dict[str, Before] = {}
+    exec(compile(code, str(Path(torch.__file__).parent.with_name("torchvision") / "ops.py"), "exec"), names)
+    assert captured(names["check"]).checks
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
