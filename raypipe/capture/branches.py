@@ -195,8 +195,8 @@ class _Decided(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            known, version, truth = self._known.get(id(args[0]), (None, None, False))
-            if known is args[0] and version == _version(args[0]):
+            known, version, truth = self._known.get(id(args[0]), (args[0], math.nan, False))
+            if version == _version(known):
                 return truth
             try:
                 return func(*args)
