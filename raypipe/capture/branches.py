@@ -5,15 +5,17 @@
     if x.mean() > 0: x = x / 2              undecided: both ways go on
 
 A branch is a check if forward, traced with the other decision at that branch, ends in a raise statement of the function
-of the branch, of one of its callers (``if has_nan(x): raise``), or of a function that never returns (``if bad:
-fail(x)``). Any other error may have another cause, such as an operation that cannot be traced. Every visit of a branch
-is tried, because layers of one class may differ. Stages leave checks out: preflight makes them on the first mini-batch,
-in plain PyTorch.
+of the branch, of one of its callers (``if has_nan(x): raise``), or of a function that only fails (``if bad:
+fail("NaN")``). Any other error may have another cause, such as an operation that cannot be traced, or one that another
+machine can do (``x = varlen(x)``, which raises where the kernel is missing). Every visit of a branch is tried, because
+layers of one class may differ. Stages leave checks out: preflight makes them on the first mini-batch, in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import dis
+import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,24 +23,27 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from raypipe.errors import RaypipeError
 from raypipe.user_lines import line_outside_torch
 
-_TORCH = Path(torch.__file__).parent
-_CHECKING = str(_TORCH / "distributions")
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is no part of torch
+_CHECKING = f"{_TORCH}distributions{os.sep}"
 """Part of torch whose checks are decided as those of user code, as the constraints of validate_args."""
 _BELOW = {torch.Tensor.lt: True, torch.Tensor.__lt__: True, torch.Tensor.ge: False, torch.Tensor.__ge__: False}
 """Comparisons of a drawn number with a bound; True if they are true for a number below the bound."""
 _COMPARISONS = torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose
 """Functions that return a truth value, and not a tensor."""
+
+_CONSTANTS = str, int, float, type(None), torch.SymInt, torch.SymFloat, torch.Size, torch.dtype, torch.device
 
 Traced = TypeVar("Traced")
 
@@ -99,27 +104,49 @@ def _attempt(
 
 def _fails_check(error: BaseException, decided: _Decided) -> bool:
     """Return True for an error of a raise or assert statement of the latest branch, without another cause."""
-    trace = error.__traceback__
+    trace, calling = error.__traceback__, None
     while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+        trace, calling = trace.tb_next, trace
     if trace is None or decided.frame is None or isinstance(error, RaypipeError):
         return False
     raising = trace.tb_frame
     if raising is not decided.frame:
-        is_caller = any(frame is raising for frame, _ in walk_stack(decided.frame))
-        if raising.f_code.co_filename.startswith(str(_TORCH)) or not (is_caller or _never_returns(raising.f_code)):
+        callers = [frame for frame, _ in walk_stack(decided.frame)]
+        own = raising in callers or (
+            calling is not None and calling.tb_frame in callers and _only_fails(error, calling)
+        )
+        if raising.f_code.co_filename.startswith(_TORCH) or not own:
             return False
-    # torch.export handles its own error, that it cannot decide the branch, while forward goes on.
-    cause = error.__cause__ or error.__context__
-    if not isinstance(cause, GuardOnDataDependentSymNode | DataDependentOutputException | None) and not _fails_check(
-        cause, decided
-    ):
+    causes = (one for one in (error.__cause__, error.__context__) if one is not None and one is not decided.handled)
+    if not all(_fails_check(cause, decided) for cause in causes):
         return False
     return isinstance(error, SystemExit) or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _never_returns(code: CodeType) -> bool:
-    return not any(one.opname.startswith(("RETURN_", "YIELD_")) for one in dis.get_instructions(code))
+def _only_fails(error: BaseException, calling: TracebackType) -> bool:
+    """Return True if the function that raised ``error`` cannot compute anything, wherever it runs.
+
+    It never returns, its call is a statement of its own, and nothing but numbers and texts is passed to it. Errors of
+    what is missing on this machine are excluded.
+
+    Args:
+        calling: traceback entry of the call.
+    """
+    assert calling.tb_next is not None
+    function = calling.tb_next.tb_frame
+    if isinstance(error, NotImplementedError | ImportError):
+        return False
+    if any(one.opname.startswith(("RETURN_", "YIELD_")) for one in dis.get_instructions(function.f_code)):
+        return False
+    following = [one for one in dis.get_instructions(calling.tb_frame.f_code) if one.offset > calling.tb_lasti]
+    if not following or following[0].opname != "POP_TOP":
+        return False
+    return all(isinstance(one, _CONSTANTS) for one in pytree.tree_leaves(dict(function.f_locals)))
+
+
+def _version(value: torch.Tensor) -> float:
+    """Return the number of changes of a tensor in place; NaN, unequal to itself, if torch does not count them."""
+    return math.nan if value.is_inference() else value._version
 
 
 class _Decided(TorchFunctionMode):
@@ -138,6 +165,7 @@ class _Decided(TorchFunctionMode):
         last: place of the latest decision; None before the first.
         frame: frame of the latest decision.
         lines: the user's line, as FILE:LINE, of every decision and of every call of ``torch._assert``.
+        handled: error that the caller of the trace handles, which is then a context of every error of forward, or None.
     """
 
     def __init__(self, passed: Mapping[_Place, bool], otherwise: _Place | None = None) -> None:
@@ -148,9 +176,10 @@ class _Decided(TorchFunctionMode):
         self.frame: FrameType | None = None
         self._visits: Counter[tuple[CodeType, tuple[int | None, ...]]] = Counter()
         self.lines: list[str] = []
+        self.handled = sys.exception()
         # By id, because tensors compare elementwise; held, so that no other tensor gets the id.
-        self._drawn: dict[int, torch.Tensor] = {}
-        self._known: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._drawn: dict[int, tuple[torch.Tensor, float]] = {}
+        self._known: dict[int, tuple[torch.Tensor, float, bool]] = {}
         self._symbols = _symbols_decided(self._decide)
 
     def __enter__(self) -> _Decided:
@@ -166,15 +195,15 @@ class _Decided(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            known, truth = self._known.get(id(args[0]), (None, False))
-            if known is args[0]:
+            known, version, truth = self._known.get(id(args[0]), (args[0], math.nan, False))
+            if version == _version(known):
                 return truth
             try:
                 return func(*args)
             except GuardOnDataDependentSymNode:
                 if (decision := self._decide(sys._getframe(1))) is None:
                     raise
-                self._known[id(args[0])] = args[0], decision  # as in ``return a.any() or b.any()``: asked twice
+                self._keep_truth(args[0], decision)  # as in ``return a.any() or b.any()``: asked twice
                 return decision
         if func in _COMPARISONS:
             try:
@@ -188,12 +217,15 @@ class _Decided(TorchFunctionMode):
             return None
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and isinstance(result, torch.Tensor) and result.numel() == 1:
-            self._drawn[id(result)] = result
+            self._drawn[id(result)] = result, _version(result)
         elif func in _BELOW and len(args) == 2 and id(args[0]) in self._drawn:
-            bound = args[1]
-            if isinstance(bound, (int, float)) and not 0 < bound < 1:
-                self._known[id(result)] = result, (bound >= 1) is _BELOW[func]
+            bound, (_, version) = args[1], self._drawn[id(args[0])]
+            if isinstance(bound, (int, float)) and not 0 < bound < 1 and version == _version(args[0]):
+                self._keep_truth(result, (bound >= 1) is _BELOW[func])
         return result
+
+    def _keep_truth(self, value: torch.Tensor, truth: bool) -> None:
+        self._known[id(value)] = value, _version(value), truth
 
     def _decide(self, frame: FrameType) -> bool | None:
         """Decide and record which way the code in ``frame`` goes at a branch on a value that the trace does not have.
@@ -210,7 +242,7 @@ class _Decided(TorchFunctionMode):
         positions = islice(branching.f_code.co_positions(), branching.f_lasti // 2, None)
         instruction = branching.f_code, next(positions)
         file = branching.f_code.co_filename
-        if file.startswith(str(_TORCH)) and not file.startswith(_CHECKING):
+        if file.startswith(_TORCH) and not file.startswith(_CHECKING):
             return None
         place = _Place(*instruction, self._visits[instruction])
         self._visits[instruction] += 1

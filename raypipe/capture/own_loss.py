@@ -23,7 +23,9 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     The loss is the output if that is a tensor, else its item or attribute "loss", else the first item of a sequence if
     that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output,
     the only one with the key "loss", or the only one with a gradient: an accuracy or a detached term beside it has
-    none. A scalar under a key with "aux" in it, as "aux_loss", is not. A tensor of shape (1,) counts as a scalar.
+    none. A scalar under a key with "aux" in it, as "aux_loss", is not. A tensor of shape (1,) counts as a scalar if it
+    is the output, has the key "loss", or if no scalar without dimensions has a gradient: a learned scale may have this
+    shape.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -34,7 +36,7 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
         loss = output["loss"]
     elif hasattr(output, "loss"):
         loss = output.loss
-    elif isinstance(output, Sequence) and output and _is_scalar(output[0]) and output[0].is_floating_point():
+    elif isinstance(output, Sequence) and output and _is_scalar(output[0]) and _is_plain(output[0]):
         loss = output[0]
     else:
         loss = _only_scalar(model, output)
@@ -57,6 +59,10 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.dim() == 0 or _is_one(value))
 
 
+def _is_plain(scalar: torch.Tensor) -> bool:
+    return scalar.dim() == 0 and scalar.is_floating_point()
+
+
 def _is_one(value: torch.Tensor) -> bool:
     """Return True for shape (1,), of a loss in view(1); a number of samples is a symbol while a model is traced."""
     return value.dim() == 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
@@ -71,6 +77,9 @@ def _only_scalar(model: torch.nn.Module, output: Any) -> torch.Tensor | None:
     found = dict({id(scalar): (place, scalar) for place, scalar in _scalars(output, "output")}.values())
     named = {place: scalar for place, scalar in found.items() if place.endswith(("['loss']", ".loss"))}
     trained = {place: scalar for place, scalar in found.items() if scalar.requires_grad}
+    trained = {place: scalar for place, scalar in trained.items() if _is_plain(scalar)} or trained
+    if isinstance(output, Sequence) and "output[0]" in trained:  # of shape (1,), as all of them
+        trained = {"output[0]": trained["output[0]"]}
     if len(trained) == 1:
         _WITH_GRADIENT[model] = next(iter(trained))
     elif not trained and _WITH_GRADIENT.get(model) in found:  # under no_grad

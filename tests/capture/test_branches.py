@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,11 +71,20 @@ def of_torch(x: torch.Tensor) -> None:
     torch._assert((x < 9).all(), "too large")
 
 
+def fail(words: str) -> Any:
+    raise ValueError(words)
+
+
+def failing(x: torch.Tensor) -> None:
+    if x.max() > 9:
+        fail(f"too large: {x.shape}")
+
+
 def distributed(x: torch.Tensor) -> None:
     torch.distributions.Uniform(x - 1, x + 1).log_prob(x)
 
 
-CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, distributed]
+CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, failing, distributed]
 
 
 @pytest.mark.parametrize("before", CHECKS)
@@ -84,6 +94,13 @@ def test_a_graph_is_that_of_the_model_without_its_checks(before: Before) -> None
     assert checked.checks
     assert all(line.startswith(f"{__file__}:") for line in checked.checks)
     assert [one.train.source for one in checked.programs((1,))] == [one.train.source for one in bare.programs((1,))]
+
+
+def test_a_library_whose_name_begins_with_torch_is_no_part_of_torch() -> None:
+    code = "def check(x):\n    if x.max() > 9:\n        raise ValueError\n"
+    names: dict[str, Before] = {}
+    exec(compile(code, str(Path(torch.__file__).parent.with_name("torchvision") / "ops.py"), "exec"), names)
+    assert captured(names["check"]).checks
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +171,78 @@ def reworded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-GO_ON = [halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded]
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x / len(range(int(x.abs().sum())))
+
+
+def reworded_number(x: torch.Tensor) -> torch.Tensor:
+    """Of torch's errors, too, only that of the branch itself is no other cause."""
+    if x.max() > 9:
+        try:
+            x = summed(x)
+        except Exception as error:
+            raise RuntimeError from error
+    return x
+
+
+def reworded_in_silence(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        try:
+            x = summed(x)
+        except RuntimeError:
+            raise RuntimeError from None
+    return x
+
+
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a kernel that is missing on this machine only."""
+    raise RuntimeError
+
+
+def optional(rows: int) -> torch.Tensor:
+    raise ImportError
+
+
+def by_a_kernel(x: torch.Tensor) -> torch.Tensor:
+    return kernel(x) if x.max() > 9 else x
+
+
+def by_a_kernel_in_place(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        kernel(x)
+    return x
+
+
+def by_an_optional_module(x: torch.Tensor) -> torch.Tensor:
+    if x.max() > 9:
+        optional(3)
+    return x
+
+
+def by_its_value(x: torch.Tensor) -> torch.Tensor:
+    return x + fail("rows") if x.max() > 9 else x
+
+
+def changed_after_a_check(x: torch.Tensor) -> torch.Tensor:
+    """One tensor of a check and, changed in place, of a computation."""
+    bad = x.isnan().any()
+    if bad:
+        raise ValueError
+    bad |= (x > 9).any()
+    return x.clamp(max=9) if bad else x
+
+
+def drawn_and_changed(x: torch.Tensor) -> torch.Tensor:
+    drawn = torch.rand([])
+    drawn.mul_(4)
+    return x / 2 if drawn < 1.0 else x
+
+
+GO_ON = [
+    halved, caught, looped, untraceable, checked_first, shared, strict_once, cropped, reworded, changed_after_a_check,
+    drawn_and_changed, reworded_number, reworded_in_silence, by_a_kernel, by_a_kernel_in_place,
+    by_an_optional_module, by_its_value,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("before", GO_ON)

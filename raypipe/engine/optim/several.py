@@ -22,7 +22,8 @@ def as_one(optimizer: Any) -> Any:
     """Return an optimizer with torch's ``param_groups`` and ``state_dict()``, for an object that holds several.
 
     Returns:
-        ``optimizer`` itself if it has these, or if the optimizers in its attributes do not hold all its parameters.
+        ``optimizer`` itself if it has these, if the optimizers in its attributes do not hold all its parameters, or if
+        it is an optimizer of torch that does more than hold others, as one around a single optimizer.
     """
     if not callable(getattr(optimizer, "step", None)) or _is_like_torchs(optimizer):
         return optimizer
@@ -32,6 +33,8 @@ def as_one(optimizer: Any) -> Any:
     own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     if not held or len({*parameters}) < len(parameters) or not own <= {*parameters}:
         return optimizer
+    if isinstance(optimizer, Optimizer) and not _only_holds(optimizer, held):
+        return optimizer
     kind = type(type(optimizer).__name__, (Together,), {})  # messages and checkpoints name the user's class
     return kind(optimizer, held)
 
@@ -39,8 +42,22 @@ def as_one(optimizer: Any) -> Any:
 def _is_like_torchs(optimizer: Any) -> bool:
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "state_dict")):
         return False
-    saved = optimizer.state_dict()
+    return _is_state_dict(optimizer.state_dict())
+
+
+def _is_state_dict(saved: Any) -> bool:
     return isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}
+
+
+def _only_holds(optimizer: Optimizer, held: list[Optimizer]) -> bool:
+    """Return True if an optimizer's state_dict() is made of those of several, or it has none of its own.
+
+    None in it stands for an optimizer without parameters: a stage may have matrices only.
+    """
+    inherits = type(optimizer).state_dict is Optimizer.state_dict
+    saved = [one.state_dict() for one in held] if inherits else optimizer.state_dict()
+    parts = pytree.tree_leaves(saved, is_leaf=_is_state_dict)
+    return len(parts) > 1 and all(part is None or _is_state_dict(part) for part in parts)
 
 
 class Together(Optimizer):
@@ -56,7 +73,11 @@ class Together(Optimizer):
 
     def __init__(self, users: Any, held: list[Optimizer]) -> None:
         self.users, self.held = users, held
-        super().__init__([group for one in held for group in one.param_groups], {})
+        groups = [group for one in held for group in one.param_groups]
+        if not all("param_names" in group for group in groups):
+            for group in groups:
+                group.pop("param_names", None)  # torch takes the names of all parameters or of none
+        super().__init__(groups, {})
         for one in held:
             self.state.update(one.state)
 
