@@ -191,7 +191,7 @@ def _crosses(node: fx.Node, calls: Sequence[Any], own: set[fx.Node]) -> bool:
     if name in _AT_INDICES:
         return any(
             used is not None and used not in own
-            for dim, used in enumerate(node.args[1])  # type: ignore[arg-type, union-attr]
+            for dim, used in enumerate(node.args[1])  # type: ignore[arg-type]
             if dim in changed
         )
     bound = bind_arguments(node.target, *calls[0])

@@ -18,6 +18,7 @@ from raypipe.capture import Capture, capture
 from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch, held_by
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError
+from raypipe.ir.precision import PRECISIONS
 from raypipe.preflight.whole_minibatch_loss import over_minibatch
 
 pytestmark = pytest.mark.engine
@@ -113,6 +114,13 @@ def late(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model.head(model.first(model.body(x))), labels)
 
 
+def filled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Samples compared with the other half of the batch, beside the fill of a mask, which is large."""
+    hidden = torch.cat([model.body(x), torch.full_like(x, -1e9)], -1)
+    other = hidden.view(2, -1, 2 * WIDE).transpose(0, 1).flip(1).transpose(0, 1).reshape(-1, 2 * WIDE)
+    return functional.softplus((hidden * other)[:, :WIDE].sum(-1)).mean()
+
+
 TERMS: dict[Term, set[str]] = {
     contrastive: set(),
     sigmoid: {"bias"},
@@ -122,6 +130,7 @@ TERMS: dict[Term, set[str]] = {
     flooded: set(),
     limited: {"head.weight", "head.bias"},
     dropping: {"more.weight", "more.bias", "head.weight", "head.bias"},
+    filled: set(),
     gated: {"gate", "head.weight", "head.bias"},
     late: {"first.weight", "first.bias", "head.weight", "head.bias"},
 }
@@ -236,6 +245,36 @@ def test_a_model_without_weights_is_divided_at_random_ones() -> None:
     assert [node.name for node in captured.graph.nodes] == [node.name for node in known.graph.nodes]
 
 
+class Normed(Model):
+    """Has batch norms with running statistics, and a term of training alone."""
+
+    def __init__(self) -> None:
+        super().__init__(contrastive)
+        self.body.append(nn.BatchNorm1d(WIDE))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = super().forward(x, labels)["loss"]
+        return {"loss": loss + self.body(x).abs().mean() if self.training else loss}
+
+
+@pytest.mark.parametrize(
+    ("build", "precision"),
+    [(Normed, "fp32"), (Normed, "bf16-autocast"), *((lambda: Model(margin), name) for name in ("bf16", "fp16"))],
+)
+def test_the_division_is_compared_in_fp32_in_one_mode(build: Any, precision: str, monkeypatch: Any) -> None:
+    rows = {name: x.float() if x.is_floating_point() else x for name, x in rows_of().items()}
+    model, pipeline = build(), PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch")
+    captured = capture(model, rows, tuple(rows), None, precision=PRECISIONS[precision])
+    over_minibatch(model, None, captured, rows, pipeline)
+    monkeypatch.setattr(LossTail, "__call__", lambda *_: model.scale * 2)
+    with pytest.raises(ConfigError, match="over 4 rows in two micro-batches it is"):
+        over_minibatch(model, None, captured, rows, pipeline)
+
+
+def noised(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return contrastive(model, x + torch.rand_like(x), labels)
+
+
 def noisy(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     alike = model.body(x) @ model.body(x).T
     return functional.dropout(alike, 0.5, model.training).square().mean()
@@ -281,6 +320,7 @@ def shuffled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize(
     ("term", "words"),
     [
+        (noised, "it cannot be compared with the model's own, which draws random numbers"),
         (permuted, "it draws random numbers at {} from values that mix samples of a batch"),
         (shuffled, "operations that mix samples of a batch read random numbers drawn at {}"),
         (routed, "samples of a batch are mixed before most of the parameters"),
