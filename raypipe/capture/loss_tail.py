@@ -9,32 +9,32 @@ The model without its tail computes the same for a mini-batch as for its micro-b
 therefore be computed once, over the joined inputs of all micro-batches (``engine.stage.minibatch_loss``).
 
 A value mixes samples if it is neither computed without data, as a temperature, nor for all rows what it is for the
-parts of these rows, joined. All operations run side by side on some rows and on both halves of them, to compare:
+parts of these rows, joined. All operations run side by side, in fp32, on some rows and on both halves of them, to
+compare; and once more on made-up rows, since labels or masks of the real ones may be equal.
 
     reads a value that mixes samples   mixes them too, whatever the numbers are: a mask of what exceeds a capacity has
                                        the same numbers as long as few rows exceed none
-    puts items back by an index        mixes samples if the numbers differ: experts compute on gathered tokens, and each
-                                       token gets its own result back
     has no dimension of samples        mixes samples if it is computed from data: shares of classes may be equal
+    goes along the samples             mixes them, as roll, sort, cumsum, and reading or writing by an index
+    draws random numbers               mixes samples if the draws are whole numbers, as of a permutation
     any other operation                mixes samples if the numbers differ
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from raypipe.capture.analyse import UNCAST, Analysis, Traced, is_open, line_of, mutated_args, storage_roots
+from raypipe.capture.analyse import Analysis, Traced, is_open, line_of, mutated_args, storage_roots
 from raypipe.capture.cut import stage_function
 from raypipe.capture.flatten import as_output
 from raypipe.capture.source_lines import Lines
 from raypipe.engine.stage.minibatch_loss import held_by
-from raypipe.engine.stage.mixed_precision import computing, converted, uncast
 from raypipe.engine.stage.randomness import bind_arguments, draws_randomness, dropout, keyed_call
 from raypipe.engine.stage.stage import GraphFunction
 from raypipe.errors import CaptureError
@@ -45,17 +45,23 @@ aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]
 
-_BY_INDEX = (
-    "aten::index", "aten::index_select", "aten::gather", "aten::take_along_dim", "aten::index_add", "aten::index_copy",
-    "aten::index_put", "aten::_index_put_impl", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce",
+_ALONG = (
+    "roll", "flip", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff", "sort", "argsort", "msort", "topk",
+    "kthvalue", "unique_consecutive", "unique_dim", "_unique2", "index_select", "gather", "take", "take_along_dim",
+    "embedding", "masked_scatter", "index_add", "index_copy", "index_fill", "index_reduce", "put", "scatter",
+    "scatter_add", "scatter_reduce",
 )  # fmt: skip
+"""Operations of aten on the samples of their first tensor together: along ``dim``, or all dimensions without it."""
+_AT_INDICES = ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put")
+"""Operations with one index tensor, or None, for each dimension."""
 _OF_SHAPES = (
     "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_empty", "aten::new_zeros",
     "aten::new_ones", "aten::new_full", "aten::sym_size",
 )  # fmt: skip
 """Operations that read no values of their tensors."""
 _RELATIVE = 1e-4
-"""Difference, as a fraction of the largest value, that is rounding in fp32; in coarser types eight times their eps."""
+"""Difference, as a fraction of a value or of the median magnitude, that is rounding in fp32."""
+_LOWER = (torch.float16, torch.bfloat16)
 _LARGEST_SHARE = 0.5
 """Largest part of the model's numbers that a tail may read: the last stage holds them, and no cut divides them."""
 
@@ -82,12 +88,13 @@ def divide(
         lines: the graph of ``analysis`` as plain data.
         tensors: parameters and buffers by name, with values.
         rows: columns by name; both halves of these rows are compared with all rows.
+        precision: number format in which the tail computes.
         num_kept: number of the last outputs, which metrics read; all outputs before them are terms of the loss.
 
     Raises:
         CaptureError: the model cannot be divided; the message is the reason, a clause.
     """
-    mixed = _mixing(analysis, tensors, rows, precision)
+    mixed = _mixing(analysis, tensors, rows) | _mixing(analysis, tensors, _made_up(rows))
     count = len(analysis.outputs) - num_kept
     terms, kept = analysis.outputs[:count], analysis.outputs[count:]
     operations, inputs = _tail(analysis, terms, mixed)
@@ -101,7 +108,22 @@ def divide(
     return Halves(_body(analysis, operations, inputs, held_by(tail), kept), tail)
 
 
-def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns, precision: Precision) -> set[fx.Node]:
+def _made_up(rows: Columns) -> Columns:
+    """Make up rows from the values of each column, in random order; a column of one value gets a second one."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, x in rows.items():
+        values = x.flatten()
+        if x.dtype == torch.bool:
+            values = torch.tensor([False, True])
+        elif values.numel() and bool((values == values[0]).all()) and values[0] >= 0:
+            values = torch.stack([values[0], values[0] - 1 if values[0] >= 1 else values[0] + 1])
+        drawn = torch.randint(0, max(1, values.numel()), x.shape, generator=generator)
+        made[name] = values[drawn] if x.dim() and x.numel() else x
+    return made
+
+
+def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns) -> set[fx.Node]:
     """Return the nodes whose values mix samples, and those that no stage could send, such as tuples of them."""
     traced, half = analysis.traced, len(next(iter(rows.values()))) // 2
     parts = [rows, *({name: x[cut] for name, x in rows.items()} for cut in (slice(half), slice(half, None)))]
@@ -110,17 +132,20 @@ def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns, precision: Prec
     last = {used: node for node in nodes for used in node.all_input_nodes}
     roots, mixed = storage_roots(traced.graph), set[fx.Node]()
     of_data = {*traced.columns, traced.key}  # draws of micro-batches differ, as data do
-    with torch.no_grad(), computing(precision):
-        runs = [_placeholders(traced, tensors, part, precision) for part in parts]
+    with torch.no_grad():
+        runs = [_placeholders(traced, tensors, part) for part in parts]
         for node in nodes:
-            for known in runs:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            calls = [fx.map_arg((node.args, node.kwargs), known.__getitem__) for known in runs]
+            own = _positions(node, calls[0], of_data)
+            crosses = _crosses(node, calls, own)
+            for known, (args, kwargs) in zip(runs, calls, strict=True):
                 known[node] = _computed(node, args, kwargs)
             inputs = node.all_input_nodes
             if _name(node) not in _OF_SHAPES and not of_data.isdisjoint(inputs):
                 of_data.add(node)
-            reads = any(used in mixed and used not in analysis.rebuildable for used in inputs)
-            if _mixes(node, [known[node] for known in runs], reads=reads, of_data=node in of_data):
+            reads = any(used in mixed and used not in own and not _is_size(runs[0][used]) for used in inputs)
+            values = [known[node] for known in runs]
+            if reads or crosses or is_open(node.meta.get("val")) or _differs(values, of_data=node in of_data):
                 mixed.add(node)
                 changed = {roots[one] for one in mutated_args(node)}
                 mixed |= {one for one, root in roots.items() if root in changed}
@@ -131,15 +156,57 @@ def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns, precision: Prec
     return mixed
 
 
-def _placeholders(traced: Traced, tensors: Tensors, columns: Columns, precision: Precision) -> dict[fx.Node, Any]:
+def _is_size(value: Any) -> bool:
+    """Return True for a number of items, which differs for any rows; what it changes shows in the numbers."""
+    return not isinstance(value, torch.Tensor | tuple | list)
+
+
+def _positions(node: fx.Node, call: Any, of_data: set[fx.Node]) -> set[fx.Node]:
+    """Return the index tensors of an operation that are the numbers of all samples in order, as in x[arange(n), at]."""
+    if _name(node).removeprefix("aten::").rstrip("_") not in _AT_INDICES:
+        return set()
+    x, indices = call[0][:2]
+    pairs = zip(node.args[1], indices, x.shape, strict=False)  # type: ignore[arg-type]
+    return {
+        used
+        for used, index, size in pairs
+        if isinstance(used, fx.Node) and used not in of_data and torch.equal(index.flatten(), torch.arange(size))
+    }
+
+
+def _crosses(node: fx.Node, calls: Sequence[Any], own: set[fx.Node]) -> bool:
+    """Return True if an operation may compute a sample's result from other samples, whatever the numbers are.
+
+    Args:
+        calls: arguments of the operation for all rows, and for each half of them.
+        own: index tensors that lead from each sample to itself.
+    """
+    if _draws(node):
+        return not node.meta["val"].is_floating_point()
+    name = _name(node).removeprefix("aten::").rstrip("_")
+    if name not in _ALONG and name not in _AT_INDICES:
+        return False
+    (whole, *_), (part, *_) = (args for args, _ in calls[:2])
+    changed = {dim for dim, sizes in enumerate(zip(whole.shape, part.shape, strict=True)) if sizes[0] != sizes[1]}
+    if name in _AT_INDICES:
+        return any(
+            used is not None and used not in own
+            for dim, used in enumerate(node.args[1])  # type: ignore[arg-type]
+            if dim in changed
+        )
+    bound = bind_arguments(node.target, *calls[0])
+    dims = bound.get("dim", bound.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims or range(whole.dim())
+    return any(dim % max(1, whole.dim()) in changed for dim in dims)
+
+
+def _placeholders(traced: Traced, tensors: Tensors, columns: Columns) -> dict[fx.Node, Any]:
     """Return the value of every placeholder for some rows; those that operations may change are copies."""
     held = {node: tensors[name] for node, name in traced.parameters.items()}
-    read = {node: columns[name].clone() for node, name in traced.columns.items()}
-    read |= {node: tensors[name].clone() for node, name in traced.buffers.items()}
-    wide = {**held, **read}
-    return {**dict(zip(wide, converted(list(wide.values()), precision), strict=True)), **traced.constants} | {
-        traced.key: None
-    }
+    held |= {node: columns[name].clone() for node, name in traced.columns.items()}
+    held |= {node: tensors[name].clone() for node, name in traced.buffers.items()}
+    held |= {node: x.float() if x.dtype in _LOWER else x for node, x in traced.constants.items()}
+    return {**held, traced.key: None}
 
 
 def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -148,6 +215,7 @@ def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Random numbers and statistics of batch norms are those of a micro-batch in any pipeline.
     """
     target: Any = node.target
+    args, kwargs = pytree.tree_map(_wider, (tuple(args), dict(kwargs)))
     if target is dropout:
         return args[0]
     if target is keyed_call:
@@ -155,34 +223,39 @@ def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         bound = bind_arguments(op, rest, {name: value for name, value in kwargs.items() if name != "draws"})
         bound |= {name: 0.0 for name in ("dropout_p", "p", "dropout") if name in bound}
         drawn = op(**bound)
-        return drawn.fill_(0.5) if draws_randomness(op, (), bound) else drawn
+        return drawn.fill_(0.5) if _draws(node) else drawn
     if target is aten.batch_norm.default and args[3] is not None:
         args = (*args[:5], False, *args[6:])
     if target is torch.ops.raypipe.cumulative_batch_norm.default:
         x, mean, variance, _, weight, bias, eps = args
         return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
-    kind = node.meta.get(UNCAST)
-    if kind and getattr(target, "__module__", "") != "_operator":
-        return uncast(kind, target, *args, **kwargs)
     return target(*args, **kwargs)
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in _LOWER else argument
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return True if a node draws random numbers, dropout apart."""
+    if node.target is not keyed_call:
+        return False
+    op, _, _, *rest = node.args
+    bound = bind_arguments(op, rest, {name: value for name, value in node.kwargs.items() if name != "draws"})
+    return draws_randomness(op, (), bound | {name: 0.0 for name in ("dropout_p", "p", "dropout") if name in bound})
 
 
 def _name(node: fx.Node) -> str:
     return node.target._schema.name if hasattr(node.target, "_schema") else ""
 
 
-def _mixes(node: fx.Node, values: Sequence[Any], *, reads: bool, of_data: bool) -> bool:
-    """Return True if a node's value mixes samples.
+def _differs(values: Sequence[Any], *, of_data: bool) -> bool:
+    """Return True if a value for all rows is not that of their halves, joined.
 
     Args:
         values: value for all rows, for their first half and for their second half.
-        reads: True if an input of the node mixes samples.
         of_data: True if the value is computed from data or random numbers.
     """
-    if is_open(node.meta.get("val")):
-        return True
-    if reads and node.target is not operator.getitem and _name(node).rstrip("_") not in _BY_INDEX:
-        return True
     if isinstance(values[0], tuple | list):
         return any(not _joins(*items, of_data=of_data) for items in zip(*values, strict=False))
     return not _joins(*values, of_data=of_data)
@@ -206,10 +279,9 @@ def _joins(whole: Any, first: Any, second: Any, *, of_data: bool) -> bool:
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
-    finite = one[one.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    relative = max(_RELATIVE, 8 * torch.finfo(one.dtype).eps)
-    return torch.allclose(one, other, rtol=relative, atol=relative * largest, equal_nan=True)
+    sizes = one[one.isfinite() & (one != 0)].abs()
+    typical = float(sizes.median()) if sizes.numel() else 0.0  # not the largest: that is the fill of a mask
+    return torch.allclose(one, other, rtol=_RELATIVE, atol=_RELATIVE * typical, equal_nan=True)
 
 
 def _tail(
@@ -244,6 +316,9 @@ def _refuse(analysis: Analysis, tail: Sequence[fx.Node], inputs: Sequence[fx.Nod
         raise CaptureError(
             f"it draws random numbers{line_of(read[traced.key])} from values that mix samples of a batch"
         )
+    drawn = next((node for node in inputs if _draws(node)), None)
+    if drawn is not None:
+        raise CaptureError(f"operations that mix samples of a batch read random numbers drawn{line_of(drawn)}")
     for node in (*read, *inputs):
         if roots[node] in analysis.changing_buffers:
             name = traced.buffers[roots[node]]

@@ -82,12 +82,14 @@ class Tried(NamedTuple):
         groupings: losses of micro-batches, for several ways to divide the rows.
         tolerance: allowed difference between a weighted sum over micro-batches and ``whole``.
         without_gradients: reason why gradients are missing; empty if they were computed.
+        training: True if the model was in training mode, see ``LossTrial.losses``.
     """
 
     whole: Loss
     groupings: tuple[Grouping, ...]
     tolerance: Tolerance
     without_gradients: str = ""
+    training: bool = False
 
 
 class Misfit(NamedTuple):
@@ -240,7 +242,8 @@ class LossTrial:
         for in_float64 in (False,) if is_large(self._model) else (True, False):
             for training in (True, False):
                 try:
-                    return self._tried(rows, training=training, in_float64=in_float64, most_bytes=few_bytes)
+                    tried = self._tried(rows, training=training, in_float64=in_float64, most_bytes=few_bytes)
+                    return tried._replace(training=training)
                 except CaptureError:
                     raise
                 except DrawsError:
@@ -442,25 +445,31 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
         return None
 
 
-def without_dropout(captured: Capture) -> GraphFunction | None:
-    """Return the whole training graph, without dropout, as one function.
+def without_dropout(captured: Capture, *, training: bool | None = None) -> GraphFunction | None:
+    """Return the whole graph, without dropout, as one function.
 
-    If training changes buffers, such as running statistics, the evaluation graph is returned. The result is None if the
-    precision is not fp32, the model has no weights, or evaluation is needed but was not captured.
+    Args:
+        training: True for the graph of training, whatever the precision, which then changes buffers if the model does;
+            False for that of evaluation; None for the graph of training unless that changes buffers, in fp32 only.
+
+    Returns:
+        the function, which computes in fp32; None if the model has no weights, or the graph was not captured.
     """
     assert isinstance(captured.model, TracedModel)
-    if captured.recipe.precision != FP32 or any(
-        x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())
-    ):
+    if any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())):
+        return None
+    if training is None and captured.recipe.precision != FP32:
         return None
     trains, evals = captured.recipe.stages.functions((), ())
-    if captured.model.train.changing_buffers:
-        return evals[0] if evals else None  # type: ignore[return-value]
-    (trained,) = trains
-    assert isinstance(trained, GraphFunction)
+    (function,) = trains
+    if training is False or (training is None and captured.model.train.changing_buffers):
+        (function,) = evals or (None,)  # type: ignore[assignment]
+    if function is None:
+        return None
+    assert isinstance(function, GraphFunction)
     replaced = {dropout: lambda x, p, key, index: x, keyed_call: _without_draws}
-    names = {name: replaced.get(value, value) if callable(value) else value for name, value in trained.names.items()}
-    return replace(trained, names=names, _function=None)
+    names = {name: replaced.get(value, value) if callable(value) else value for name, value in function.names.items()}
+    return replace(function, names=names, precision=FP32, _function=None)
 
 
 def _without_draws(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:

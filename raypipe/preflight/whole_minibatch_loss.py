@@ -17,6 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from raypipe.capture import Capture, TracedModel
 from raypipe.config.combinations import last_is_replicated, replicated
@@ -26,6 +28,7 @@ from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import GraphFunction
 from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import CaptureError, ConfigError
+from raypipe.ir.precision import FP32
 from raypipe.preflight.loss_gradients import Loss, LossGradients
 from raypipe.preflight.loss_on_rows import (
     DrawsError,
@@ -47,6 +50,7 @@ NOTE = (
     "the loss is computed once over the whole mini-batch (loss_over='minibatch'){why}: all forwards of a step precede "
     "its backwards (schedule 'gpipe'), and eval_loss is a mean over the mini-batches of an evaluation"
 )
+_LOWER = (torch.float16, torch.bfloat16)
 WHY = ", because no weights of micro-batches make it"
 
 
@@ -133,14 +137,18 @@ def _over_tail(
         if train is None or evaluation is None:
             raise CaptureError("what the loss compares has no dimension of samples")
         rule = WholeMinibatch({"train": train, "eval": evaluation})
-        weightless = any(p.is_meta for p in model.parameters())
-        whole = None if weightless else LossTrial(model, None, pipeline.seed).losses(few)
-        loss = _try_joined(model, divided, rule, few, pipeline.seed) if whole is not None else None
-        if whole is not None and loss is not None:
-            joined = Grouping((len(next(iter(few.values()))),), (few,), (loss,))
-            if wrong := misfit(whole, joined, [1.0]):
-                off = "".join(f", the gradient of {name!r} off by {100 * by:.2g} %" for name, by in wrong.gradients[:1])
-                raise CaptureError(f"over {joined.sizes[0]} rows in two micro-batches it is {wrong.total:.5g}{off}")
+        if any(p.is_meta for p in model.parameters()):
+            model = with_random_weights(model)
+        whole = LossTrial(model, None, pipeline.seed).losses(few)
+        loss = None if whole is None else _try_joined(model, divided, rule, few, pipeline.seed, training=whole.training)
+        if whole is None or loss is None:
+            raise CaptureError(
+                "it cannot be compared with the model's own, which draws random numbers, changes buffers, or fails here"
+            )
+        joined = Grouping((len(next(iter(few.values()))),), (few,), (loss,))
+        if wrong := misfit(whole, joined, [1.0]):
+            off = "".join(f", the gradient of {name!r} off by {100 * by:.2g} %" for name, by in wrong.gradients[:1])
+            raise CaptureError(f"over {joined.sizes[0]} rows in two micro-batches it is {wrong.total:.5g}{off}")
     except Exception as error:  # noqa: BLE001  (the user's operations, on other values)
         reason = str(error) if isinstance(error, CaptureError) else short(error).rstrip(".")
         raise ConfigError(
@@ -152,28 +160,30 @@ def _over_tail(
 
 
 def _try_joined(
-    model: torch.nn.Module, captured: Capture, rule: WholeMinibatch, rows: Columns, seed: int
+    model: torch.nn.Module, captured: Capture, rule: WholeMinibatch, rows: Columns, seed: int, *, training: bool
 ) -> Loss | None:
     """Compute the loss of both halves of the rows, joined, by a captured model whose loss is a ``LossTail``.
 
     Args:
         model: the captured model, with its weights.
+        training: True for the graph of training, with batch norms as in evaluation; False for that of evaluation.
 
     Returns:
-        the loss with its gradients; None if the graph draws random numbers, or see ``without_dropout``.
+        the loss with its gradients, computed in fp32 or float64 whatever the precision of the run; None if the graph
+        draws random numbers, or was not captured.
     """
-    function, half = without_dropout(captured), len(next(iter(rows.values()))) // 2
-    assert isinstance(captured.model, TracedModel)
+    parameters, held = dict(model.named_parameters()), dict(model.named_buffers())
+    function = without_dropout(replace(captured, parameters=parameters, buffers=held), training=training)
+    half, mode = len(next(iter(rows.values()))) // 2, "train" if training else "eval"
     tail = captured.recipe.loss
     assert isinstance(tail, LossTail)
-    if function is None:
+    if function is None or (tail.eval is None and not training):
         return None
-    mode = "eval" if captured.model.train.changing_buffers else "train"
-    loss_of = tail if mode == "train" else tail.in_evaluation()
-    parameters, held = dict(model.named_parameters()), dict(model.named_buffers())
+    function, tail = _in_float32(function), tail.changed(_in_float32)
+    loss_of = tail if training else tail.in_evaluation()
 
     def joined_loss() -> torch.Tensor:
-        with one_thread():
+        with one_thread(), _Comparable():
             parts = [
                 function(
                     [parameters[site.parameter] for site in function.sites],
@@ -190,6 +200,25 @@ def _try_joined(
         return LossGradients(parameters, in_float64=not is_large(model)).of(joined_loss)
     except DrawsError:
         return None
+
+
+def _in_float32(function: GraphFunction) -> GraphFunction:
+    constants = tuple(x.float() if x.dtype in _LOWER else x for x in function.constants)
+    return replace(function, constants=constants, precision=FP32, _function=None)
+
+
+class _Comparable(TorchFunctionMode):
+    """Function mode that casts to float32 instead of 16 bits; batch norms use their running statistics."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.batch_norm.default and args[3] is not None:
+            args = (*args[:5], False, *args[6:])
+        if func is torch.ops.raypipe.cumulative_batch_norm.default:
+            x, mean, variance, _, weight, bias, eps = args
+            return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        wider = lambda x: torch.float32 if isinstance(x, torch.dtype) and x in _LOWER else x  # noqa: E731
+        args, kwargs = pytree.tree_map(wider, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
 
 
 def _generic(model: torch.nn.Module, captured: Capture) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from raypipe.capture import Capture, capture
 from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch, held_by
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError
+from raypipe.ir.precision import PRECISIONS
 from raypipe.preflight.whole_minibatch_loss import over_minibatch
 
 pytestmark = pytest.mark.engine
@@ -82,23 +83,24 @@ def flooded(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return (functional.cross_entropy(model.head(model.body(x)), labels) - 1.2).abs()
 
 
-def routed(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Experts compute on the samples that chose them, which are put back by their index, and are balanced."""
-    shares = model.head(x).softmax(-1)
-    chosen, out = shares.argmax(-1), torch.zeros_like(x)
-    for expert in range(CLASSES):
-        (at,) = torch.where(chosen == expert)
-        out = out.index_add(0, at, torch.tanh(model.more(x[at] + expert)) * shares[at, expert, None])
-    balance = CLASSES * (shares.mean(0) * functional.one_hot(chosen, CLASSES).to(x.dtype).mean(0)).sum()
-    return functional.cross_entropy(model.head(model.body(out)), labels) + 0.1 * balance
-
-
 def limited(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Experts of a capacity that these rows do not exceed: their numbers do not show that samples are mixed."""
     hidden = model.body(x)
     chosen = functional.one_hot(model.head(hidden).argmax(-1), CLASSES)
     kept = (chosen * (chosen.cumsum(0) <= 100)).sum(-1, keepdim=True)
     return functional.cross_entropy(model.head(hidden * kept), labels) + hidden.std(0).mean()
+
+
+def dropping(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Experts of a capacity, to which samples are sent by an index."""
+    shares, places = model.head(model.body(x)).softmax(-1), (x.size(0) + 1) // 2
+    chosen = shares.argmax(-1)
+    taken = functional.one_hot(chosen, CLASSES)
+    at = (taken.cumsum(0) * taken).sum(-1) - 1
+    slot = torch.where(at < places, chosen * places + at, CLASSES * places)
+    sent = x.new_zeros(CLASSES * places + 1, WIDE).index_copy(0, slot, x)
+    balance = (shares.mean(0) * taken.to(x.dtype).mean(0)).sum()
+    return functional.cross_entropy(model.head(torch.tanh(model.more(sent))[slot]), labels) + 0.1 * balance
 
 
 def gated(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -112,6 +114,13 @@ def late(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model.head(model.first(model.body(x))), labels)
 
 
+def filled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Samples compared with the other half of the batch, beside the fill of a mask, which is large."""
+    hidden = torch.cat([model.body(x), torch.full_like(x, -1e9)], -1)
+    other = hidden.view(2, -1, 2 * WIDE).transpose(0, 1).flip(1).transpose(0, 1).reshape(-1, 2 * WIDE)
+    return functional.softplus((hidden * other)[:, :WIDE].sum(-1)).mean()
+
+
 TERMS: dict[Term, set[str]] = {
     contrastive: set(),
     sigmoid: {"bias"},
@@ -119,8 +128,9 @@ TERMS: dict[Term, set[str]] = {
     margin: set(),
     dice: {"weights"},
     flooded: set(),
-    routed: set(),
     limited: {"head.weight", "head.bias"},
+    dropping: {"more.weight", "more.bias", "head.weight", "head.bias"},
+    filled: set(),
     gated: {"gate", "head.weight", "head.bias"},
     late: {"first.weight", "first.bias", "head.weight", "head.bias"},
 }
@@ -133,9 +143,9 @@ def rows_of() -> dict[str, torch.Tensor]:
     return {"x": x, "labels": torch.randint(0, CLASSES, (ROWS,), generator=generator)}
 
 
-def divided(term: Term, **config: Any) -> tuple[Model, WholeMinibatch, Capture]:
+def divided(term: Term, rows: Any = None, **config: Any) -> tuple[Model, WholeMinibatch, Capture]:
     torch.manual_seed(0)
-    model, rows = Model(term).double(), rows_of()
+    model, rows = Model(term).double(), rows or rows_of()
     captured = capture(model, rows, tuple(rows), None)
     pipeline = PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch", **config)
     return model, *over_minibatch(model, None, captured, rows, pipeline)
@@ -183,6 +193,48 @@ def test_any_micro_batches_have_the_loss_and_gradients_of_all_rows(by_term: Any,
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def neighbours(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Labels compared with those of the next sample; equal ones hide that this mixes samples."""
+    near, same = unit(model, x), (labels == labels.roll(1, 0)).to(x.dtype)
+    return functional.binary_cross_entropy_with_logits((near * near.roll(1, 0)).sum(-1), same)
+
+
+def opposite(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Labels compared with those of the other half of the batch, by no operation that always mixes."""
+    near, other = unit(model, x), labels.view(2, -1).transpose(0, 1).flip(1).transpose(0, 1).reshape(-1)
+    return functional.binary_cross_entropy_with_logits(near.sum(-1), (labels == other).to(x.dtype)) * near.std()
+
+
+def selected(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """An element of each sample, by its number: mixes nothing."""
+    own = unit(model, x)[torch.arange(x.size(0)), labels]
+    return functional.cross_entropy(model.head(unit(model, x)) * own.std(), labels)
+
+
+@pytest.mark.parametrize("term", [neighbours, opposite, selected])
+def test_equal_labels_hide_no_mixing(term: Term) -> None:
+    rows = rows_of()
+    _, rule, captured = divided(term, rows | {"labels": torch.zeros_like(rows["labels"])})
+    assert isinstance(captured.recipe.loss, LossTail)
+    (program,) = captured.programs(())
+    torch.manual_seed(0)
+    model = Model(term).double()
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for middle in (2, 4, 6):
+        outputs = [
+            program.train(
+                [named[site.parameter] for site in program.train.sites],
+                [buffers[name] for name in program.train.buffers],
+                (),
+                [rows[name][cut] for name in program.train.columns],
+                RandomKey(0, 0, 0),
+            )
+            for cut in (slice(middle), slice(middle, None))
+        ]
+        loss = captured.recipe.loss(rule.join("train", outputs), [rows[name] for name in program.targets])
+        assert loss.item() == pytest.approx(model(**rows)["loss"].item(), rel=1e-12)
+
+
 def test_a_model_without_weights_is_divided_at_random_ones() -> None:
     rows = {name: x.float() if x.is_floating_point() else x for name, x in rows_of().items()}
     with torch.device("meta"):
@@ -191,6 +243,36 @@ def test_a_model_without_weights_is_divided_at_random_ones() -> None:
     _, captured = over_minibatch(model, None, capture(model, rows, tuple(rows), None), rows, pipeline)
     _, _, known = divided(margin)
     assert [node.name for node in captured.graph.nodes] == [node.name for node in known.graph.nodes]
+
+
+class Normed(Model):
+    """Has batch norms with running statistics, and a term of training alone."""
+
+    def __init__(self) -> None:
+        super().__init__(contrastive)
+        self.body.append(nn.BatchNorm1d(WIDE))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = super().forward(x, labels)["loss"]
+        return {"loss": loss + self.body(x).abs().mean() if self.training else loss}
+
+
+@pytest.mark.parametrize(
+    ("build", "precision"),
+    [(Normed, "fp32"), (Normed, "bf16-autocast"), *((lambda: Model(margin), name) for name in ("bf16", "fp16"))],
+)
+def test_the_division_is_compared_in_fp32_in_one_mode(build: Any, precision: str, monkeypatch: Any) -> None:
+    rows = {name: x.float() if x.is_floating_point() else x for name, x in rows_of().items()}
+    model, pipeline = build(), PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch")
+    captured = capture(model, rows, tuple(rows), None, precision=PRECISIONS[precision])
+    over_minibatch(model, None, captured, rows, pipeline)
+    monkeypatch.setattr(LossTail, "__call__", lambda *_: model.scale * 2)
+    with pytest.raises(ConfigError, match="over 4 rows in two micro-batches it is"):
+        over_minibatch(model, None, captured, rows, pipeline)
+
+
+def noised(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return contrastive(model, x + torch.rand_like(x), labels)
 
 
 def noisy(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -213,9 +295,35 @@ def early(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model.head(model.more(model.body(model.first(x)))), labels)
 
 
+def routed(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Experts compute on the samples that chose them, which are put back by their index, and are balanced."""
+    shares = model.head(x).softmax(-1)
+    chosen, out = shares.argmax(-1), torch.zeros_like(x)
+    for expert in range(CLASSES):
+        (at,) = torch.where(chosen == expert)
+        out = out.index_add(0, at, torch.tanh(model.more(x[at] + expert)) * shares[at, expert, None])
+    balance = CLASSES * (shares.mean(0) * functional.one_hot(chosen, CLASSES).to(x.dtype).mean(0)).sum()
+    return functional.cross_entropy(model.head(model.body(out)), labels) + 0.1 * balance
+
+
+def permuted(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Negatives at random; each micro-batch would draw a permutation of its own."""
+    near = unit(model, x)
+    return functional.softplus((near * near[torch.randperm(near.size(0))]).sum(-1)).mean()
+
+
+def shuffled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    near = unit(model, x)
+    return functional.softplus((near * near[torch.rand(near.size(0)).argsort()]).sum(-1)).mean()
+
+
 @pytest.mark.parametrize(
     ("term", "words"),
     [
+        (noised, "it cannot be compared with the model's own, which draws random numbers"),
+        (permuted, "it draws random numbers at {} from values that mix samples of a batch"),
+        (shuffled, "operations that mix samples of a batch read random numbers drawn at {}"),
+        (routed, "samples of a batch are mixed before most of the parameters"),
         (noisy, "it draws random numbers at {} from values that mix samples of a batch"),
         (remembered, "operations that mix samples of a batch use the buffer 'average', which forward changes"),
         (counted, "values that mix samples of a batch are read at {} by more than the loss"),
