@@ -120,11 +120,12 @@ class Lines:
     @property
     def checked_columns(self) -> set[int]:
         """Indices in ``values`` of the columns whose sizes have to meet conditions, or to be equal to one another."""
-        shapes = {number: self.values[number].shape for number in self.of_kind(ValueKind.COLUMN)}
-        lengths = Counter(size for shape in shapes.values() for size in set(shape[1:]) if isinstance(size, str))
+        columns = self.of_kind(ValueKind.COLUMN)
+        symbols = {n: [size for size in self.values[n].shape if isinstance(size, str)] for n in columns}
+        lengths = Counter(size for n in columns for size in {*self.values[n].shape[1:]} if isinstance(size, str))
         named = {word for condition in self.conditions for word in re.findall(r"\w+", condition)}
-        first = {self.column_with(size) for shape in shapes.values() for size in shape if size in named}
-        equal = {number for number, shape in shapes.items() if any(lengths[size] > 1 for size in shape[1:])}
+        first = {self.column_with(size) for sizes in symbols.values() for size in sizes if size in named}
+        equal = {n for n in columns if any(lengths[size] > 1 for size in symbols[n])}
         return first | equal
 
     def column_with(self, size: str) -> int:
