@@ -73,12 +73,13 @@ class _Count:
 
     Attributes:
         node: the number, the labels, or the mask.
-        ignore_index: for labels, the label that does not count; False for a mask; None for a number.
+        ignore_index: for labels, the label that does not count, which may be a size of the data; False for a mask; None
+            for a number.
         class_weights: weight of each class, for labels; None if every label counts as 1.
     """
 
     node: fx.Node
-    ignore_index: int | None = None
+    ignore_index: int | fx.Node | None = None
     class_weights: fx.Node | None = None
 
     @property
@@ -288,13 +289,15 @@ def _words(count: _Count) -> str:
     if count.picks:
         return f"the items that a mask picks ({count.node.name})"
     weighed = ", by their classes' weights" if count.class_weights is not None else ""
-    return f"labels other than {count.ignore_index}{weighed}"
+    ignored = "a size of the data" if isinstance(count.ignore_index, fx.Node) else count.ignore_index
+    return f"labels other than {ignored}{weighed}"
 
 
 def _program(traced: Traced, counts: list[_Count], tensors: Mapping[str, torch.Tensor]) -> GraphFunction:
     """Build a function that computes the value of each divisor from the data columns; ``tensors``: see loss_terms."""
     graph = fx.Graph()
-    wanted = reachable([node for count in counts for node in (count.node, count.class_weights) if node is not None])
+    read = [node for count in counts for node in (count.node, count.ignore_index, count.class_weights)]
+    wanted = reachable([node for node in read if isinstance(node, fx.Node)])
     columns = [node for node in traced.columns if node in wanted]
     constants = [node for node in (*traced.constants, *traced.buffers, *traced.parameters) if node in wanted]
     env = {node: graph.placeholder(node.name) for node in (*constants, *columns)}
@@ -308,7 +311,8 @@ def _program(traced: Traced, counts: list[_Count], tensors: Mapping[str, torch.T
         number = env[count.node]
         if count.ignore_index is not None:
             weights = None if count.class_weights is None else env[count.class_weights]
-            number = graph.call_function(count_labels, (number, count.ignore_index, weights))
+            ignored = env[count.ignore_index] if isinstance(count.ignore_index, fx.Node) else count.ignore_index
+            number = graph.call_function(count_labels, (number, ignored, weights))
         numbers.append(number)
     graph.output(tuple(numbers))
     code = graph.python_code("self")
