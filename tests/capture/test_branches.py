@@ -81,7 +81,7 @@ def failing(x: torch.Tensor) -> None:
 
 
 def distributed(x: torch.Tensor) -> None:
-    torch.distributions.Uniform(x - 1, x + 1).log_prob(x)
+    torch.distributions.Uniform(x - 1, x + 1, validate_args=True).log_prob(x)
 
 
 CHECKS = [refuse, either, negated, asserted, numbers, elsewhere, of_torch, failing, distributed]
