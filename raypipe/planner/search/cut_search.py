@@ -34,7 +34,7 @@ from raypipe.planner.cost.tolerance import EVEN
 from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.device_order import MOST_DEVICES
-from raypipe.planner.partition.fit import fits_within, refilled
+from raypipe.planner.partition.fit import fits_within
 from raypipe.planner.replay import STEADY, equal_messages_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -450,7 +450,7 @@ class ShapeSearch:
             graph=graph,
             cluster=cluster,
             limits=limits,
-            partition=refilled(partition, graph, limits.memory),
+            partition=partition,
             minibatch_size=minibatch,
             microbatch_size=placed.size,
             num_microbatches=placed.number,
