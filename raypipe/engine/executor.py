@@ -62,17 +62,19 @@ class WorkerProgress(NamedTuple):
         totals: gradient norm of the whole model and loss of the worker's last step, scalars in host memory.
         overlapping: True if steps overlap, if stages clip by their own norms, or if the step in progress has changed
             some of the worker's parameters. The workers then have no common step without a rollback.
+        changed: True if the step in progress has changed some of the worker's parameters.
     """
 
     steps: int | None = None
     ready: bool = False
     totals: tuple[torch.Tensor, torch.Tensor] | None = None
     overlapping: bool = False
+    changed: bool = False
 
 
 def all_hold(workers: Sequence[WorkerProgress], step: int) -> bool:
     """Return True if all workers hold the parameters after exactly ``step`` optimizer steps."""
-    return all(worker.steps == step and not worker.overlapping for worker in workers)
+    return all(worker.steps == step and not worker.changed for worker in workers)
 
 
 def newest_common_step(
@@ -163,8 +165,8 @@ class Executor:
         with self.device.prepare_thread():
             norm, loss = (None, None) if self._last is None else self.transfer.to_host(self._last, TransferKind.NORMS)
         totals = None if norm is None or loss is None else (norm, loss)
-        partial_step = self._stepped > 0 or any(update.changed for update in self._updates.values())
-        return WorkerProgress(self._steps, self._ready, totals, self._overlapping or partial_step)
+        changed = self._stepped > 0 or any(update.changed for update in self._updates.values())
+        return WorkerProgress(self._steps, self._ready, totals, self._overlapping or changed, changed)
 
     @property
     def states(self) -> list[StageState]:

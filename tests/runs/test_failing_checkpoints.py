@@ -203,13 +203,13 @@ def without_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def fails_at_a_bad_sample(folder: Path, model: Callable[[], nn.Module], *, local: bool) -> Result:
+def fails_at_a_bad_sample(folder: Path, model: Callable[[], nn.Module], schedule: str) -> Result:
     """Train a run whose data fails in its first epoch, then to its end after the data has been mended."""
     data = SomeBad(folder / "bad")
 
     def fit(name: str) -> Result:
-        made = trainer_of(model(), folder, name, optimizer=adamw, train_data=data)
-        return made.fit(num_steps=12, local=local, progress=False)
+        made = trainer_of(model(), folder, name, optimizer=adamw, train_data=data, schedule=schedule)
+        return made.fit(num_steps=12, local=True, progress=False)
 
     data.bad.touch()
     with pytest.raises(DataError, match="no such image"):
@@ -221,8 +221,9 @@ def fails_at_a_bad_sample(folder: Path, model: Callable[[], nn.Module], *, local
     return failed
 
 
-def test_a_sample_that_cannot_be_read_costs_no_step(tmp_path: Path) -> None:
-    failed = fails_at_a_bad_sample(tmp_path, without_norm, local=True)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_sample_that_cannot_be_read_costs_no_step(schedule: str, tmp_path: Path) -> None:
+    failed = fails_at_a_bad_sample(tmp_path, without_norm, schedule)
     assert failed.checkpoint.endswith(f"step_{len(failed.records):07}")
     assert failed.records
 
