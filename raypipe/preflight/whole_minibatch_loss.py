@@ -166,18 +166,20 @@ def _try_joined(
 
     Args:
         model: the captured model, with its weights.
-        training: True for the graph of training, with batch norms as in evaluation; False for that of evaluation.
+        training: True for the graph of training, with batch norms as in evaluation; False for that of evaluation, or
+            for that of training if only this was captured: where they differ, so do the losses.
 
     Returns:
         the loss with its gradients, computed in fp32 or float64 whatever the precision of the run; None if the graph
-        draws random numbers, or was not captured.
+        draws random numbers.
     """
     parameters, held = dict(model.named_parameters()), dict(model.named_buffers())
-    function = without_dropout(replace(captured, parameters=parameters, buffers=held), training=training)
-    half, mode = len(next(iter(rows.values()))) // 2, "train" if training else "eval"
     tail = captured.recipe.loss
     assert isinstance(tail, LossTail)
-    if function is None or (tail.eval is None and not training):
+    training = training or tail.eval is None
+    function = without_dropout(replace(captured, parameters=parameters, buffers=held), training=training)
+    half, mode = len(next(iter(rows.values()))) // 2, "train" if training else "eval"
+    if function is None:
         return None
     function, tail = _in_float32(function), tail.changed(_in_float32)
     loss_of = tail if training else tail.in_evaluation()

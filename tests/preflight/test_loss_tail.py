@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -269,6 +270,30 @@ def test_the_division_is_compared_in_fp32_in_one_mode(build: Any, precision: str
     monkeypatch.setattr(LossTail, "__call__", lambda *_: model.scale * 2)
     with pytest.raises(ConfigError, match="over 4 rows in two micro-batches it is"):
         over_minibatch(model, None, captured, rows, pipeline)
+
+
+class Prepared(Model):
+    """Has a term of training alone, or prepares something in its first forward, as Hugging Face models hook layers."""
+
+    def __init__(self, *, extra: bool = False) -> None:
+        super().__init__(contrastive)
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if not hasattr(self, "prepared"):
+            self.prepared = True
+        loss = super().forward(x, labels)["loss"]
+        return {"loss": loss + self.body(x).abs().mean() if self.extra and self.training else loss}
+
+
+def test_a_model_without_a_graph_of_evaluation_is_compared_by_that_of_training() -> None:
+    rows = {name: x.float() if x.is_floating_point() else x for name, x in rows_of().items()}
+    pipeline = PipelineConfig(num_stages=2, num_microbatches=4, loss_over="minibatch")
+    for extra in (False, True):
+        model = Prepared(extra=extra)
+        captured = capture(model, rows, tuple(rows), None, evaluates=False)
+        with pytest.raises(ConfigError, match="over 4 rows in two") if extra else nullcontext():
+            over_minibatch(model, None, captured, rows, pipeline)
 
 
 def noised(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
