@@ -97,9 +97,10 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Return the function that a target names, with its args bound; for a class (a loss module), an instance.
+    """Import the function ``setting["target"]`` and bind ``setting["args"]``; call a class at once (a loss module).
 
     Args:
+        path: keys that lead to the setting, for errors.
         taking: number of positional arguments with which the function will be called.
     """
     target = _imported(run, path, setting)

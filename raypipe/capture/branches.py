@@ -258,7 +258,7 @@ class _Decided(TorchFunctionMode):
 
 @contextmanager
 def _symbols_decided(decide: Callable[[FrameType], bool | None]) -> Iterator[None]:
-    """Let ``decide(frame)`` decide comparisons of data-dependent numbers in the context: ``x.max().item() > 3``."""
+    """Answer ``x.max().item() > 3`` and the like by ``decide(calling frame)``; None lets torch raise its error."""
     original = torch.SymBool.__bool__
 
     def decided(self: torch.SymBool) -> bool:

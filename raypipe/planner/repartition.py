@@ -323,8 +323,8 @@ class Replanner:
     Args:
         profile: profile with which the run was planned.
         num_steps: steps of the whole run.
-        drift_threshold: relative change of the workers' speeds against each other, since the last partition, from which
-            on a search starts.
+        drift_threshold: a search starts if the ratio of any two workers' speeds has changed by more than this fraction
+            since the last partition.
     """
 
     def __init__(self, profile: Profile, num_steps: int, drift_threshold: float) -> None:

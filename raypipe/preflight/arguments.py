@@ -154,7 +154,7 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
 
 
 class _EnoughError(Exception):
-    """Exception that ends the trial of a pickler after 16 MiB; the value is accepted."""
+    """Exception that stops the pickling of an argument after 16 MiB, as a trial; the argument is accepted."""
 
 
 class _Sink:

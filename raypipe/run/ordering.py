@@ -59,7 +59,7 @@ class CopyTimes:
         return self._least_steps is not None and step % self._least_steps == 0
 
     def due(self, step: int) -> bool:
-        """Return True if a copy is to be made after ``step`` steps."""
+        """Return True if a copy of parameters and optimizer state is to be made after ``step`` steps."""
         if self._least_steps is None:
             return False
         since = step - self._at

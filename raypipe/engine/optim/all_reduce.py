@@ -162,11 +162,12 @@ class AllReduce:
         self._sink.observe(None)
 
     def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
-        """Exchange all chunks and return the totals, one for each use of a parameter in the sink's ``trained``.
+        """Exchange all chunks and return the summed gradients, one per use of a parameter, ordered as ``sink.trained``.
 
-        A use without a gradient has the total None. For sharded parameters only this replica's slices are valid.
+        A use without a gradient has None. For sharded parameters only this replica's slices are valid.
 
         Args:
+            microbatch: number in the names of the messages.
             wait: called with the index of each chunk; must return once this replica has all gradients of the chunk.
         """
         sink, me = self._sink, self._placement.worker
@@ -263,7 +264,7 @@ class _ThreadedExchange:
         self._complete[number].set()
 
     def finish(self) -> Tensors:
-        """Wait for the totals after the backward, and return them.
+        """Wait for the exchange after the last backward, and return the summed gradients as ``_exchange`` does.
 
         Raises:
             LinkError: a replica did not answer.

@@ -61,10 +61,10 @@ def _only_holds(optimizer: Optimizer, held: list[Optimizer]) -> bool:
 
 
 class Together(Optimizer):
-    """Optimizer that steps the optimizers in an object of the user's by calling the object's ``step()``.
+    """Optimizer around a user's object that holds several optimizers; ``step()`` calls the object's ``step()``.
 
-    All have one state and the same groups, which are handed to them before each step, because ``load_state_dict`` makes
-    new ones. Other attributes are those of the object.
+    Its state and groups are those of all held optimizers together. Each step first assigns them to these optimizers,
+    because ``load_state_dict`` makes new ones. Other attributes are those of the object.
 
     Args:
         users: the object.

@@ -191,7 +191,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Normal state: search after a change of links or stages, and at intervals."""
+    """Normal state: search for better settings after a change of links or stages, and at intervals."""
 
     known: Known
 

@@ -168,7 +168,7 @@ class Problem:
         return factors_at(self.profile, samples, self.seconds(samples))
 
     def at(self, samples: int) -> ModelGraph:
-        """Return the profile's graph with the seconds of micro-batches of ``samples`` samples; cached."""
+        """Return the profile's graph, its seconds rescaled to micro-batches of ``samples`` samples; cached."""
         if samples not in self._graphs:
             self._graphs[samples] = graph_at(self.profile, samples, self.seconds(samples), self.profile.graph)
         return self._graphs[samples]

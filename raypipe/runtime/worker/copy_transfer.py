@@ -181,7 +181,7 @@ class CopySender:
         self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies in a thread, and send them if ``send``; ``ready`` must have returned True before."""
+        """Finish the copies of ``step`` in a thread and send them if ``send``; call only after ``ready()`` was True."""
         self._stopping.clear()
         self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")
