@@ -40,6 +40,7 @@ from raypipe.planner.search import Request, microbatches
 from raypipe.planner.segments import Position, next_segment
 from raypipe.preflight.loss_on_rows import MANY_ROWS
 from raypipe.preflight.loss_reduction import find_reduction
+from raypipe.prepare.inputs import resolve_defaults
 
 Tensors = dict[str, torch.Tensor]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -82,9 +83,10 @@ def reference(
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
     Args:
-        pipeline: the fields that count are minibatch_size, num_microbatches, loss_reduction, max_grad_norm, seed, and
-            on_nonfinite="skip". If num_microbatches is "auto", partitioner="parameters" and num_stages must be set,
-            because the number of micro-batches then follows from them.
+        pipeline: the fields that count are minibatch_size ("auto" is a DataLoader's batch size), num_microbatches,
+            loss_reduction, max_grad_norm, seed, and on_nonfinite="skip". If num_microbatches is "auto",
+            partitioner="parameters" and num_stages must be set, because the number of micro-batches then follows from
+            them.
         microbatches_by_step: number of micro-batches of every step of a run with retune_microbatches; metrics.parquet
             has it at the end of each step's ``schedule``.
         device: device to compute on, for example "cuda"; a pipeline on such a device gives bitwise equal results.
@@ -93,7 +95,7 @@ def reference(
         ConfigError: the precision is not fp32; the number of micro-batches depends on a profile, or on a number of
             stages that is not given; or microbatches_by_step does not have one number per step.
     """
-    config = pipeline or PipelineConfig()
+    config = resolve_defaults(train_data, pipeline or PipelineConfig())
     _check_fields(config, microbatches_by_step, num_steps)
     key_checkpoints()
     trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
