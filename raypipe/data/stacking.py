@@ -161,7 +161,9 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
                 f"collate_fn made {what} of {len(items)} items in column {name!r}. Let it return a tensor with one row "
                 "for each item in every column, in a dict, a dataclass or a tuple."
             )
-        columns[name] = tensor
+        # ids[:, 1:] has gaps between its rows, and torch.export would take their sizes for sizes of the data.
+        has_gaps = tensor.stride() != torch.empty_like(tensor, device="meta").stride()
+        columns[name] = tensor.contiguous() if has_gaps else tensor
     return columns
 
 

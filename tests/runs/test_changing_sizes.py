@@ -125,6 +125,36 @@ def test_images_of_several_sizes_are_exact(tmp_path: Path) -> None:
     trained_alike(tmp_path, convolutions, data, 6, loss_fn=functional.cross_entropy)
 
 
+def next_tokens(items: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn, length = torch.Generator().manual_seed(sum(items)), 6 + sum(items) % 7
+    ids = torch.randint(0, 32, (len(items), length), generator=drawn)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def by_token(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Cumulative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids.reshape(-1)).unflatten(0, ids.shape)
+        return self.head(torch.tanh(self.cell(x.cumsum(1))))
+
+
+def cumulative() -> nn.Module:
+    torch.manual_seed(0)
+    return Cumulative()
+
+
+def test_slices_of_padded_tokens_are_exact(tmp_path: Path) -> None:
+    data = DataLoader(range(48), batch_size=8, shuffle=True, collate_fn=next_tokens)  # type: ignore[arg-type]
+    trained_alike(tmp_path, cumulative, data, 6, loss_fn=by_token)
+
+
 class Branching(nn.Module):
     """Model with a branch on the length of its input, or with the length as a number."""
 
