@@ -13,7 +13,7 @@ makes the model return the terms one by one, so that each has a weight of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,10 +108,8 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     reach = _Reach(traced, data)
     terms = list(_addends(loss[0], reach))
     bent = next((_name(term).removeprefix("aten::").rstrip("_") for term in terms if _bends(term, reach)), "")
-    # A loss on labels that is no plain summand (it is stacked, or in a maximum) counts labels too.
     below = reachable([loss[0]])
-    others = [node for node in traced.graph.nodes if node in below and _name(node) in _LABELS]
-    hidden = [kind for node in others if isinstance(kind := _kind(node, reach), _Count)]
+    hidden = _averages([node for node in traced.graph.nodes if node in below], reach)
     kinds = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
     counts = [kind for kind in kinds if isinstance(kind, _Count)]
     apart = traced.one_size
@@ -157,13 +155,18 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
             stack += reversed(summands)  # type: ignore[arg-type]
             continue
         kinds = {_kind(term, reach) for term in _addends(node, reach)}
-        labels = {_kind(other, reach) for other in reachable([node]) if _name(other) in _LABELS}
-        inner = (kinds | {kind for kind in labels if isinstance(kind, _Count)}) or {_SAMPLES}
+        inner = {*kinds, *_averages(reachable([node]), reach)} or {_SAMPLES}
         if len(inner) > 1:
             return []
         (kind,) = inner
         parts.append((node, counts.index(kind) if isinstance(kind, _Count) else len(counts)))
     return parts
+
+
+def _averages(nodes: Iterable[fx.Node], reach: _Reach) -> list[_Count]:
+    """List the divisors of averages that follow from the data, also of averages that are stacked or in a maximum."""
+    numbers = [node for node in nodes if _is_number(node) and node not in reach.of_data]
+    return [kind for node in numbers if isinstance(kind := _kind(node, reach), _Count)]
 
 
 class _Reach:

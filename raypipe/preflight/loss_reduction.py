@@ -165,6 +165,10 @@ def find_reduction(
     candidates = _candidates(terms, few)
     try:
         chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline)
+        if several and captured.one_size is None and isinstance(chosen.reduction, LossCounts):
+            size = len(next(iter(rows.values())))
+            singles = [{name: x[at : at + 1] for name, x in rows.items()} for at in range(size)]
+            chosen.reduction.weights(singles, [1] * size)  # few rows may have equal weights by chance
     except (ConfigError, DataError) as refusal:
         if several:
             return over_all(refusal)
