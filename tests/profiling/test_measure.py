@@ -108,10 +108,28 @@ def test_an_estimate_keeps_the_same_bytes(name: str) -> None:
     assert all(n.source == "estimated" and n.forward_s > 0 for n in estimate.graph.nodes)
 
 
-@pytest.mark.parametrize("name", ["mlp", "sequential"])
-def test_parts_of_a_backward(name: str) -> None:
+class Around(nn.Module):
+    """Traced, as a Sequential is not."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_parts_of_a_backward(traced: bool) -> None:
     """The data needs no gradient; a layer without parameters has none for them."""
-    first, *rest = profiled(name).graph.nodes
+    layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    columns: dict[Any, torch.Tensor] = {
+        0: torch.randn(64, 256),
+        1: torch.randint(0, 256, (64,)),
+    }  # large, as each part is a difference of times
+    model = Around(layers) if traced else layers
+    found = capture(model, tuple(columns.values()), tuple(columns), functional.cross_entropy)
+    first, *rest = profile_graph(found, columns).graph.nodes
     assert first.backward_input_s == 0
     assert first.backward_weight_s > 0
     for node in rest:
