@@ -103,7 +103,12 @@ def _attempt(
 
 
 def _fails_check(error: BaseException, decided: _Decided) -> bool:
-    """Return True for an error of a raise or assert statement of the latest branch, without another cause."""
+    """Return True for an error of a raise or assert statement of the latest branch, without another cause.
+
+    A SystemExit always counts: no operation that a machine lacks raises one, and libraries wrap sys.exit (wandb.init).
+    """
+    if isinstance(error, SystemExit):
+        return True
     trace, calling = error.__traceback__, None
     while trace is not None and trace.tb_next is not None:
         trace, calling = trace.tb_next, trace
@@ -120,7 +125,7 @@ def _fails_check(error: BaseException, decided: _Decided) -> bool:
     causes = (one for one in (error.__cause__, error.__context__) if one is not None and one is not decided.handled)
     if not all(_fails_check(cause, decided) for cause in causes):
         return False
-    return isinstance(error, SystemExit) or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _only_fails(error: BaseException, calling: TracebackType) -> bool:
