@@ -13,16 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.train import FailureConfig, ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
+from torch.utils.data import DataLoader
 
-from raypipe import PipelineTrainer, load_state_dict
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.errors import PlanError, StageError
 from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.worker.places import living, release
 from tests.exactness import same_bits
 from tests.run.plans.test_planning import trainer
+from tests.runs.test_changing_sizes import language_model, padded, sentences
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
@@ -136,6 +139,33 @@ def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> No
     assert step > SIZES[-1][0]
     assert as_undisturbed(tmp_path, saved, "unet", step) == []
     assert [line["num_stages"] for line in events(tmp_path / "resized", "resize")] == [stages for _, stages in SIZES]
+
+
+def test_mini_batches_of_changing_lengths_survive_a_kill_and_a_resize(local_ray: None, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = sentences(240, labels="class")
+    made = PipelineTrainer(
+        language_model("bert")(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        train_data=DataLoader(rows, batch_size=8, shuffle=True, collate_fn=padded),  # type: ignore[arg-type]
+        pipeline=PipelineConfig(num_stages=2, num_microbatches=4, partitioner="parameters", seed=3),
+        run_config=SimpleNamespace(
+            name="lengths", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=1)
+        ),
+    )
+    handle = made.start(ENDLESS)
+    reached(handle, 10)
+    kill(handle, 1)
+    reached(handle, 30)
+    handle.resize(3)
+    reached(handle, 50)
+    steps, checkpoint = stopped(handle)
+    made._run = SimpleNamespace(name="alone", storage_path=str(tmp_path))
+    alone = load_state_dict(made.fit(steps, local=True, progress=False).checkpoint)
+    found = load_state_dict(checkpoint)
+    assert [key for key in alone if not same_bits(found[key], alone[key])] == []
+    assert [line["num_stages"] for line in events(tmp_path / "lengths", "resize")] == [3]
+    assert len(events(tmp_path / "lengths", "failure")) == 1
 
 
 def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
