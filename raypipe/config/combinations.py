@@ -93,10 +93,10 @@ def _if(other: str, conflict: Callable[[PipelineFields], bool]) -> Callable[[Pip
 
 
 def _unused(name: str, other: str, unused: Callable[[PipelineFields], bool]) -> Callable[[PipelineFields], str]:
-    """Make ``Exclusion.conflict`` of the field ``name``, for a field that is set and has no effect.
+    """Make an ``Exclusion.conflict`` that finds a conflict if the field ``name`` is set and has no effect.
 
     Args:
-        other: field that is named as the reason.
+        other: field whose value is the reason why ``name`` has no effect.
         unused: (configuration) -> True if ``name`` has no effect.
 
     Returns:
@@ -106,7 +106,7 @@ def _unused(name: str, other: str, unused: Callable[[PipelineFields], bool]) -> 
 
 
 def _controller_is_idle(config: PipelineFields) -> str:
-    """Return the name of the field whose value leaves the controller nothing to change; "" if something is left."""
+    """Return the name of the field that leaves the controller no setting to change; "" if there is such a setting."""
     if not _kind(config).turned:
         return "schedule"
     if config.retune_interval_steps == 0:
@@ -116,23 +116,24 @@ def _controller_is_idle(config: PipelineFields) -> str:
 
 
 def _idle(name: str, *harmless: object) -> Callable[[PipelineFields], str]:
-    """Make ``Exclusion.conflict`` of the field ``name``: a conflict if the controller has nothing to change.
+    """Make an ``Exclusion.conflict`` that finds a conflict if the controller has no setting to change.
 
     Args:
-        harmless: values of the field that are never a conflict.
+        name: field of the controller, which then has no effect.
+        harmless: values of this field that never conflict.
     """
     return lambda config: "" if getattr(config, name) in harmless else _controller_is_idle(config)
 
 
 def _if_open(codec: str) -> Callable[[PipelineFields], str]:
-    """Make ``Exclusion.conflict`` of a codec field: a conflict if it is "auto" and the controller changes nothing."""
+    """Make an ``Exclusion.conflict`` for a codec field: "auto" conflicts if the controller has no setting to change."""
     return lambda config: _controller_is_idle(config) if getattr(config, codec) == "auto" else ""
 
 
 def _weights_of(name: str, value: object) -> Callable[[PipelineFields], str]:
-    """Make ``Exclusion.conflict`` of a field of weight versions, which conflicts with most schedules.
+    """Make an ``Exclusion.conflict`` for ``name``, a field that sets how many weight versions exist or which are used.
 
-    "pipedream" allows any value. Any other schedule allows only the value that it always has.
+    "pipedream" allows any value of the field. Any other schedule has a fixed value and allows only that.
 
     Args:
         value: the value that synchronous schedules always have.

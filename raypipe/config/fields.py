@@ -30,8 +30,9 @@ class PipelineFields:
             evaluation, and they differ from the buffers that one worker would have.
         num_lanes: number of partial sums of gradients (lanes): micro-batch m of a step is added to lane m % num_lanes,
             and lanes are added up in order, so results are bitwise equal for any number of replicas up to this one.
-            "auto" is 1, the order of plain PyTorch; with replicas, their least common multiple over the stages. A
-            resumed run keeps its lanes. Every replica holds num_lanes / num_replicas sums of gradients.
+            "auto" is 1, which adds in the order of plain PyTorch; with replicas it is the least common multiple of the
+            stages' numbers of replicas. A resumed run keeps its lanes. Every replica holds num_lanes / num_replicas
+            sums of gradients.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
             follows from the profile, or is 4 per stage with partitioner "parameters".

@@ -88,7 +88,11 @@ def absolute_path(text: str, *, written: bool = False) -> str:
 
 
 def job_copy(path: Path) -> Path | None:
-    """Return Ray's copy of a job's working directory that contains this absolute path; None if no copy does."""
+    """Return the folder of Ray's copy of a job's working directory that contains ``path``; None outside of such copies.
+
+    Args:
+        path: absolute path.
+    """
     at = next((i for i, pair in enumerate(pairwise(path.parts)) if pair == _COPIES), None)
     return None if at is None or len(path.parts) <= at + 2 else Path(*path.parts[: at + 3])
 

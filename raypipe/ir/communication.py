@@ -1,8 +1,8 @@
 """Communication: samples of messages taken while a run trains, link estimates, codec costs, all-reduce chunks.
 
-A sample is one real message. No message is sent to measure: the header of every frame carries the sender's clock, the
-receiver adds its own, and the two clocks need not agree. A LinkProbe is different: the result of `raypipe probe`, which
-sends messages of its own.
+A sample describes one message of training; none is sent only to measure. The header of every frame carries the time on
+the sender's clock, and the receiver adds the time on its own clock; the two clocks need not agree. A LinkProbe is the
+result of the command `raypipe probe`, which sends messages of its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MessageTimes:
         """Yield one LinkSample per message.
 
         Args:
-            microbatches: micro-batches of the worker in this step, counted from 0, in their order.
+            microbatches: numbers of the worker's micro-batches in this step, counted from 0, ascending.
         """
         columns = zip(self.wire_bytes, self.sent_at_s, self.arrived_at_s, self.raw_bytes, strict=True)
         for microbatch, (wire_bytes, sent_s, arrived_s, raw_bytes) in zip(microbatches, columns, strict=False):

@@ -28,7 +28,7 @@ def most(lines: Iterable[tuple[int, int]], samples: int) -> int:
 
 
 def pruned(lines: Iterable[tuple[int, int]]) -> Lines:
-    """Remove lines that nowhere exceed another line, and lines that are never above zero."""
+    """Remove lines that are at no number of samples above another line, and lines that are never above zero."""
     kept: list[tuple[int, int]] = []
     for fixed, per_sample in sorted(set(lines), key=lambda line: (-line[1], -line[0])):
         if max(fixed, per_sample) > 0 and (not kept or fixed > kept[-1][0]):
@@ -92,8 +92,8 @@ class ModelGraph:
         nodes: in an order in which they can run.
         edges: (producer, consumer) positions; None if unknown, in which case only ``cut_bytes`` counts.
         together: (earlier, later) positions that must share a stage, because the value between them cannot be sent.
-        before: (earlier, later) positions that must keep this order, though no value passes between them: users of a
-            tensor, whose gradients are summed in this order, and operations that no edge would order.
+        before: (earlier, later) positions without a value between them, such that ``later`` must not be in an earlier
+            stage: for example two users of a tensor, whose gradients are summed in this order.
 
     Raises:
         PlanError: a pair that is not two positions in execution order.

@@ -25,7 +25,7 @@ class StagePrediction:
         forward_s, backward_s: seconds per micro-batch. If replicas share a row of the schedule, they are divided by the
             number of replicas, and include the all-reduce.
         weight_s: the part of backward_s for which no other stage waits (W).
-        in_flight: largest number of micro-batches between their F and their B, or W.
+        in_flight: largest number of micro-batches in flight: after their F, before their B (or W, if split).
         fullest_at: the action at peak memory, as ``0F3``.
         memory: bytes on one device at the peak, by purpose.
         recompute: activation recomputation; its second forward is included in backward_s.
@@ -63,7 +63,7 @@ class HopPrediction:
         message_bytes: size for one micro-batch, before any codec.
         latency_s: seconds until arrival in addition to occupancy_s: latency of the link, and the rest of the codec.
         occupancy_s: seconds for which the link, the encoder or the decoder is busy, whichever is longest.
-        back_s: (latency, occupancy) of the gradient; None if equal.
+        back_s: (latency, occupancy) of the gradient; None if they equal those of the activation.
     """
 
     message_bytes: int
@@ -107,8 +107,8 @@ class Prediction:
         step_s: simulated seconds including all messages, without the optimizer's own time.
         bubble_fraction: share of worker time without computation.
         samples_per_s: training throughput.
-        one_f_one_b_s: seconds of the step with schedule 1f1b. None if the schedule is 1f1b, with one stage, and if
-            workers hold several stages, for which 1f1b would need another partition or more workers.
+        one_f_one_b_s: seconds of the step with schedule 1f1b, for comparison. None if the schedule is 1f1b, if there is
+            one stage, or if workers hold several stages: 1f1b would need another partition or more workers.
         bound: the bottleneck of the step, in words.
         source: origin of the nodes' seconds: "measured", "estimated" or "mixed".
         links: origin of bandwidths and latencies.
@@ -146,7 +146,7 @@ class Candidate:
         workers: number of workers of each stage.
         step_s: predicted seconds of a step; 0 if rejected.
         memory_bytes: peak of the fullest worker; 0 if rejected.
-        num_microbatches, microbatch_size: those of the fastest plan; 0 if rejected.
+        num_microbatches, microbatch_size: numbers in the fastest plan of the shape; 0 if rejected.
         refused: reason for rejection, "" if feasible.
         chosen: True if this shape became the plan.
     """
@@ -232,7 +232,7 @@ class Partition:
         return self.order[stage.start : stage.stop] if self.order else range(stage.start, stage.stop)
 
     def on_workers(self, homes: Homes) -> Partition:
-        """Return the partition with these workers for its stages, by stage."""
+        """Return a copy of the partition in which stage s is on the workers ``homes[s]``."""
         stages = (replace(stage, devices=workers) for stage, workers in zip(self.stages, homes, strict=True))
         return replace(self, stages=tuple(stages))
 
@@ -250,14 +250,14 @@ class Plan:
         transport: transport of boundary tensors, as in PipelineConfig.
         generation: number of the plan in its run; messages of an older plan are dropped.
         notes: warnings about this plan, one sentence each.
-        reasons: (choice, reason) pairs, the verdict before the first semicolon; also facts: ("stage 0", its modules),
-            ("loss", the items that it averages over).
+        reasons: pairs such as ("schedule", why it was chosen). Summaries show a reason up to its first semicolon. Facts
+            are listed too: ("stage 0", its modules), ("loss", the items that it averages over).
         prediction: seconds and bytes; None if no profile was given.
         weights: rule for weight versions.
         spec: specification of the schedule; None in a plan saved by an earlier release.
         recompute: by stage, True for activation recomputation; empty for no stage.
         candidates: shapes that were compared, fastest first; empty if num_replicas was given.
-        explained: ``str`` returns ``explain()``; not part of the plan's identity.
+        explained: True if ``str(plan)`` returns ``explain()``; ignored when plans are compared.
     """
 
     partition: Partition
@@ -339,7 +339,10 @@ def _schedule(fields: Mapping[str, Any]) -> Schedule:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each stage, the largest number of micro-batches between their F and their B, or W, on one worker."""
+    """Return, for each stage, the most micro-batches that one of its workers has in flight at once.
+
+    A micro-batch is in flight after its F, until its B (or its W, if backwards are split).
+    """
     peaks = [0] * schedule.num_stages
     for row in schedule.rows():
         held = [0] * schedule.num_stages
@@ -353,7 +356,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
-    """Return the idle share of worker time for equal stages, messages that take no time, and whole backwards.
+    """Return the smallest idle share of worker time, if stages are equal, messages take no time, and B is not split.
 
     Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
     with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).

@@ -78,9 +78,9 @@ class StepReport:
         uncompressed_bytes: sent_bytes before the codec.
         peak_in_flight: most micro-batches whose activations were held at once.
         weight_versions: copies of the weights that the stage holds.
-        spans: every action (monotonic clock), if the order has keep_spans.
-        sample: median seconds of the stage's actions, if the order has measure.
-        messages: sizes and time stamps of received messages, if the order has measure.
+        spans: every action (monotonic clock), if requested by ``Order.keep_spans``.
+        sample: median seconds of the stage's actions, if requested by ``Order.measure``.
+        messages: sizes and time stamps of received messages, if requested by ``Order.measure``.
         worker: number of the stage's worker; None if it equals the stage's number.
         averages: each part of an evaluation's loss with the items that it averages over (samples, valid labels); empty
             on all stages but the last.
@@ -205,7 +205,7 @@ def merge_reports(
 
     Args:
         previous_end_s: end of the previous step; None for the first step of a run.
-        total: computes the total norm from the parameters' norms, as torch does.
+        total: computes the model's gradient norm from the stages' Norms, as torch does; None ignores Norms.
     """
     begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
     seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)

@@ -170,20 +170,20 @@ def groups_in(homes: Homes) -> Homes:
 class Wiring:
     """Placement and update rules that determine the dependencies between actions.
 
-    A micro-batch belongs to a lane of gradient accumulation, and a lane to one replica of every stage. Gradients are
-    summed by lane, so that the result does not depend on the number of replicas.
+    Gradients are accumulated in lanes (partial sums). A micro-batch belongs to one lane, and a lane to one replica of
+    every stage. So the result does not depend on the number of replicas.
 
     Attributes:
         homes: workers that hold each stage, by stage index.
         split_backward: the schedule uses I and W instead of B.
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
-        first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
+        first_trainable: lowest stage with a trainable parameter; stages below it have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
-        lanes: number of lanes, at least that of replicas of any stage; micro-batches are assigned to them in turn.
-        intervals: micro-batches per optimizer step by stage, if stages step more often than every update_interval,
-            which is a multiple of each; empty otherwise. Every stage then computes a norm of its own.
-        frozen_alone: stages below ``first_trainable`` neither enter the norm of the others nor wait for it. Needed
-            without a flush between steps: later stages then wait for forwards of the next update from them.
+        lanes: number of lanes, at least the largest number of replicas; micro-batches are assigned to lanes in turn.
+        intervals: by stage, micro-batches per optimizer step, if they differ between stages; each divides
+            update_interval, and every stage computes a norm of its own. Empty if all have update_interval.
+        frozen_alone: True if stages below ``first_trainable`` neither enter the norm of other stages nor wait for it.
+            Schedules without a flush need this, because other stages wait for forwards of the next update from them.
 
     Raises:
         ScheduleError: a stage has no worker, or the same worker twice; stages of one worker have different workers;
@@ -268,7 +268,7 @@ class Wiring:
 
     @property
     def by_lane(self) -> tuple[tuple[int, ...], ...]:
-        """Worker of each lane, by stage: ``worker_of`` as a table."""
+        """Table [stage][lane] of the worker that runs the stage for micro-batches of the lane; see ``worker_of``."""
         return tuple(tuple(self.worker_of(s, lane) for lane in range(self.lanes)) for s in range(self.num_stages))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
@@ -288,18 +288,18 @@ class Wiring:
 
 
 def lane_of(microbatch: Any, update_interval: int, lanes: int) -> Any:
-    """Return the lane of a micro-batch, or elementwise of an array; shared by planner and engine.
+    """Return the lane (partial gradient sum) of a micro-batch; for an array, the lane of each element.
 
-    Micro-batches are counted within their update, so that every update is dealt out alike; if an update has fewer
-    micro-batches than lanes, they are counted from the beginning of the run.
+    The micro-batches of an update are assigned to lanes 0, 1, ... in turn. If an update has fewer micro-batches than
+    lanes, they are counted from the beginning of the run instead of the update.
     """
     return (microbatch % update_interval if update_interval >= lanes else microbatch) % lanes
 
 
 def in_lane_order(microbatch: int, update_interval: int, lanes: int) -> bool:
-    """Return True if the micro-batches of this update occupy consecutive lanes, one each.
+    """Return True if the update of this micro-batch has at most one micro-batch in each lane, in ascending lanes.
 
-    In that case summing micro-batches in order equals summing lanes in order.
+    In that case summing micro-batches in their order equals summing lanes in their order.
     """
     first = 0 if update_interval >= lanes else microbatch // update_interval * update_interval % lanes
     return first + update_interval <= lanes
@@ -317,8 +317,8 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         stages, or of its own where norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
 
     REDUCE_GRAD, REDUCE_NORM and STEP are in the row of every replica. REDUCE_GRAD waits for backwards on all replicas
-    of its stage. A dependency on one of the three is on that action in the same row; if the row does not have it, on
-    that action in all rows that do.
+    of its stage. An action that depends on one of these three waits for it in its own row. If its own row does not have
+    it, the action waits for it in every row that does.
 
     The model leaves out that the holders of a shared parameter exchange gradients in REDUCE_GRAD.
     """
@@ -362,13 +362,15 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
 
 
 def _packed(stages: array[int], op: Op, microbatches: array[int]) -> PackedRow:
-    """Return ``op`` of each stage and micro-batch, packed: there may be thousands."""
+    """Return the actions (stages[i], op, microbatches[i]) as a PackedRow, because there may be thousands."""
     return PackedRow(stages, array("b", (OP_CODE[op],)) * len(stages), microbatches)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Schedule: the order of actions on each worker, from one flush to the next; micro-batches are counted from 0.
+    """Schedule: the order of actions on each worker, from one flush (empty pipeline) to the next.
+
+    Micro-batches are counted from 0 after the flush.
 
     A synchronous step has only a ``body``. In an asynchronous schedule a prologue fills the pipeline, the body repeats,
     and the epilogue drains it. The micro-batch numbers in the rows of each part are increased by:
@@ -403,7 +405,7 @@ class Schedule:
     def row(self, worker: int, repeats: int = 1) -> tuple[Action, ...]:
         """Return all actions of one worker in order: the prologue, ``repeats`` times the body, and the epilogue.
 
-        Micro-batch numbers are increased as the class describes, so that each is that of the whole row.
+        Micro-batch numbers are increased as the class describes, so that they are counted through the whole row.
         """
         parts = list(self._parts(worker, repeats))
         if len(parts) == 1 and not parts[0][1]:

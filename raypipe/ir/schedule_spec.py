@@ -28,9 +28,10 @@ class ScheduleKind:
         takes: fields of ScheduleSpec that apply to this kind only.
         synchronous: True if the pipeline is flushed before every update of the weights.
         splits_backward: True if backwards are split into I (gradients of inputs) and W (of weights) instead of B.
-        stages_per_worker: 1 or 2; None for ``chunks`` stages.
+        stages_per_worker: number of stages on each worker; None if ``ScheduleSpec.chunks`` gives the number.
         searched: True if the controller searches the numbers of the schedule that the user leaves open.
-        memory_formula: True if planner.cost.memory has a formula for the activations; otherwise it counts in the rows.
+        memory_formula: True if planner.cost.memory has a formula for the activations in flight; otherwise they are
+            counted in the rows of actions.
     """
 
     takes: tuple[str, ...] = ()
@@ -78,7 +79,11 @@ def takes(schedule: str, field: str) -> bool:
 
 
 def kinds_to_search(schedule: str) -> tuple[str, ...]:
-    """Return the kinds that the controller may switch to if the numbers are left open; () if it may not."""
+    """Return the kinds of schedule between which the controller may switch, as far as their numbers are open.
+
+    Args:
+        schedule: "auto" or a kind, as in PipelineConfig.schedule; () is returned for kinds that it may not change.
+    """
     if schedule == "auto":
         return AUTO_KINDS
     return (schedule,) if schedule in KINDS and KINDS[schedule].searched else ()
@@ -169,7 +174,7 @@ class ScheduleSpec:
     def as_kind(
         self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = (), lag: tuple[int, ...] = ()
     ) -> ScheduleSpec:
-        """Return a synchronous schedule of another kind with the same micro-batches, stages, replicas and lanes."""
+        """Return a synchronous schedule of another kind for the same micro-batches, replicas and lanes."""
         return ScheduleSpec(
             kind,
             self.num_microbatches,

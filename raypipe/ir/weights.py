@@ -37,8 +37,8 @@ class WeightPolicy:
         interval: u, micro-batches per update; None for one update per mini-batch, before and after which the pipeline
             is empty.
         intervals: u_s by stage if stages update at different intervals, all of which divide ``interval``; else empty.
-        capacities: maximum number of versions by stage; empty for one. An update without a free slot is deferred, and
-            its gradients are added to those of the next.
+        capacities: maximum number of versions by stage; empty means one. If an update finds all of them in use, it is
+            deferred: its gradients are added to those of the next update.
         ahead: w_0, forwards that stage 0 runs ahead of its backwards.
         norm_per_stage: True if every stage computes the norm of its own gradients without waiting for others, and clips
             to max_grad_norm times the square root of its share; False uses the norm of the whole model.
