@@ -5,8 +5,11 @@
     r of slack   grown on the hop that shortens the period P most, then improved by trying neighbours
     zb-h1        r as with slack, if split backwards were timed; where a stage lacks memory, it defers fewer W
 
-P is the period of slack 1F1B per micro-batch: T_s are the seconds of F and B on stage s, r_h is the slack of hop h, and
-a run is a range of consecutive stages with the hops between them:
+Hop h joins the stages h and h + 1. Its slack r_h is the number of forwards that stage h runs ahead of stage h + 1; 1 is
+1F1B. The lag of a stage is the number of micro-batches by which it defers W, the gradients of its weights.
+
+P is the period of slack 1F1B per micro-batch: T_s are the seconds of F and B on stage s, and a run is a range of
+consecutive stages with the hops between them:
 
     P = max(max T_s, max over runs (sum T_s + sum of round trips) / (1 + sum r_h))
 
@@ -38,15 +41,15 @@ T = TypeVar("T")
 
 
 class ScheduleQuery(NamedTuple):
-    """Input of a search.
+    """Input of a search for a schedule.
 
     Attributes:
         schedule: requested schedule: "auto", or a kind.
         now: schedule to start from, with the number of micro-batches that all candidates get.
         busy_s: by stage, seconds of F plus B of one micro-batch.
-        round_trip_s: by hop, seconds of a round trip of its slow messages, which have to be hidden.
+        round_trip_s: by hop, seconds of a slow message forward plus a slow message backward, which slack has to hide.
         fits: returns True if memory allows a schedule.
-        score: returns the seconds of a schedule's step.
+        score: returns the predicted seconds of a step with a schedule.
         split_backward: True if the seconds of split backwards are known.
         least_slack: least slack on every hop.
     """
@@ -98,7 +101,7 @@ def thriftiest(schedule: str, now: ScheduleSpec, num_hops: int) -> ScheduleSpec:
 def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[ScheduleSpec, str] | None:
     """Return the next candidate that holds more micro-batches than ``now``, and a description of the difference.
 
-    Returns None if no candidate holds more.
+    Returns None if no candidate holds more. The arguments are those of ``thriftiest``.
     """
     kinds = kinds_to_search(schedule)
     if "kfkb" in kinds:
@@ -121,13 +124,16 @@ def quickest(options: Sequence[T], score: Callable[[T], float], held: Callable[[
 
 
 def resident(model: MemoryModel, num_stages: int) -> float:
-    """Return (activation sets of all stages + message slots of one stage) / (micro-batches of a step)."""
+    """Compute a number that is larger the more memory a schedule needs, to compare schedules.
+
+    It is (activation sets of all stages + message slots of one stage) / (micro-batches of a step).
+    """
     count = sum(model.activation_sets(depth) for depth in range(1, num_stages + 1)) + model.message_slots
     return count / model.spec.num_microbatches
 
 
 def fitting(spec: ScheduleSpec, fits: Callable[[ScheduleSpec], bool]) -> ScheduleSpec | None:
-    """Return the schedule if it fits, else with the largest ``lag`` of every stage that fits; None if none does.
+    """Return the schedule if it fits, else with its lag lowered on each stage as far as needed; None if that fails.
 
     Args:
         fits: returns True if memory allows a schedule; the lag of a stage must not change the memory of others.
@@ -151,7 +157,7 @@ def fitting(spec: ScheduleSpec, fits: Callable[[ScheduleSpec], bool]) -> Schedul
 
 
 def _without_lag(spec: ScheduleSpec) -> ScheduleSpec:
-    """Return the schedule with weight gradients that no stage defers, if it has a lag and several stages."""
+    """Return the schedule with a lag of 0 on all stages; unchanged if it has no lag or one stage."""
     return replace(spec, lag=(0,) * (len(spec.slack) + 1)) if takes(spec.kind, "lag") and spec.slack else spec
 
 
@@ -163,7 +169,7 @@ def _group_sizes(count: int) -> Iterator[int]:
 
 
 def _slacks(kind: str, query: ScheduleQuery) -> Iterator[ScheduleSpec]:
-    """Yield variants of "slack" or "zb-h1" that fit: some start values of r, then neighbours of the best so far."""
+    """Yield schedules of this kind that fit: some with start values of slack, then neighbours of the best so far."""
     spec, hops = query.now, len(query.round_trip_s)
 
     def with_slack(r: tuple[int, ...]) -> ScheduleSpec | None:
@@ -194,7 +200,11 @@ def _slacks(kind: str, query: ScheduleQuery) -> Iterator[ScheduleSpec]:
 
 
 def _neighbours(centre: tuple[int, ...], least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield slacks with one more or one less on a hop, or one moved between two hops."""
+    """Yield the slacks that differ from ``centre`` by one more or less on a hop, or by one moved to another hop.
+
+    Args:
+        least, most: bounds of the slack of a hop.
+    """
     places = range(len(centre))
     for up in places:
         if centre[up] < most:
@@ -209,15 +219,15 @@ def _neighbours(centre: tuple[int, ...], least: int, most: int) -> Iterator[tupl
 
 
 def _grown_slack(query: ScheduleQuery, fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Return the slack by hop that is found greedily: one is added on the hop that shortens the period most.
+    """Grow the slack greedily: in each round, add one on the hop where this shortens the period most.
 
-    This ends when nothing shortens the period, or no larger slack fits into memory.
+    The rounds end when nothing shortens the period, or no larger slack fits into memory.
 
     This start value gains 0.7 to 1.6 % on uneven hops without a memory limit, because a search from uniform slack ends
     in a local optimum there.
 
     Args:
-        fits: returns True if a slack fits into memory.
+        fits: returns True if a slack (one number per hop) fits into memory.
     """
     busy_s, trips_s = query.busy_s, query.round_trip_s
     replicas = query.now.replicas or (1,) * len(busy_s)

@@ -37,7 +37,7 @@ Line = tuple[int, int, int, int, int]
 
 
 class DeadlockError(ScheduleError):
-    """Deadlock: ``at`` is the next step of each worker."""
+    """Error if workers wait for each other; ``at`` has the next step of each worker."""
 
     def __init__(self, at: list[int]) -> None:
         super().__init__("Deadlock: the workers wait for each other.")
@@ -45,12 +45,12 @@ class DeadlockError(ScheduleError):
 
 
 class Waves(NamedTuple):
-    """Order of execution in waves: a wave is the next step of each worker that is not blocked, all run at once.
+    """Order of execution in waves. A wave has the next step of every worker that is not blocked; they run at once.
 
     Attributes:
         order: steps, wave after wave.
-        bounds: place of each wave's first step in ``order``; one more entry for the end.
-        joins: waves that contain a step that waits for several.
+        bounds: position of each wave's first step in ``order``; one more entry for the end.
+        joins: indices of the waves in which some step waits for several steps.
     """
 
     order: Ints
@@ -72,7 +72,7 @@ class CompiledRows:
         groups: steps that are awaited together.
         untimed: steps whose wait determines the order of execution only, and does not delay their begin.
         work, message: number of the work and of the message of each step.
-        link: number of the one-way link of its message; ``num_links`` plus the worker without a message.
+        link: number of the one-way link of each step's message; ``num_links`` + its worker if it has no message.
         num_links: number of links.
     """
 
@@ -96,7 +96,7 @@ class CompiledRows:
 
     @cached_property
     def blocks(self) -> list[tuple[int, list[Line]]]:
-        """Order of execution as blocks of lines of one worker, each of which waits only for earlier blocks.
+        """Order of execution in blocks (worker, lines of consecutive steps). A block waits for earlier blocks only.
 
         Raises:
             DeadlockError: workers wait for each other.
@@ -134,7 +134,7 @@ class CompiledRows:
 
     @cached_property
     def waves(self) -> Waves:
-        """Order of execution in waves; about twice as many as micro-batches, for any number of workers.
+        """Order of execution in waves. There are about twice as many waves as micro-batches, for any number of workers.
 
         Raises:
             DeadlockError: workers wait for each other.
@@ -197,7 +197,7 @@ class Times:
 def run(
     rows: CompiledRows, seconds: Seconds, clock: list[float], free: list[float], spans: list[list[float]] | None = None
 ) -> list[float]:
-    """Run all steps in a loop; return the time at which each has ended or its message has arrived.
+    """Compute in a loop, for each step, the time at which it has ended or, if it sends, its message has arrived.
 
     Args:
         clock, free: times at which each worker and each link has ended earlier work; changed in place.
@@ -232,7 +232,7 @@ def run(
 
 
 def run_waves(rows: CompiledRows, seconds: Seconds, *, spans: bool) -> Times:
-    """Run all steps in waves, and return their times; ``begin`` and ``leave`` are empty without ``spans``."""
+    """Compute the times of all steps, wave after wave; ``begin`` and ``leave`` stay empty if ``spans`` is False."""
     work_s, occupancy_s, latency_s = map(np.asarray, seconds)
     order, bounds, joins = rows.waves
     source, count = rows.source, len(rows.source)

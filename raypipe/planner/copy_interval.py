@@ -56,9 +56,10 @@ def holders(
     """Return, by worker, the worker that holds its copies; None if it sends no copies.
 
     A holder is on another node if possible, and copies are spread evenly over the possible holders. Replicas of a stage
-    have equal state, so they back up each other and send no copies. If all of them are on one node and other nodes have
-    workers, the first one sends its copies there. If the optimizer state is sharded over the replicas, each sends its
-    slices, preferably to a worker of another stage: losing a replica that holds a copy would lose two pieces.
+    have equal state, so they back up each other and send no copies. But if all replicas of a stage are on one node, the
+    first of them sends copies to another node, if any has workers. If the optimizer state is sharded over replicas,
+    each sends its slices, preferably to a worker of another stage: losing a replica that holds a copy would lose two
+    pieces.
 
     Args:
         nodes: node of each worker.

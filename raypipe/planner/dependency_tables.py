@@ -1,4 +1,4 @@
-"""Lowered schedules as integer tables, compiled once for validation and for every simulation.
+"""Lowered schedules (with messages and optimizer steps) as integer tables, for validation and every simulation.
 
 Every action is a node. Nodes are numbered row after row, so that the actions of a worker form one range.
 ``dependencies()`` is called once per stage, operation and lane, not once per action, because it depends on distances
@@ -87,7 +87,7 @@ class Program:
                 yield node, worker, stage, OPS[code], microbatch
 
     def checked_steps(self) -> CompiledRows:
-        """Return the steps, after finding an order of execution.
+        """Return the steps, after a check that they have an order of execution.
 
         Raises:
             ScheduleError: deadlock; names the next action of each stuck worker and what it waits for.
@@ -196,7 +196,7 @@ def _slots_of(actions: Row, worker: int, wiring: Wiring, width: int) -> tuple[In
 
 
 def _columns(schedule: Schedule, worker: int, repeats: int) -> Columns:
-    """Return the whole row of one worker; a row of one part is not copied."""
+    """Return the whole row of one worker (prologue, repeated body, epilogue); a row of one part is not copied."""
     parts = [(schedule.prologue[worker], 0)] if schedule.prologue else []
     parts += [(schedule.body[worker], i * schedule.stride) for i in range(repeats)]
     parts += [(schedule.epilogue[worker], repeats * schedule.stride)] if schedule.epilogue else []
@@ -217,7 +217,7 @@ class _Nodes:
     Attributes:
         source: the node of another worker that each node waits for; NO_WAIT if it waits for none of them,
             ``-2 - g`` if it waits for several, which are group g.
-        groups: numbers of groups by the bytes of their nodes.
+        groups: number of each group, by the bytes of the array of its nodes.
     """
 
     def __init__(self, wiring: Wiring, rows: list[Columns]) -> None:
@@ -336,7 +336,8 @@ class _Nodes:
 
         Args:
             sources: awaited nodes, a row per node and a column per wait.
-            foreign: True for those of other workers; only they are waited for, as earlier ones of the row have ended.
+            foreign: True for awaited nodes of other workers; the others need no wait, because they are earlier in the
+                row.
             ending: by column, True if the wait is for no message: the awaited node is then the last one of its step.
         """
         self.needed[sources] = True

@@ -137,7 +137,7 @@ def with_spares(homes: Homes, wanted: Sequence[int], spares: int) -> tuple[int, 
 
 
 def regrouped(plan: Plan, counts: tuple[int, ...]) -> Plan:
-    """Return the plan with other numbers of replicas in its lanes, without a prediction.
+    """Return the plan with other numbers of replicas and the same lanes; the prediction is left out.
 
     Args:
         plan: plan of a run whose gradients are summed in lanes.

@@ -54,7 +54,7 @@ from raypipe.planner.search.solver_cuts import placed
 
 
 def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Sequence[float]) -> Profile:
-    """Scale the profile to the plan's micro-batch size, and so that the plan's stages take the measured seconds.
+    """Rescale the profile to the plan's micro-batch size and to the measured seconds of the plan's stages.
 
     Args:
         busy_s: measured seconds of forward plus backward of one micro-batch, by stage.
@@ -101,7 +101,7 @@ def speeds_of(planned_s: Sequence[float], busy_s: Sequence[float]) -> tuple[floa
 
 
 def moved(before: Sequence[float], after: Sequence[float]) -> float:
-    """Measure the relative change of workers' speeds against each other: 0 if all became slower by the same factor."""
+    """Compute how much the ratio of two workers' speeds has changed at most; 0 if all changed by the same factor."""
     ratios = [now / then for then, now in zip(before, after, strict=True)]
     return max(ratios) / min(ratios) - 1.0
 
@@ -119,7 +119,7 @@ def line_of(plan: Plan, cluster: Cluster | None, link: Link) -> Cluster:
 
 
 def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> Decision:
-    """Describe the present plan on these workers as a Decision without a prediction, a baseline for other cuts.
+    """Return the present plan as a Decision (planned configuration) without a prediction, to compare other cuts with.
 
     Args:
         request: request with a chosen schedule, for the plan's stages and micro-batches.
@@ -205,9 +205,9 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
 
 
 def _thriftiest_first(request: Request, plan: Plan) -> list[Request]:
-    """List a request for each permitted schedule, the one that holds the fewest micro-batches first.
+    """List requests for the schedules to try, the one that holds the fewest micro-batches first.
 
-    If the user requested a schedule, it is the only one, first without deferred weight gradients.
+    These are 1F1B, or the schedule that the user set but without deferred weight gradients; then the plan's schedule.
     """
     assert plan.spec is not None
     now = request.with_schedule(plan.spec)
@@ -389,7 +389,7 @@ class Replanner:
 
 
 def _words(before: Sequence[float], after: Sequence[float]) -> str:
-    """Describe the stage whose worker changed most against the median; of equals, the one that changed most itself."""
+    """Describe the stage whose seconds changed most relative to the median change; of equals, the most changed."""
     logs = [math.log(then / now) for then, now in zip(before, after, strict=True)]
     usual = median(logs)
     stage = max(range(len(logs)), key=lambda at: (round(abs(logs[at] - usual), 6), abs(logs[at])))

@@ -74,7 +74,7 @@ class Routes:
         return f"link {hop} - {hop + 1}" + f" (workers {source} - {target})" * (len(self.links_of(hop)) > 1)
 
     def place_of(self, hop: int, microbatch: int) -> tuple[int, int]:
-        """Return (link, position) of a micro-batch's message on a hop: it is number ``position`` of the step there."""
+        """Return (link, position) of a micro-batch's message on a hop; position counts the step's messages there."""
         link, before, each = self.by_lane[hop][microbatch % self.lanes]
         return link, microbatch // self.lanes * each + before
 

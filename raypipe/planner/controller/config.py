@@ -1,4 +1,7 @@
-"""Configuration of a run's controller: the settings that it may change, and its thresholds."""
+"""Configuration of a run's controller: the settings that it may change, and its thresholds.
+
+A choice (``Choice``) is one schedule together with the codecs of all hops.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class ControllerConfig:
 
     @property
     def lossless(self) -> ControllerConfig:
-        """Configuration with fewer permissions than this one, for a switch that is not tried and judged afterwards.
+        """Copy with fewer permissions, for a switch whose effect the controller does not check afterwards.
 
         Codecs and the number of micro-batches may not change, and with mode "auto" backwards are not split.
         """

@@ -5,7 +5,8 @@
                  links, stages
 
 Controller holds the measurements and the state, the only values that persist between steps. Equal events give equal
-decisions. A restarted driver begins with the choice and the memory that were saved, and measures anew.
+decisions. A restarted driver begins with the choice (schedule and codecs) and the memory budgets that were saved, and
+measures anew.
 
 ``after`` has no clock, randomness or I/O. A step passes through its parts in their order. Each may change the state and
 add decisions:
@@ -350,7 +351,7 @@ def _judge(state: State, event: StepInput, config: ControllerConfig) -> Answer:
 
 
 def _taken_back(known: Known, comparison: Comparison, event: StepInput, config: ControllerConfig) -> Answer:
-    """Request the previous choice, and enter the state Quiet; each failed switch doubles its length, up to a limit."""
+    """Request the previous choice, and enter Quiet; each failed switch doubles the length of Quiet, up to a limit."""
     step, failed = event.done.step, known.failed + 1
     quiet = config.retune_interval_steps * 2 ** min(failed, MOST_DOUBLINGS)
     known = replace(_requested(known, comparison.before, event, config), failed=failed)
@@ -477,7 +478,7 @@ def _searched(state: State, event: StepInput, config: ControllerConfig) -> Known
 def _requested(known: Known, choice: Choice, event: StepInput, config: ControllerConfig) -> Known:
     """Return ``known`` with ``choice`` as the requested choice.
 
-    The seconds of messages that ``choice`` compresses, and the present choice does not, are kept in the result.
+    If ``choice`` compresses messages that are not compressed now, the result keeps their measured seconds.
     """
     step, uncompressed = event.done.step, known.uncompressed
     if (measured := event.measure()) is not None:

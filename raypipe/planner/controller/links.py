@@ -148,11 +148,11 @@ def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: flo
 
 
 def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
-    """List, for each message that met its predecessor on the link, the seconds between their arrivals per byte.
+    """List, for each message that met its predecessor on the link, the seconds between both arrivals per byte.
 
     Args:
         messages: messages of one direction in one step, in sending order.
-        per_byte: estimated occupancy in seconds per byte, by which it is judged if two messages met.
+        per_byte: estimated occupancy in seconds per byte, from which it follows if two messages met.
     """
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     gaps = []
@@ -167,7 +167,7 @@ def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
 
 
 def _late_gaps(messages: Sequence[LinkSample], most_s: float) -> list[float]:
-    """List, for each message that may have met its predecessor, the seconds between their arrivals per byte.
+    """List, for each message that may have met its predecessor, the seconds between both arrivals per byte.
 
     A message may have met its predecessor if it took longer than the quickest message.
 
@@ -204,7 +204,7 @@ def _slopes(steps: Sequence[Sequence[LinkSample]]) -> list[float]:
 
 
 def _upper_bound(steps: Sequence[Sequence[LinkSample]]) -> float:
-    """Return an upper bound of the seconds per byte: the least time between two sends per byte of the first message."""
+    """Return an upper bound of the seconds per byte: the least of (time from a send to the next) / (bytes sent)."""
     bounds = [
         (b.sent_at_s - a.sent_at_s) / a.wire_bytes
         for step in steps
@@ -337,8 +337,8 @@ def _measure(steps: Sequence[Step]) -> _Fit | None:
 def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
     """Estimate the occupancy per byte of both directions.
 
-    An occupancy that cannot be separated from latency is limited to the round trip of the quickest messages less the
-    other direction's occupancy, or to half of that round trip if neither direction's can be separated.
+    If the occupancy of one direction cannot be separated from latency, it is limited to the round trip of the quickest
+    messages minus the occupancy of the other direction. If neither can be, each is limited to half of the round trip.
     """
     trips = [_least_s(step[0]) + _least_s(step[1]) for step in steps if all(step)]
     # With messages in one direction only, the clock offset cannot be separated from transfer times.

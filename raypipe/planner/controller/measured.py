@@ -5,6 +5,8 @@ three bounds the rate of messages, and the other two add to the latency:
 
     occupancy = max(encode, wire / ratio, decode)        latency + the other two
 
+A choice (``Choice``) is one schedule together with the codecs of all hops, the links between neighbouring stages.
+
 Times of small messages do not predict those of larger ones, because messages that fit into a token bucket pass at once
 on any link. So when a codec is switched on, the controller keeps the earlier times, and uses them to score choices that
 compress less. They are forgotten when the link changes, and after some time in any case, because a change that only
@@ -57,7 +59,7 @@ class Measured:
         return [max(by_worker[worker] for worker in workers) for workers in self.routes.homes]
 
     def hop_of(self, place: int) -> int:
-        """Return the hop of an index into ``links``."""
+        """Return the hop that ``links[place]`` belongs to."""
         return self.routes.hops[place // 2]
 
     def draws_s(self, place: int, ratio: float = 1.0) -> tuple[float, ...]:
@@ -76,7 +78,7 @@ class Measured:
         return tuple(max(s, least_s) / ratio for s in link.draws_s)
 
     def slowest_s(self, seconds: Callable[[LinkEstimate], float]) -> list[float]:
-        """Return the largest value over the links of hop 0 forward, hop 0 backward, hop 1 forward, ...; 0 if unknown.
+        """List, for hop 0 forward, hop 0 backward, hop 1 forward, ..., the largest value over its links; 0 if unknown.
 
         Args:
             seconds: returns the value of a link, from its estimate.
@@ -109,7 +111,7 @@ class Measured:
 
         Args:
             num_microbatches: the other number.
-            seconds_ratio: forward plus backward seconds of a micro-batch of that size, over those of a measured one.
+            seconds_ratio: seconds of a micro-batch then (forward plus backward), divided by the measured seconds.
         """
         share = self.num_microbatches / num_microbatches
         return replace(
@@ -160,7 +162,7 @@ def predicted_s(
 
 
 def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], CodecCost]) -> Measured:
-    """Replace the seconds of all links by those of messages compressed with the codecs of ``choice``.
+    """Return the measurements as if all messages had been compressed with the codecs of ``choice``.
 
     Args:
         codecs: as in ``predicted_s``.
@@ -244,7 +246,7 @@ class UncompressedTimes:
         return UncompressedTimes(tuple(seconds), count, until if new else self.until)
 
     def added_to(self, measured: Measured, ratios: Sequence[float]) -> Measured:
-        """Return ``measured`` with these times, and unchanged if no times are known.
+        """Return ``measured`` with these times added; unchanged if no times are known.
 
         Args:
             ratios: compression ratios in use, in the order of ``measured.links``.

@@ -1,4 +1,4 @@
-"""Memory budget of a stage: the test whether a choice of the controller fits into memory.
+"""Memory budget of a stage: the test whether a choice of the controller (a schedule with codecs) fits into memory.
 
     limit - fixed - extra  >=  activation sets * activation + in flight * input + waiting messages * message + workspace
 
@@ -37,8 +37,8 @@ class MemoryBudget:
         input_bytes: bytes of the received input of one micro-batch in flight.
         recompute: True if the stage recomputes activations.
         workspace: (fixed bytes, bytes per micro-batch) of the temporary memory of operations; the largest sum counts.
-        most_in_flight: most micro-batches between their F and their B or W, of the size that they have with
-            ``num_microbatches``; None for any number.
+        most_in_flight: most micro-batches in flight (after F, before B or W), if a step has ``num_microbatches``; with
+            smaller micro-batches more are allowed. None for any number.
         num_microbatches: M for which the bytes of a micro-batch are given; with a larger M they shrink.
         extra_bytes: largest excess of a measured peak over the computed one.
     """
@@ -74,7 +74,7 @@ class MemoryBudget:
         return self.fixed_bytes + self.extra_bytes + math.ceil(resident * share + max(Fraction(0), workspace))
 
     def measured(self, choice: Choice, depth: int, peak_bytes: int) -> MemoryBudget:
-        """Return the budget with ``extra_bytes`` increased, if needed, so that the computed peak reaches the measured.
+        """Return the budget with ``extra_bytes`` increased as needed: the computed peak becomes at least the measured.
 
         Args:
             choice, depth: as in ``need_bytes``.

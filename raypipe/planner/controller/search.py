@@ -4,7 +4,8 @@
     codecs       used only if they beat the best lossless choice by min_gain, and only on hops where they save time
     M            if it may change, schedules are tried for every M near the measured one
 
-Of choices within half a percent of the best, the one that holds the fewest micro-batches is taken.
+A choice (``Choice``) is one schedule together with the codecs of all hops, the links between neighbouring stages. Of
+choices within half a percent of the best, the one that holds the fewest micro-batches is taken.
 Left out: the processor time that a codec takes from a stage on the same core.
 """
 
@@ -42,7 +43,7 @@ class SearchResult:
 
     Attributes:
         best: the quickest choice that fits.
-        lossless: the quickest one without codecs.
+        lossless: the quickest choice without codecs that fits.
         current: the choice that the run uses now.
         tried: number of scored candidates.
         limit: explains that memory does not allow a larger group size k or slack r; "" if it does.
@@ -192,7 +193,7 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
 
 
 def _pick(config: ControllerConfig, choices: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
-    """Return the quickest choice; of equally quick ones, that with the fewest micro-batches held over all stages."""
+    """Return the quickest choice; of equally quick ones, the one whose stages hold the fewest micro-batches in all."""
     choice = quickest(choices, score, lambda one: resident(one.memory_model(), len(config.budgets)))
     return Scored(choice, score(choice))
 

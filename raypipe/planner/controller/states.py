@@ -108,8 +108,8 @@ class Comparison:
 
         A switch pays if steps are quicker by ``min_gain``, or by a quarter of the predicted gain if that is less. A
         switch from lossy codecs to none pays too if steps are slower by at most ``min_gain``: codecs that gain no more
-        are not worth the precision that they cost. After MOST steps noise no longer delays the answer. Without steps
-        before the switch, which could be compared, it counts as paid.
+        are not worth the precision that they cost. After MOST steps noise no longer delays the answer. If there are no
+        steps before the switch to compare with, it counts as paid.
 
         Args:
             min_gain: relative gain in speed: 0.05 for 5 %.
@@ -219,7 +219,7 @@ class Quiet:
         since: step after which the switch was undone.
         until: step after which the state ends, and a search follows.
         links_s: ``Comparison.links_s`` of the switch that was undone.
-        drifted: last step that showed a change, which may be that of the switch back; None before one.
+        drifted: last step that showed a change, perhaps one that the switch back caused; None if no step did.
     """
 
     known: Known

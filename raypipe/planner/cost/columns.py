@@ -172,7 +172,10 @@ def stages_workspace(graph: ModelGraph, positions: Ints, samples: int) -> Ints:
 
 
 def neediest(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
-    """Return the node that needs ``workspace_bytes``, the last of several; some node must have a workspace."""
+    """Return the position of the node whose workspace is ``workspace_bytes``; of several such nodes, the last.
+
+    Some node must have a workspace.
+    """
     columns, (fixed, slopes) = columns_of(graph), _lines_of(graph, nodes)
     at = np.asarray(nodes, dtype=np.int64)
     owners = np.repeat(at, columns.workspace_at[at + 1] - columns.workspace_at[at])

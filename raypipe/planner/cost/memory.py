@@ -143,7 +143,7 @@ class MemoryModel:
             raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
 
     def in_flight(self, depth: int) -> int:
-        """Return the peak number of micro-batches between their F and their B, or W, at this depth."""
+        """Return the most micro-batches in flight (after F, before B or W) on a stage of this depth."""
         if self.resident is not None:
             return self.resident.in_flight[-depth]
         spec = self.spec
@@ -171,7 +171,11 @@ class MemoryModel:
         return int(self.deferring(depth, self._lag(depth))[1])
 
     def deferring(self, depth: int, lag: int | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return ``in_flight`` and ``activation_sets`` of zb-h1 for each of the lags."""
+        """Return (``in_flight``, ``activation_sets``) of a zb-h1 stage of this depth, for each of the lags.
+
+        Args:
+            lag: numbers of micro-batches by which the stage may defer W.
+        """
         in_flight = np.minimum(self.spec.num_microbatches, 1 + self._slack_after(depth - 1) + lag)
         # Peak during the I before which ``lag`` micro-batches wait for W; in a short step no forwards are left then.
         waiting = np.maximum(0, np.minimum(in_flight - 1, lag))
@@ -190,7 +194,7 @@ class MemoryModel:
         return _of_depth(self.optimizer_factor, depth)
 
     def _slack_after(self, hops: int) -> int:
-        """Sum r over the last ``hops`` hops; hops beyond those of the spec count like its first."""
+        """Sum the slack over the last ``hops`` hops; if the spec has fewer, its first counts for the others."""
         slack = self.spec.slack
         more = max(0, hops - len(slack)) * (slack[0] if slack else 1)
         return more + sum(slack[max(0, len(slack) - hops) :])

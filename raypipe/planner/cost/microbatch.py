@@ -97,7 +97,8 @@ class MicrobatchChoice:
     Attributes:
         optimum: number with the shortest step, whether it is allowed or not.
         low, high: ends of the range of numbers whose steps are within EPSILON of the shortest.
-        decided_by: "memory" or "model" if that excludes a faster number, else "simulation".
+        decided_by: limit that excludes a faster number: "memory", or "model" (fewest samples that the model accepts);
+            "simulation" if no limit does.
         curve: simulated steps with several numbers, with the chosen cut and schedule.
     """
 

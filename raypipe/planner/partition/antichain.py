@@ -317,7 +317,7 @@ def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
 
 
 def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield blocks (rows, columns), whose columns are those within the period bound of any of the rows.
+    """Divide the pairs of states into blocks (rows, columns), without most pairs that would exceed the period bound.
 
     Args:
         rows, columns: indices of graph states, in order of time: before the stage that ``step`` adds, and after it.
@@ -364,7 +364,11 @@ def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Flo
 
 
 def _pieces(problem: _Problem, table: _Table, place: int) -> list[Piece]:
-    """Read the stages from the table, first to last; in state ``place`` of the device order all have devices."""
+    """Read the stages of the best partition from the table, first to last.
+
+    Args:
+        place: state of the device order (``Lineup``) in which all stages have devices.
+    """
     states, lineup = problem.states, problem.lineup
     spans, state = [], 0
     while place:

@@ -18,8 +18,9 @@ from raypipe.ir.plan import Partition, Stage
 def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
     """Find the partition whose largest stage has the fewest parameter bytes.
 
-    Dynamic programming over the cheapest cut for each distinct number of bytes before it; O(S p^2) for S stages and p
-    operations with parameters. A model without parameters is cut by the number of nodes.
+    Of all positions with the same parameter bytes before them, only the one with the least traffic may be a cut.
+    Dynamic programming over these positions takes O(S p^2) for S stages and p operations with parameters. A model
+    without parameters is cut by the number of nodes.
 
     Raises:
         PlanError: more stages than places to cut.

@@ -141,7 +141,7 @@ _Walked = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], tuple[Ste
 
 @functools.lru_cache(maxsize=64)
 def _walk(cluster: Cluster, most: int, kinds: _Kinds, alike: bool, *, free: bool) -> _Walked:
-    """Build states and steps breadth first, so that steps are in order of depth; cached, for limits do not matter here.
+    """Build the attributes of a Lineup except the kinds, breadth first, so that steps are in order of depth; cached.
 
     Args:
         most: largest number of stages.
@@ -191,7 +191,7 @@ def _bandwidth(cluster: Cluster, kinds: _Kinds, kind: int, behind: int) -> float
 
 
 def _free_speed(place: _Place, kinds: _Kinds, speeds: Sequence[float], stages: int) -> float:
-    """Compute an upper bound of the summed speeds of ``stages`` more devices."""
+    """Compute an upper bound of the summed speeds of the devices of ``stages`` further stages."""
     kept = zip(kinds, speeds, place.counts, strict=True)
     free = [speed for devices, speed, used in kept for _ in range(len(devices) - used)]
     return math.fsum(sorted(free, reverse=True)[: max(0, stages)])
@@ -206,9 +206,9 @@ def listed_orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[int, .
 def device_orders(cluster: Cluster, count: int) -> Iterator[tuple[int, ...]]:
     """Yield orders of ``count`` devices (indices into the cluster), the cluster's own order first.
 
-    Only one of the orders that differ by an exchange of alike devices is yielded. Devices are alike at a position if
-    they have equal speed, memory, and distances to the devices before them and to those that are left. A cluster of
-    more than ``MOST_DEVICES`` devices yields only its own order.
+    Of orders that differ by an exchange of alike devices, only one is yielded. Devices are alike at a position if they
+    have equal speed, equal memory, and equal distances to the devices before them and to those that are left. A cluster
+    of more than ``MOST_DEVICES`` devices yields only its own order.
     """
     devices = cluster.devices
     if len(devices) > MOST_DEVICES:

@@ -215,7 +215,11 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """Compute ``lo`` (see the module) at all places, by (kind, depth), with memory limits raised by ``extra_bytes``."""
+    """Compute ``lo`` of the module docstring at all places, by (device kind, depth).
+
+    Args:
+        extra_bytes: bytes by which each stage may exceed its memory limit.
+    """
     earliest, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
@@ -245,7 +249,11 @@ def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, k
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
-    """Find stages that keep the period, and the memory limits plus ``extra_bytes`` each; None if that is impossible."""
+    """Find stages that keep the period and the memory limits; return None if there are none.
+
+    Args:
+        extra_bytes: bytes by which each stage may exceed its memory limit.
+    """
     lineup, places = problem.lineup, len(problem.chain.positions)
     earliest = _earliest(problem, period_ps, extra_bytes)
     numbers = np.arange(places)

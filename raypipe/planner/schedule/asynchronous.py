@@ -119,7 +119,7 @@ def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
     """Restrict a ``continuous`` schedule to ``num_minibatches`` between two flushes.
 
     The result has a prologue and a single body. Its actions are those of the prologue, the repeated body and the
-    epilogue of ``schedule``, in the same sequence. It also exists for fewer mini-batches than that epilogue completes.
+    epilogue of ``schedule``, in the same sequence. Fewer mini-batches than that epilogue completes are possible too.
     """
     wiring, total = schedule.wiring, num_minibatches * schedule.stride
     prologue, body = [], []

@@ -7,7 +7,8 @@
     try other slack, lag and other orders of execution for it, and predict it in full
 
 A decision is a complete planned configuration (``Decision``). Slack r of a hop, the link between neighbouring stages,
-lets the stage before it have r more micro-batches in flight than the stage after it. In 1F1B r is 1.
+lets the stage before it have r more micro-batches in flight than the stage after it. In 1F1B r is 1. The lag of a stage
+is the number of micro-batches by which "zb-h1" defers the gradients of its weights.
 
 Shapes and settings are skipped if a lower bound of their steps shows that they cannot be the best. Settings of the
 user are kept. If nothing fits, the error names the stage that lacks memory at the largest number of stages, and the

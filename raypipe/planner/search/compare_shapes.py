@@ -122,7 +122,8 @@ def row_of(decision: Decision) -> Candidate:
 def table_of(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
     """Shorten the table to MOST_ROWS: possible shapes, quickest first, then impossible ones.
 
-    The quickest row of a shape counts. The chosen shape and the best of each kind of parallelism are always kept.
+    If a shape has several rows, only the quickest remains. The chosen shape and the best of each kind of parallelism
+    are always kept.
     """
     slowest_first = sorted((row for row in rows if not row.refused), key=lambda row: -row.step_s)
     quick = [*{row.workers: row for row in slowest_first}.values()]

@@ -168,7 +168,7 @@ class Problem:
         return factors_at(self.profile, samples, self.seconds(samples))
 
     def at(self, samples: int) -> ModelGraph:
-        """Return the profile's graph, its seconds rescaled to micro-batches of ``samples`` samples; cached."""
+        """Return the profile's graph with node seconds rescaled to micro-batches of this many samples; cached."""
         if samples not in self._graphs:
             self._graphs[samples] = graph_at(self.profile, samples, self.seconds(samples), self.profile.graph)
         return self._graphs[samples]
@@ -227,7 +227,7 @@ def limits_of(request: Request, num_stages: int | None, stages: int, count: int,
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Result of planning, before the stages are built.
+    """Result of planning: a complete configuration of a run, from which its plan and stages can be built.
 
     Attributes:
         request: request with a chosen schedule.

@@ -155,7 +155,7 @@ def _workspace(graph: ModelGraph, places: NDArray[np.int64], size: int) -> NDArr
 
 
 def _of_several_stages(problem: Problem, request: Request, cap: int, count: int, size: int) -> int | None:
-    """Find by bisection about the least bytes of each worker with which a plan fits, if workers hold several stages.
+    """Find by bisection the least bytes per worker with which a plan fits, to 0.1 %, if workers hold several stages.
 
     Returns None if ``MOST_TIMES * cap`` bytes are not enough either. ``cap`` bytes are known to be too few.
     """

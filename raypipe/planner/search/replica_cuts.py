@@ -150,7 +150,7 @@ def exposed_s(rate_s: float, backward_s: Numbers, sync_bytes: Numbers, first: in
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Link:
     """Return a link with the least bandwidth and the longest latency of all pairs of a sender and a receiver.
 
-    The returned link costs nothing if both groups are one and the same device.
+    The link costs nothing if the only sender is the only receiver.
     """
     links = [cluster.link(a, b) for a in senders for b in receivers if a != b]
     if not links:

@@ -156,7 +156,7 @@ class ShapeOptions:
 
 
 def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, room: Floats) -> tuple[Ints, Ints]:
-    """Find those of ``rows`` (indices of cuts) that fit into memory only with less than the full lag, and their lags.
+    """Select the cuts that fit into memory only with less than the full lag, and find their largest lags.
 
     Args:
         room: limit of ``total_bytes`` by cut and stage.
