@@ -322,7 +322,7 @@ class _Nodes:
             raise ScheduleError(self._explain_unmet(node, wanted, source))
 
     def _find(self, slots: Ints, microbatches: NDArray[np.intp], shift: Ints) -> Ints:
-        """Look up nodes: entry [i, j] is the node with slot j and micro-batch i plus shift j; -1 if no row has it."""
+        """Look up nodes: [i, j] is that of slots[j] and microbatches[i] + shift[j]; -1 if no row has such a node."""
         width = self._table.shape[1]
         if not shift.any():  # most are about their own micro-batch
             return (self._table[slots] if len(microbatches) == width else self._table[slots[:, None], microbatches]).T

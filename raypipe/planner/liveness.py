@@ -132,7 +132,7 @@ TABLE = (
 
 
 def judge(seen: Seen, grace_s: float) -> Diagnosis | None:
-    """Return the finding of the first row whose limit has passed; None if the worker is healthy.
+    """Return the diagnosis of the first row of TABLE whose limit has passed; None if the worker is healthy.
 
     Args:
         grace_s: PipelineConfig.driver_grace_s.

@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Flow of mini-batches in an asynchronous schedule, without a flush between them.
+    """Sizes in an asynchronous schedule, in which mini-batches follow each other without a flush.
 
     Attributes:
         interval: micro-batches per update.
@@ -215,7 +215,7 @@ def rows_for(plan: Plan, key: RowsKey) -> Schedule:
 
 
 def flow_of(plan: Plan) -> Flow | None:
-    """Return the flow of mini-batches in a plan with an asynchronous schedule; None for a synchronous one."""
+    """Return the sizes of a plan with an asynchronous schedule, for its segments; None for a synchronous one."""
     interval = plan.weights.interval
     if interval is None:
         return None

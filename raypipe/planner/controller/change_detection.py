@@ -122,7 +122,7 @@ class StageEstimator:
         return news
 
     def _begin_step(self, step: int) -> None:
-        """Count a step when its first sample comes."""
+        """Count the step of a sample if it is the first sample of this step; after a rollback, count from 0 again."""
         if self._since is None or step < self._step:  # the first step, or the first after a rollback
             self._since, self._measured = step - 1, 0
         if step != self._step:

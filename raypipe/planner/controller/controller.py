@@ -151,7 +151,7 @@ def sentence(text: str) -> str:
 
 
 def numbers_of(result: SearchResult, measured: Measured, gain: float, measured_s: float, name: Name) -> dict[str, Any]:
-    """Convert the result of a search to the numbers of a decision.
+    """Convert the result of a search to ``ControllerDecision.numbers``.
 
     Args:
         gain: relative gain of the best choice over the current one.
@@ -185,7 +185,7 @@ def outcome(trial: Comparison, name: Name) -> str:
 
 
 def gains(trial: Comparison, name: Name) -> dict[str, Any]:
-    """Convert the predicted and achieved gain of a switch to the numbers of a decision."""
+    """Convert the predicted and achieved gain of a switch to ``ControllerDecision.numbers``."""
     return {
         "before": name(trial.before),
         "after": name(trial.after),

@@ -111,13 +111,12 @@ def round_trip(
 
 
 def agreed(trips: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Combine the steps' (latency, clock offset) into one latency, and one clock offset per step.
+    """Combine the (latency, clock offset) of several steps into one latency, and one clock offset per step.
 
-    As in NTP, quick exchanges count more than slow ones: a delay in one direction makes the latency of a step too long,
-    and its clock offset wrong by as much. The step at the first quarter of latencies is the reference; the quickest
-    step may be an artefact of a clock that was set during it. The offset of the reference is used for every step whose
-    own offset differs by no more than its delay explains. In the other steps the clock was set, and they keep their own
-    offset.
+    As in NTP, quick exchanges count most: if messages of a step are delayed in one direction, its latency is too long,
+    and its clock offset is wrong by as much. The reference is the step at the first quarter of latencies, and not the
+    quickest one, because a clock may have been set during that. Its offset is used for each step whose own offset
+    differs by no more than the additional latency explains. In other steps the clock was set: they keep their offset.
     """
     latency_s, clock_s = sorted(trips)[len(trips) // 4]
     clocks_s = [

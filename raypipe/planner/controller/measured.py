@@ -173,7 +173,7 @@ def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool
 
 
 def busiest_hops(measured: Measured) -> Sequence[int]:
-    """Sort hops by the round trip of their messages, the longest first."""
+    """List all hops by the round trip of their messages, the longest first."""
     return sorted(range(measured.routes.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
 
 
@@ -217,7 +217,7 @@ class UncompressedTimes:
         return self if step < self.until else UncompressedTimes()
 
     def without(self, links: Sequence[int]) -> UncompressedTimes:
-        """Drop the values of links that have changed."""
+        """Return a copy without the seconds of these links, which have changed."""
         return replace(self, seconds=tuple(0.0 if p // 2 in links else s for p, s in enumerate(self.seconds)))
 
     def after_switch(self, before: Choice, after: Choice, measured: Measured, until: int) -> UncompressedTimes:

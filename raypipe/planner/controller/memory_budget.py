@@ -27,7 +27,7 @@ though it may hold up to twice the bytes of its activations.
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Budget of one stage.
+    """Memory budget of one stage: its limit, and the bytes of all that it holds.
 
     Attributes:
         limit_bytes: most bytes that the stage may hold; None for no limit.
@@ -55,7 +55,7 @@ class MemoryBudget:
     recompute: bool = False
 
     def most_of(self, choice: Choice) -> int:
-        """Convert ``most_in_flight`` to micro-batches of this choice, which may be larger or smaller.
+        """Return ``most_in_flight`` as a number of this choice's micro-batches, which may be larger or smaller.
 
         ``most_in_flight`` must not be None.
         """

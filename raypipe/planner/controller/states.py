@@ -180,7 +180,7 @@ class Known:
         return self.searched_s == 0
 
     def slowed(self, share: float) -> bool:
-        """Return True if the last two steps took longer than those of the last search, by more than ``share``."""
+        """Return True if each of the last two steps was slower than steps at the last search by more than ``share``."""
         last_s = self.recent_s[-2:]
         return len(last_s) == 2 and self.searched_s > 0 and min(last_s) > self.searched_s * (1 + share)
 
@@ -213,7 +213,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """State after a switch that was undone: request no other for a while.
+    """State after a switch that was undone: request no other switch for a while.
 
     Attributes:
         since: step after which the switch was undone.

@@ -142,7 +142,7 @@ def sums_of(graph: ModelGraph, nodes: Sequence[int]) -> Sums:
 
 
 def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
-    """Return the peak workspace while these nodes run one micro-batch of ``samples``: bytes beyond kept activations."""
+    """Return the peak bytes beyond kept activations while these nodes run one micro-batch of ``samples`` samples."""
     fixed, slopes = _lines_of(graph, nodes)
     return max(0, int((fixed + samples * slopes).max(initial=0)))
 
@@ -172,7 +172,7 @@ def stages_workspace(graph: ModelGraph, positions: Ints, samples: int) -> Ints:
 
 
 def neediest(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
-    """Return the position of the node whose workspace is ``workspace_bytes``; of several such nodes, the last.
+    """Return the position of the node at which ``workspace_bytes`` is reached; of several such nodes, the last.
 
     Some node must have a workspace.
     """

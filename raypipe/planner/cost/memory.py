@@ -162,7 +162,7 @@ class MemoryModel:
         return min(spec.num_microbatches, wanted) if spec.of_kind.synchronous else wanted
 
     def activation_sets(self, depth: int) -> int:
-        """Return the peak bytes of activations at this depth, in units of those of one micro-batch."""
+        """Return the most activations on a stage of this depth, in units of the activations of one micro-batch."""
         again, in_flight, splits = self.recomputes(depth), self.in_flight(depth), self.spec.of_kind.splits_backward
         if self.resident is not None:
             return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
@@ -241,7 +241,11 @@ class MemoryModel:
         return np.stack([versioned, once, columns.activation_bytes * self.microbatch_size, columns.trainable_bytes])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
-        """Return the bytes on a stage of this depth, from the rows of ``node_parts`` or sums of them over nodes."""
+        """Return the bytes of nodes on a stage of this depth.
+
+        Args:
+            parts: rows of ``node_parts``, by node or summed over nodes; shape (4, ...).
+        """
         gradients = np.ceil(parts[3] * self.gradients(depth)).astype(np.int64)
         optimizer = (1 + self.state_copies) * np.ceil(parts[3] * self.optimizer(depth)).astype(np.int64)
         many = self.versions(depth) * parts[0] + self.activation_sets(depth) * parts[2]
@@ -250,7 +254,7 @@ class MemoryModel:
 
 
 def _of_depth(value: float | tuple[float, ...], depth: int) -> float:
-    """Return the value of the stage at this depth, if values were given by stage."""
+    """Return ``value``, or its item for the stage at this depth if it has one for each stage."""
     return value[max(0, len(value) - depth)] if isinstance(value, tuple) else value
 
 

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 def make_answer(
     graph: ModelGraph, cluster: Cluster, limits: Limits, pieces: Sequence[Piece], bottleneck_s: float, name: str
 ) -> Partition:
-    """Build the partition: stages with their predictions, and the reason in words.
+    """Build the Partition from the stages that a solver found, with their predictions and the reason in words.
 
     Args:
         bottleneck_s: seconds per micro-batch of the slowest stage or cut.

@@ -252,7 +252,7 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
 
 @cached_by_graph(KEPT)
 def _linked(graph: ModelGraph, max_states: int) -> tuple[ModelGraph, States]:
-    """Return the graph with the bytes of its cuts computed from its edges, and its states; the latest are cached."""
+    """Return (graph with ``cut_bytes`` computed from its edges, states of the graph); the latest are cached."""
     if graph.edges is not None:
         graph = link_nodes(graph.nodes, graph.edges, graph.together, graph.before)
     return graph, enumerate_states(graph, node_picoseconds(graph), max_states)
@@ -337,7 +337,9 @@ def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterato
 
 
 def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Floats) -> Floats:
-    """Compute the period of each pair in picoseconds, infinite if the pair makes no stage; shape (rows, columns).
+    """Compute the period in picoseconds if the nodes between a row's and a column's state become a stage.
+
+    The shape is (rows, columns). Pairs that cannot become a stage have an infinite period.
 
     Args:
         rows, columns: indices of graph states before the stage that ``step`` adds, and after it.

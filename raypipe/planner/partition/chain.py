@@ -59,9 +59,13 @@ def _spans(positions: Sequence[int], before: Sequence[int]) -> list[tuple[int, i
 
 
 def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_stages: int) -> list[int]:
-    """Choose the cuts by dynamic programming, with one more stage per round.
+    """Choose cuts among ``places`` by dynamic programming, with one more stage per round.
 
-    best[j] is (largest stage, traffic, cuts) for the nodes before places[j]; ``before`` has the bytes before positions.
+    best[j] is (largest stage, traffic, cuts) for the nodes before places[j].
+
+    Args:
+        places: positions that may be cut, ascending.
+        before: parameter bytes before each position of the graph.
     """
     ends = [*places, len(graph.nodes)]
     best: list[tuple[int, int, list[int]] | None] = [(before[end], 0, []) for end in ends]

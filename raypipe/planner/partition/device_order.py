@@ -103,7 +103,7 @@ class _Place(NamedTuple):
 
 
 def line_up(cluster: Cluster, limits: Limits) -> Lineup:
-    """Build the possible orders of a cluster's devices."""
+    """Build the Lineup of a cluster: the possible orders of its devices in a pipeline."""
     if limits.in_order:
         return _straight(cluster, limits)
     alike = len({link.bandwidth_bytes_s for link in cluster.links}) == 1 or len({d.host for d in cluster.devices}) == 1
@@ -141,7 +141,7 @@ _Walked = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], tuple[Ste
 
 @functools.lru_cache(maxsize=64)
 def _walk(cluster: Cluster, most: int, kinds: _Kinds, alike: bool, *, free: bool) -> _Walked:
-    """Build the attributes of a Lineup except the kinds, breadth first, so that steps are in order of depth; cached.
+    """Build all attributes of a Lineup except its kinds, by a breadth-first search from the start; cached.
 
     Args:
         most: largest number of stages.

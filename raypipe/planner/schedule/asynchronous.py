@@ -48,8 +48,8 @@ from raypipe.planner.schedule.sync import check_counts, slack_by_hop
 def minibatches_to_drain(num_microbatches: int, ahead: int) -> int:
     """Count the mini-batches that were begun before the epilogue, which completes them; at least 1.
 
-    A single stage begins no mini-batch ahead. Its epilogue has one all the same, because the rule for the age of
-    weights is equal for all mini-batches.
+    A single stage runs no forwards ahead. Its epilogue completes one mini-batch too, so that one rule for the age of
+    weights holds for all mini-batches.
 
     Args:
         ahead: W_0, forwards that stage 0 runs ahead of its backwards.

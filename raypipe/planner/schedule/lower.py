@@ -224,7 +224,7 @@ def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
 def _closings(
     worker: int, places: NDArray[np.intp], stage: Ints, microbatch: Ints, rules: _Rules, progress: Progress
 ) -> list[tuple[int, list[Action]]]:
-    """Return the actions that end updates, each list with the position in the row after which it follows.
+    """Return (position in the row, actions to add after it) for each position at which an update ends.
 
     Changes ``progress`` in place.
 

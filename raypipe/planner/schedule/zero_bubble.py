@@ -121,7 +121,7 @@ def zb_h1(
 
 
 def full_lags(slack: Sequence[int], replicas: Sequence[int], first_trainable: int = 0) -> tuple[int, ...]:
-    """Return, by stage, by how many of its micro-batches a replica defers W if memory allows it (l_s of the module).
+    """Return l_s of the module docstring by stage: micro-batches by which a replica defers W if memory allows it.
 
     Args:
         slack: r_h by hop.

@@ -74,7 +74,7 @@ MOST_WORK = 8_000
 
 
 def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
-    """Choose everything that the request leaves open.
+    """Plan a run: choose everything that the request leaves open, and predict a step.
 
     Args:
         cluster: described devices and links; None assumes equal workers, joined by ``ASSUMED_LINK``.

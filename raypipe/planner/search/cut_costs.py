@@ -394,7 +394,7 @@ class CutTables:
 
 
 def by_worker(groups: Groups, values: Floats | Ints) -> NDArray[np.float64]:
-    """Sum values by cut and stage over the stages of each worker (or group of replicas); shape (cuts, workers)."""
+    """Sum values over the stages of each worker or group of replicas: from (cuts, stages) to (cuts, workers)."""
     workers = list(dict.fromkeys(groups))
     if len(workers) == len(groups):
         return values.astype(np.float64)

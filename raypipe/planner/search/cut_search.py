@@ -212,7 +212,7 @@ class ShapeSearch:
         return self._decision(best, exact=exact and self._work > 0)
 
     def _compared(self, cells: Sequence[_Cell], below_s: float) -> list[_Found]:
-        """Simulate candidates by increasing bound, up to ``below_s`` or the best step found; list those that fit."""
+        """Simulate candidates whose lower bound is less than ``below_s`` and the best step; list those that fit."""
         least_s = [self._least_s(each, self._may_fit(each)) for each in itertools.starmap(self._placed, cells)]
         first_s = [float(bounds_s.min()) for bounds_s in least_s]
         found: list[_Found] = []
@@ -252,7 +252,7 @@ class ShapeSearch:
         return cuts * orders if listed else MOST_PLACED + 1
 
     def _short(self, shape: Shape) -> bool:
-        """Return True if the cuts that ``_cells`` lists suffice without those of a solver."""
+        """Return True if the cuts that ``_cells`` lists suffice without the cuts of a solver."""
         return len(shape) <= FEW_STAGES and not self._options.request(shape).kind.several_stages
 
     def _few(self, shape: Shape) -> int:
@@ -302,7 +302,7 @@ class ShapeSearch:
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
     def _simulated(self, placed: PlacedCuts, best_s: float, request: Request | None = None) -> Iterator[_Found]:
-        """Simulate candidates by increasing bound, up to ``best_s`` or a shorter step found; yield those that fit.
+        """Simulate candidates whose lower bound is less than ``best_s`` and the best step; yield those that fit.
 
         Args:
             request: the only schedule to try; None tries all.

@@ -88,7 +88,7 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
 
 
 def factors_at(profile: Profile, samples: int, total_s: float) -> Floats:
-    """Compute by node the seconds for ``samples`` samples, divided by the profiled seconds; see ``graph_at``."""
+    """Compute by node the factor of its seconds if micro-batches have ``samples`` samples; see ``graph_at``."""
     busy_s, other = columns_of(profile.graph).busy_s, profile.small
     if samples == profile.microbatch_size:
         return np.ones(len(busy_s))
@@ -151,7 +151,7 @@ class Problem:
 
     @property
     def cut_is_given(self) -> bool:
-        """True if the user's split points or the parameters alone determine the cut."""
+        """True if the cut follows from the user's split points or from the sizes of parameters, without a search."""
         return bool(self.request.split_points) or self.request.partitioner == "parameters"
 
     @functools.cached_property
@@ -164,7 +164,7 @@ class Problem:
         return seconds_at(self.profile, self.times, samples)
 
     def factors(self, samples: int) -> Floats:
-        """Compute by node the seconds for ``samples`` samples, divided by the profiled seconds."""
+        """Compute by node the factor of its profiled seconds if micro-batches have ``samples`` samples."""
         return factors_at(self.profile, samples, self.seconds(samples))
 
     def at(self, samples: int) -> ModelGraph:

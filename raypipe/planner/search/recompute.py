@@ -101,7 +101,7 @@ def _with(decision: Decision, recompute: tuple[bool, ...], memory: MemoryModel) 
 
 
 def _recompute_options(request: Request, num_stages: int) -> Iterator[Setting]:
-    """Yield the settings to try: recomputation on none, on more and more, and at last on all stages that are open."""
+    """Yield the settings to try: recomputation on the first k stages, k = 0, 1, ..., as far as they are open."""
     own = request.recompute if isinstance(request.recompute, tuple) else (None,) * num_stages
     firsts = list(range(num_stages + 1))
     if num_stages > FEW:

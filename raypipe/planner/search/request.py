@@ -223,5 +223,5 @@ def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
 
 
 def _parted(minibatch: int, wanted: int) -> int:
-    """Count the micro-batches of a mini-batch if their size is that of ``wanted`` equal parts, rounded up."""
+    """Count the micro-batches of a mini-batch if their size is ceil(minibatch / wanted); at most ``wanted``."""
     return math.ceil(minibatch / math.ceil(minibatch / wanted))

@@ -133,7 +133,7 @@ def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[in
 
 
 def _check_two_versions(request: Request, num_stages: int, num_microbatches: int, ahead: int) -> None:
-    """Raise PlanError unless two weight versions suffice, so that a micro-batch ends within the next mini-batch.
+    """Raise PlanError unless two weight versions suffice: forwards run at most one mini-batch ahead of backwards.
 
     ``ahead`` is the number of forwards that stage 0 runs ahead of its backwards.
     """

@@ -1,4 +1,8 @@
-"""Settings that are compared for one shape: schedules, slack, lag, orders of devices, and numbers of micro-batches."""
+"""Settings that are compared for one shape: schedules, slack, lag, orders of devices, and numbers of micro-batches.
+
+A shape is the number of workers of each stage. The lag of a stage is the number of micro-batches by which "zb-h1"
+defers the gradients of its weights.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ simulating a step.
 
 
 class ShapeOptions:
-    """Settings that a request leaves open, by shape.
+    """Settings to compare for a shape, as far as the request leaves them open.
 
     Args:
         problem: its request sets recomputation for every stage; a shape with replicas overrides its replicas.
@@ -106,7 +110,7 @@ class ShapeOptions:
                 yield [with_slack[slack] for slack in slacks]
 
     def orders(self, shape: Shape) -> list[Groups]:
-        """List the choices of devices by stage; several if each stage has one worker and the cut is open."""
+        """List the assignments of devices to stages; several if each stage has one worker and the cut is open."""
         request = self.request(shape)
         if max(shape) > 1 or request.kind.several_stages or self._problem.cut_is_given:
             return [tuple(homes_of(request, len(shape)))]
@@ -159,10 +163,11 @@ def _largest_lags(placed: PlacedCuts, request: Request, rows: Ints, room: Floats
     """Select the cuts that fit into memory only with less than the full lag, and find their largest lags.
 
     Args:
+        rows: indices of the cuts to examine.
         room: limit of ``total_bytes`` by cut and stage.
 
     Returns:
-        the rows, and by row and stage the largest lag that fits; 0 with replicas.
+        indices of the selected cuts, and by cut and stage the largest lag that fits; 0 with replicas.
     """
     stages = len(placed.groups)
     if request.replicated:
