@@ -23,12 +23,12 @@ Lines = tuple[tuple[int, int], ...]
 
 
 def most(lines: Iterable[tuple[int, int]], samples: int) -> int:
-    """Return the largest value of any of these lines at ``samples`` samples, in bytes; at least 0."""
+    """Return the largest of fixed + samples * per_sample, in bytes, over lines (fixed, per_sample); at least 0."""
     return max((fixed + samples * per_sample for fixed, per_sample in lines), default=0)
 
 
 def pruned(lines: Iterable[tuple[int, int]]) -> Lines:
-    """Remove lines that are at no number of samples above another line, and lines that are never above zero."""
+    """Remove lines (see ``most``) that another line, or zero, reaches or exceeds for every number of samples."""
     kept: list[tuple[int, int]] = []
     for fixed, per_sample in sorted(set(lines), key=lambda line: (-line[1], -line[0])):
         if max(fixed, per_sample) > 0 and (not kept or fixed > kept[-1][0]):

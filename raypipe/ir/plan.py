@@ -117,8 +117,7 @@ class Prediction:
         optimum: the number in the curve with the shortest step; 0 if the number was given.
         low, high, epsilon: between ``low`` and ``high`` micro-batches, the step is longer than the shortest by at most
             the share ``epsilon``; 0 if the number was given.
-        decided_by: the bound that decided the number of micro-batches: "model", "memory", "simulation", "given" or
-            "rule".
+        decided_by: origin of the number of micro-batches: "model", "memory", "simulation", "given" or "rule".
     """
 
     step_s: float
@@ -219,7 +218,7 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Node positions between stages."""
+        """Position of the first node of each stage, without the first stage."""
         return tuple(stage.start for stage in self.stages[1:])
 
     @property
@@ -356,7 +355,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
-    """Return the smallest idle share of worker time, if stages are equal, messages take no time, and B is not split.
+    """Return the smallest idle share of worker time, for equal stages, free messages and backwards that are not split.
 
     Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
     with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).

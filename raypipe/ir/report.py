@@ -175,10 +175,10 @@ class StepRecord:
 
 
 def mean_loss(averages: Sequence[Averages], *, sums: bool) -> float:
-    """Combine the loss over many mini-batches.
+    """Combine the losses of many mini-batches into one.
 
     Args:
-        averages: averages of each mini-batch.
+        averages: by mini-batch, (value, number of items) of each part of its loss.
         sums: True to add the losses, False to average each part weighted by its items.
 
     Raises:

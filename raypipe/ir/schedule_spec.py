@@ -79,10 +79,11 @@ def takes(schedule: str, field: str) -> bool:
 
 
 def kinds_to_search(schedule: str) -> tuple[str, ...]:
-    """Return the kinds of schedule between which the controller may switch, as far as their numbers are open.
+    """Return the kinds of schedule that the controller may choose from; () if it may not change this schedule.
 
     Args:
-        schedule: "auto" or a kind, as in PipelineConfig.schedule; () is returned for kinds that it may not change.
+        schedule: "auto" or a kind, as in PipelineConfig.schedule. It is assumed that the user set no group size or
+            slack.
     """
     if schedule == "auto":
         return AUTO_KINDS
@@ -167,7 +168,7 @@ class ScheduleSpec:
         return KINDS[self.kind]
 
     def with_microbatches(self, num_microbatches: int) -> ScheduleSpec:
-        """Return this schedule for another number of micro-batches, with group_size limited to it."""
+        """Return this schedule for another number of micro-batches; group_size becomes at most this number."""
         group_size = min(self.group_size, max(1, num_microbatches))
         return replace(self, num_microbatches=num_microbatches, group_size=group_size)
 
@@ -236,7 +237,7 @@ class ScheduleSpec:
         return cls(kind, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict, without replicas and lanes if there is one of each."""
+        """Return a JSON-serializable dict; lag, replicas, lanes and per_replica are left out if they are not set."""
         fields = asdict(self)
         for name, single in (("lag", ()), ("replicas", ()), ("lanes", 1), ("per_replica", False)):
             if fields[name] == single:
