@@ -67,9 +67,9 @@ class CompiledRows:
 
     Attributes:
         first: first step of each worker's row; one more entry for the end of the last row.
-        source: the step of another worker that each step waits for; the last step if it waits for nothing, ``-2 - g``
-            if it waits for all steps of group g.
-        groups: steps that are awaited together.
+        source: by step, the step of another worker that it waits for; ``-2 - g`` if it waits for all steps of group g;
+            the last step, which is always done, if it waits for nothing.
+        groups: by group, the steps that are awaited together.
         untimed: steps whose wait determines the order of execution only, and does not delay their begin.
         work, message: number of the work and of the message of each step.
         link: number of the one-way link of each step's message; ``num_links`` + its worker if it has no message.
@@ -183,9 +183,9 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds by step: begin and end of its work, departure and arrival of its message.
+    """Times in seconds, by step: begin and end of the step's work, departure and arrival of its message.
 
-    Without a message, the last two equal the end of the work.
+    If a step has no message, its departure and arrival equal the end of its work.
     """
 
     begin: Floats

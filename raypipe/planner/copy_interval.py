@@ -30,7 +30,7 @@ class CopyCosts(NamedTuple):
 
     Attributes:
         step_s: duration of a step without copying.
-        cost_s: extra time of all steps during a copy.
+        cost_s: time that a copy costs: by how much all steps during it are longer, in sum.
         sent_s: time from the first to the last byte of a sent copy.
     """
 

@@ -45,13 +45,13 @@ class Program:
 
     Attributes:
         kind: name of the schedule.
-        wiring: its wiring.
+        wiring: placement and update rules of the schedule.
         rows: columns of each worker's row.
         first: first node of each worker's row; one more entry for the end of the last row.
         needed: True for nodes that another node waits for.
         starts: True for nodes that begin a step.
-        steps: what is simulated. Work and messages are numbers stage * len(OPS) + op; the number after the last one
-            stands for none.
+        steps: the rows as steps, for simulation. Work and messages have the numbers stage * len(OPS) + op; the number
+            after the last one means none.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Program:
                 yield node, worker, stage, OPS[code], microbatch
 
     def checked_steps(self) -> CompiledRows:
-        """Return the steps, after a check that they have an order of execution.
+        """Return the steps, after a check that the workers can run all of them.
 
         Raises:
             ScheduleError: deadlock; names the next action of each stuck worker and what it waits for.
@@ -332,7 +332,7 @@ class _Nodes:
         return nodes
 
     def _connect(self, nodes: Ints, sources: Ints, foreign: NDArray[np.bool_], ending: NDArray[np.bool_]) -> None:
-        """Store the waits of ``nodes``.
+        """Store which nodes of other workers each of ``nodes`` waits for.
 
         Args:
             sources: awaited nodes, a row per node and a column per wait.

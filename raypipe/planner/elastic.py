@@ -229,9 +229,9 @@ def target_workers(workers: WorkerRange, wanted: int, *, spare: bool) -> int:
 def shape_of(request: Request, there: int) -> Shape:
     """Choose the size of a plan for ``there`` workers: at most the requested stages, divided evenly over workers.
 
-    With one stage per worker, fewer workers have fewer stages. With several, the number of stages stays and they are
-    divided over the largest number of workers that get equally many; "zb-v" has two per worker, so there the number of
-    stages follows the workers. Replicas are removed first.
+    With one stage per worker, fewer workers have fewer stages. With several stages per worker, the number of stages
+    stays, and they are divided over the largest number of workers that get equally many. "zb-v" has two stages per
+    worker, so the number of stages follows from the workers. Replicas are removed first.
 
     Args:
         request: request as it was configured.

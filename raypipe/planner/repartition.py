@@ -168,7 +168,7 @@ LESS = 0.9
 
 
 def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worker: int, held_bytes: int) -> Decision:
-    """Plan again for the same workers, with less memory on one that ran out of it.
+    """Plan again for the same workers, with a lower memory limit for the worker that ran out of memory.
 
     Args:
         request: request for the plan's stages and micro-batches.
@@ -280,7 +280,7 @@ class Offer(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Numbers for the event of the run."""
+        """Gain, speeds and cuts, as fields of the run's event about the move."""
         return {
             "predicted_gain": round(self.gain.share, 4),
             "speeds": [round(speed, 3) for speed in self.speeds],
@@ -389,7 +389,11 @@ class Replanner:
 
 
 def _words(before: Sequence[float], after: Sequence[float]) -> str:
-    """Describe the stage whose seconds changed most relative to the median change; of equals, the most changed."""
+    """Describe, for messages, the stage whose seconds changed most, compared with the median change of all stages.
+
+    Args:
+        before, after: speeds of the workers before and after the change, by stage.
+    """
     logs = [math.log(then / now) for then, now in zip(before, after, strict=True)]
     usual = median(logs)
     stage = max(range(len(logs)), key=lambda at: (round(abs(logs[at] - usual), 6), abs(logs[at])))

@@ -74,7 +74,7 @@ class Routes:
         return f"link {hop} - {hop + 1}" + f" (workers {source} - {target})" * (len(self.links_of(hop)) > 1)
 
     def place_of(self, hop: int, microbatch: int) -> tuple[int, int]:
-        """Return (link, position) of a micro-batch's message on a hop; position counts the step's messages there."""
+        """Return (link, index of the message among those of the step on this link) for a micro-batch on a hop."""
         link, before, each = self.by_lane[hop][microbatch % self.lanes]
         return link, microbatch // self.lanes * each + before
 
@@ -135,7 +135,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Schedule with one stage on each worker.
+    """Synchronous schedule with one stage on each worker, compiled for replay.
 
     Attributes:
         routes: routes of its messages.
@@ -177,7 +177,7 @@ def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
     begins = np.array([*accumulate((n for n in messages for _ in (0, 1)), initial=0)])
 
     def crossing(hop: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (wire, number) of each action's message between stages hop - 1 and hop; -1 without such a message."""
+        """Return (wire, message number) of each action between stages hop - 1 and hop; -1 without such a message."""
         link, before, each = by_hop[hop, lane].T
         wire = np.where((link < 0) | (op == OP_CODE[Op.W]), -1, 2 * link + way)
         return wire, np.where(wire < 0, -1, begins[wire] + turn * each + before)

@@ -149,7 +149,7 @@ def flowing_segments(
 
 
 def draining_segment(flow: Flow, at: Position) -> Segment:
-    """Return the segment that drains the pipeline, after a segment that does not end empty."""
+    """Return the segment that drains the pipeline, to follow a segment that leaves micro-batches in flight."""
     return _flowing(flow, at, flow.num_to_drain, Phase.DRAIN)
 
 
@@ -224,7 +224,7 @@ def flow_of(plan: Plan) -> Flow | None:
 
 
 def flowing_keys(plan: Plan) -> tuple[RowsKey, ...]:
-    """List the keys of all segments of a schedule without flushes; empty for a synchronous one."""
+    """List the keys of the rows of all segments of an asynchronous schedule; empty for a synchronous one."""
     flow = flow_of(plan)
     if flow is None:
         return ()

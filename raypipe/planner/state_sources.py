@@ -71,7 +71,7 @@ class Copy(NamedTuple):
 
     Attributes:
         holder: process that holds the copies; not interpreted here.
-        generation, num_stages: number, and number of stages, of the plan that they belong to.
+        generation, num_stages: number of the plan that the copies belong to, and its number of stages.
         stage: number of the stage in that plan.
         steps: steps after which a complete copy was made.
         piece: 0 for state that is equal on all replicas, n for the slices of the n-th replica.
@@ -92,7 +92,7 @@ class Transition(NamedTuple):
 
     Attributes:
         plan: layout of the workers after the transition.
-        members: position in the roster of each worker.
+        members: by worker, position in the roster of the member that becomes this worker.
         sources: for each worker that loads its state from copies, all copies that it needs; others keep their state.
         step: number of steps in the state that all have afterwards; None if every worker has to load a checkpoint from
             storage.

@@ -26,7 +26,7 @@ class ControllerConfig:
             "auto", the group size (k) with "kfkb", slack with "slack" and "zb-h1". Codecs, and M, the number of
             micro-batches, may change with any.
         choice: initial choice.
-        budgets: memory by stage.
+        budgets: memory budget of each stage.
         forward_codecs, backward_codecs: codecs that may be used besides "none", the one with the least loss first.
         microbatch_seconds: if M may change (retune_microbatches), (M, seconds of one micro-batch) for every permitted
             M; else empty. Only the ratios of the seconds are used.

@@ -337,7 +337,7 @@ def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
     """Estimate the occupancy per byte of both directions.
 
     If the occupancy of one direction cannot be separated from latency, it is limited to the round trip of the quickest
-    messages minus the occupancy of the other direction. If neither can be, each is limited to half of the round trip.
+    messages minus the occupancy of the other direction. If neither can be separated, each is limited to half of it.
     """
     trips = [_least_s(step[0]) + _least_s(step[1]) for step in steps if all(step)]
     # With messages in one direction only, the clock offset cannot be separated from transfer times.

@@ -469,6 +469,11 @@ def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
 
 
 def _behind(arrived_s: NDArray[np.float64], begun_s: NDArray[np.float64]) -> int:
-    """Return the most messages that wait just before an action begins; arrivals and begins are ascending."""
+    """Return the largest number of messages that wait at once.
+
+    Args:
+        arrived_s: times at which messages arrive, ascending.
+        begun_s: times at which the actions that take them begin, ascending.
+    """
     waiting = np.searchsorted(arrived_s, begun_s) - np.arange(len(begun_s))
     return int(waiting.max(initial=0))

@@ -225,8 +225,8 @@ class _Table(NamedTuple):
 def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """Cut a DAG so that the slowest stage or cut is as fast as possible; a stage's nodes need not be neighbours.
 
-    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds. A graph
-    with ``edges=None`` is a chain in the order of its nodes, and gets the partition of ``prefix_sum``.
+    The result is exact, unless the cluster has many kinds of devices; see ``device_order``. A graph with ``edges=None``
+    is a chain in the order of its nodes, and gets the partition of ``prefix_sum``.
 
     Raises:
         PlanError: nothing profiled, too many states, or the limits cannot be kept.
@@ -317,7 +317,9 @@ def _window(problem: _Problem, place: int) -> NDArray[np.bool_]:
 
 
 def _blocks(problem: _Problem, step: Step, rows: Ints, columns: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Divide the pairs of states into blocks (rows, columns), without most pairs that would exceed the period bound.
+    """Divide the pairs of graph states that may enclose the next stage into blocks (rows, columns).
+
+    Most pairs that enclose a longer time than the period bound are left out.
 
     Args:
         rows, columns: indices of graph states, in order of time: before the stage that ``step`` adds, and after it.

@@ -69,7 +69,7 @@ class _Cut(NamedTuple):
 def prefix_sum(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """Cut the nodes, in their own order, so that the slowest stage or cut is as fast as possible.
 
-    Exact for any costs, memory limits and numbers of devices of few kinds; see ``device_order`` for many kinds.
+    The result is exact, unless the cluster has many kinds of devices; see ``device_order``.
 
     Raises:
         PlanError: nothing profiled, too few places to cut, or the memory limits cannot be kept; names the stage.
@@ -249,7 +249,7 @@ def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, k
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
-    """Find stages that keep the period and the memory limits; return None if there are none.
+    """Find stages that keep the period and the memory limits; return None if they do not exist.
 
     Args:
         extra_bytes: bytes by which each stage may exceed its memory limit.

@@ -133,7 +133,11 @@ def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
 
 
 def part(lowered: Schedule, phase: Phase) -> Schedule:
-    """Return the rows of one phase of a lowered ``continuous`` schedule, as one body."""
+    """Return the rows of one phase of a lowered ``continuous`` schedule, as the body of a new schedule.
+
+    Raises:
+        ScheduleError: the phase is WHOLE, for which ``finite`` makes a schedule.
+    """
     rows: tuple[Row, ...] = lowered.epilogue
     if phase is Phase.STEADY:
         rows = lowered.body

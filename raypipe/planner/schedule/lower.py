@@ -304,9 +304,9 @@ def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Prog
     """Raise ScheduleError unless the body of a row advances every stage by the schedule's ``stride`` micro-batches.
 
     Args:
-        before: (stage, update) -> number of micro-batches finished before the body, with each update replaced by the
-            one that follows it by one repetition of the body.
-        after: the same counts after the body; valid if equal to ``before``.
+        before: (stage, update) -> number of micro-batches finished before the body. The numbers of the updates are
+            already increased by the updates in one repetition of the body.
+        after: (stage, update) -> number of micro-batches finished after the body; has to equal ``before``.
     """
     for stage, update in sorted(before.keys() | after.keys()):
         expected, finished = before.get((stage, update), 0), after[stage, update]

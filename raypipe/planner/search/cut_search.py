@@ -138,7 +138,8 @@ class ShapeSearch:
     def at_least_s(self, shape: Shape) -> float:
         """Compute a lower bound of the step of plans of this shape, in seconds, without listing cuts.
 
-        No step is shorter than all work shared by the fastest devices, nor than one micro-batch through all stages.
+        A step takes at least its whole work divided by the summed speeds of the fastest devices, and at least the
+        seconds of one micro-batch through all stages.
         """
         problem, request = self._problem, self._options.request(shape)
         speeds = sorted((device.speed for device in problem.cluster.devices), reverse=True)[: sum(shape)]

@@ -157,7 +157,11 @@ def _workspace(graph: ModelGraph, places: NDArray[np.int64], size: int) -> NDArr
 def _of_several_stages(problem: Problem, request: Request, cap: int, count: int, size: int) -> int | None:
     """Find by bisection the least bytes per worker with which a plan fits, to 0.1 %, if workers hold several stages.
 
-    Returns None if ``MOST_TIMES * cap`` bytes are not enough either. ``cap`` bytes are known to be too few.
+    Returns None if ``MOST_TIMES * cap`` bytes are not enough either.
+
+    Args:
+        cap: bytes per worker that are known to be too few.
+        count, size: number of micro-batches, and samples in each.
     """
     stages, devices = request.num_stages or 1, len(problem.cluster.devices)
     limits = dataclasses.replace(limits_of(request, stages, stages, count, size), memory_limit_bytes=None)

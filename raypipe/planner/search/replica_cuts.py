@@ -190,7 +190,7 @@ def check_shares(request: Request, num_stages: int, num_microbatches: int) -> No
 
 
 def share_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
-    """Return a note if the micro-batches do not divide equally over the lanes (partial sums of gradients)."""
+    """Return a note if the micro-batches do not divide equally over the lanes (partial sums of gradients), else ()."""
     lanes = request.num_lanes(num_stages)
     if not request.in_lanes or num_microbatches % lanes == 0:
         return ()

@@ -50,12 +50,12 @@ class Request:
             one of them, leaves it to the planner.
         ties: True if stages share a parameter and exchange its gradients; set only after the model was cut.
         replicas: workers of every stage, one number for all or one for each; None leaves them to the planner.
-        lanes: number of partial sums of gradients; None for the fewest that divide equally over the replicas.
+        lanes: number of partial sums of gradients; None for the least common multiple of the numbers of replicas.
         replicated_buffers: True if stages that change buffers may have replicas, each with its own buffers.
         sums_factor: bytes that replicas send for each byte of gradients.
         shards: True if replicas shard the optimizer state, and exchange parameters after their steps.
-        changing: positions of the nodes whose stages have one worker: those that change buffers in training, and the
-            last one for a loss over the whole mini-batch. It is filled in only if replicas are left to the planner.
+        changing: positions of nodes whose stage must have one worker: nodes that change buffers in training, and the
+            last node if the loss is computed over the whole mini-batch. Empty unless replicas are left to the planner.
         codecs: codecs of messages forwards and backwards; predicted steps include their cost.
     """
 

@@ -128,7 +128,7 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
 
 
 def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Count the forwards that each stage runs ahead of its backwards."""
+    """Count, by stage, the forwards that all replicas of the stage together run ahead of their backwards."""
     return ahead_of(request.replicas_of(num_stages), slack_of(request, num_stages, num_microbatches))
 
 

@@ -144,7 +144,11 @@ class SolverCuts:
         return tuple(stage.devices for stage in cut.stages), (0, *cut.cuts, len(problem.profile.graph.nodes))
 
     def _able(self, request: Request, num_stages: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """List the numbers of micro-batches at which some cut fits, by bisection: smaller micro-batches need less."""
+        """List the sizes at which some cut fits into memory, by bisection, because smaller micro-batches need less.
+
+        Args:
+            sizes: (number of micro-batches, samples in each) to examine.
+        """
         by_size = sorted(sizes, key=lambda size: size[1])
         low, high = 0, len(by_size)
         while low < high:

@@ -77,7 +77,7 @@ def used_devices(request: Request, cluster: Cluster) -> Cluster:
 
 
 def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
-    """Return a note if a schedule for several stages per worker has one on each worker, or all stages on one worker."""
+    """Return a note if a schedule for several stages per worker gets as many workers as stages, or one; else ()."""
     workers = request.workers(num_stages)
     if not request.kind.several_stages or num_stages == 1:
         return ()
@@ -95,7 +95,7 @@ def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
 
 
 def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
-    """Return a note if there are fewer micro-batches than workers, so that some workers are idle.
+    """Return a note if there are fewer micro-batches than workers, so that some workers are idle; else ().
 
     There is no such note for zb-v, because its idle time depends on the seconds of the parts of its split backwards.
     """
@@ -119,7 +119,7 @@ def _shares_out(request: Request, stages: int, workers: int) -> bool:
 
 
 def _of_devices(request: Request, stages: int, devices: int) -> int:
-    """Choose how many devices to use: the most over which the stages divide evenly; all if that is only one."""
+    """Return the largest number of devices over which the stages divide evenly; all devices if that is only one."""
     if _shares_out(request, stages, devices):
         return devices
     fewer = range(min(devices, stages // PER_WORKER), 1, -1)
