@@ -39,9 +39,11 @@ END_TIMEOUT_S = 1.0
 OPENING_TIMEOUT_S = 0.5
 """Most seconds that a run waits after its first step for the controller's first decision."""
 ALIKE_TOKENS, ALIKE_STEPS = 0.25, 32
-"""Steps whose tokens differ from the median of the newest ALIKE_STEPS steps by more than this fraction, because their
-mini-batch is padded to another length, are not shown to the controller: their seconds would look like a change of links
-or stages."""
+"""Largest fraction by which the tokens of a step may differ from the median of the newest ALIKE_STEPS steps.
+
+A step with another number is padded to another length, and is not passed to the controller: its seconds would look like
+a change of links or stages.
+"""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
@@ -85,13 +87,13 @@ class ControllerThread:
 
     Args:
         setup: configuration of the controller; None if no schedule or codec may change.
-        state: attribute ``state`` of an earlier submission of this run; "" for a new run.
+        state: attribute ``state`` of the thread of the run's previous submission (call of fit); "" for a new run.
         machine: controller to run; None to make one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED, and
-            in ``close``.
+        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED and by
+            ``close``.
         opened: event that is set once the first step has been handled.
     """
 
@@ -206,9 +208,10 @@ class Control:
 
     @property
     def opens(self) -> bool:
-        """True until the first step after ``begin`` has started a controller, which has not measured any link yet.
+        """True from the start of a controller by ``begin`` until the first step is completed.
 
-        That step should run alone: the next orders can then be issued with the settings that ``open`` waits for.
+        The first step should run alone, because the controller has not measured any link yet. The next orders can then
+        be issued with the settings for which ``open`` waits.
         """
         return self._opens
 
@@ -319,14 +322,16 @@ class Control:
 def step_done(
     seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool, alike: bool = True
 ) -> StepDone:
-    """Build the controller's event for a step; without samples if a copy of a stage's state was sent during the step.
+    """Build the controller's event for a step.
+
+    The event has no measurements of stages and links if a copy of a stage's state was sent during the step.
 
     Args:
         seconds: duration, from the end of the previous step to the end of this one.
         setting: settings with which the step ran; its choice is not None.
         reports: reports of all workers on the step.
         counts: as in ``Control.on_step``.
-        alike: False if the mini-batch has other sizes than most, so that the step has no samples.
+        alike: False if the mini-batch is padded to another length than most; then too the event has no measurements.
     """
     assert setting.choice is not None
     step = reports[0].step

@@ -54,8 +54,9 @@ class LoopSetup:
             is not None; returns the controller thread.
         lease: lease on the run's folder; None if no other process can access it.
         recovery: makes transitions of the stages; None if stages cannot fail separately, as in threads.
-        lost: None, or an error if this driver has taken over the stages of a driver that was lost. Then the run begins
-            with a recovery. A StageLostError counts as a failure: stages were lost too.
+        lost: error that describes the loss, if this driver has taken over the stages of a lost driver; None otherwise.
+            With an error the run begins with a recovery, and a StageLostError counts as a failure, because stages were
+            lost too.
     """
 
     fleet: AnyFleet
@@ -209,7 +210,7 @@ class _Loop:
         return Outcome(self._evaluation, latest, progress.at.step, stopped)
 
     def _measured_spans(self) -> Sequence[Span]:
-        """Return the timed actions of the traced step; empty without such a step, or after an error, with an alert."""
+        """Return the timed actions of the traced step; empty if no step was traced, or, with an alert, on a failure."""
         if not self._ordering.traced:
             return ()
         try:
@@ -243,7 +244,7 @@ class _Loop:
     def _save_before_failure(self, error: Exception) -> None:
         """Save the state after the last completed step, if all stages live and the failed step has not changed it.
 
-        A sample that cannot be read, for one, then costs no step of a run that keeps no copies in memory.
+        For example, a sample that cannot be read then costs no completed step, even without copies in memory.
 
         Args:
             error: error of the run. A failure to save is an alert and does not replace this error.

@@ -151,7 +151,8 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, equal_version
     """Describe the differences as {label: line of text}, without those that follow from another difference.
 
     Args:
-        equal_versions: False leaves out a label on one side only, if another version may have added or dropped it.
+        equal_versions: False if the version of raypipe or torch differs. A label that only one side has is then left
+            out if another version may have added or dropped it.
     """
     pairs = {
         label: (was.get(label, _DEFAULTS.get(label)), now.get(label, _DEFAULTS.get(label)))
@@ -181,7 +182,8 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
         resume: as in the trainer; None resumes if nothing differs, True accepts new values of free settings.
 
     Raises:
-        ConfigError: it is another run, or has done more steps; one line for each difference.
+        ConfigError: the folder has another run, new values were not accepted, or more than ``num_steps`` steps are
+            done. The message has a line for each difference.
     """
     if resume is False:
         raise ConfigError(
@@ -275,7 +277,7 @@ def read_settings(place: Place) -> SavedSettings | None:
     """Read settings.json of a run's folder; None if there is no such file.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is damaged.
     """
     if not place.exists(SETTINGS):
         return None

@@ -195,7 +195,7 @@ class RequestedSize(NamedTuple):
 
     Attributes:
         num_stages: number of stages.
-        workers: number of workers that its plan uses.
+        workers: number of workers that a plan of this size uses.
         replicas: replicas by stage; empty for one each.
     """
 
@@ -215,7 +215,7 @@ class PlanInForce:
     Attributes:
         planned: plan, which is saved as plan.json, and its memory budgets.
         setup: configuration of the workers.
-        schedules: actions of all workers, by key; ``rows`` adds schedules of further keys.
+        schedules: actions of all workers, by kind of segment; ``rows`` adds further kinds.
         predicted: simulated timeline of one step, for the trace; None if the plan was made without a profile.
         predicted_step_s: predicted seconds of one step, in the steady state if asynchronous; 0 if unknown.
         flow: flow of mini-batches of an asynchronous schedule; None if the pipeline drains after every step.

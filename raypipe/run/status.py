@@ -50,7 +50,7 @@ class Alert:
     def since(self, shown: int) -> str:
         """Describe the events that a reader has not seen yet.
 
-        The text is the message alone if that is one event, and not one of several consecutive failures.
+        Returns the message alone if only one event is new, and it is not one of several consecutive failures.
 
         Args:
             shown: number of events that the reader has seen, from the first on.
@@ -63,7 +63,7 @@ class Alert:
 
 
 def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
-    """Return ``known``, which has one alert of each kind, with one more event added.
+    """Count one more event in the alerts ``known``, which have one alert of each kind; return the new alerts.
 
     Args:
         step: steps done at the event.
