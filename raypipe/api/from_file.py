@@ -97,7 +97,7 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Import the function ``setting["target"]`` and bind ``setting["args"]``; call a class at once (a loss module).
+    """Import the function ``setting["target"]`` and bind ``setting["args"]``; make an instance of a class.
 
     Args:
         path: keys that lead to the setting, for errors.
@@ -162,7 +162,7 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """Check the settings of Ray in a run file; return those that a plan needs, as a stand-in for a ScalingConfig.
+    """Check the settings of Ray in a run file, and return the settings of ScalingConfig that a plan needs.
 
     Returns:
         An object with the attribute num_workers (None if the file has none), and with use_gpu, resources_per_worker and

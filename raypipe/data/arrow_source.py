@@ -41,8 +41,11 @@ from raypipe.user_lines import short
 def check_type(name: str, kind: pa.DataType, where: str) -> None:
     """Check, before a column is read, that its type can become a tensor.
 
+    Args:
+        where: name of the file, for messages.
+
     Raises:
-        DataError: the type cannot; names the column, the type, the file ``where`` and the remedy.
+        DataError: the type cannot become a tensor; the message has the column, the type, the file and the remedy.
     """
     leaf = kind
     while True:
@@ -69,7 +72,7 @@ def dense(name: str, column: pa.ChunkedArray, where: str, first_row: int = 0) ->
         first_row: number in the file of the column's first row, for messages.
 
     Raises:
-        DataError: values are missing, or lists differ in length; names the column and what to do.
+        DataError: values are missing, or lists differ in length; the message has the column and the remedy.
     """
     array: Any = column.combine_chunks()
     shape = [len(array)]

@@ -22,9 +22,7 @@ from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 MOST_MARKS = 64
-"""Maximum number of marks that a reader keeps, and so of reads by which a run can roll back without reading from the
-beginning.
-"""
+"""Maximum number of marks that a reader keeps: reads by which a run can roll back without reading from the start."""
 MOST_HELD = 4096
 """Maximum number of skipped items that are kept in memory for later reads."""
 TRIED = 3
