@@ -231,7 +231,7 @@ class Control:
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
     def begin(self, made: PlanInForce, *, resumed: bool) -> None:
-        """Start the controller for a plan, if the plan permits changes of schedule, codecs or cut.
+        """Start the controller for the plan ``made``, if that plan permits changes of schedule, codecs or cut.
 
         Args:
             resumed: True to continue from the controller's state in the run's folder, if there is one.
@@ -253,7 +253,7 @@ class Control:
             self._replanning.begin(plan)
 
     def cut_taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
-        """Record that the stages run the offered cut since ``step``, after ``pause_s`` seconds without training."""
+        """Record that stages run the cut of ``offer`` since ``step``, after ``pause_s`` seconds without training."""
         assert self._replanning is not None, "it made the offer"
         self._replanning.taken(offer, plan, pause_s, step)
 

@@ -79,7 +79,7 @@ class CopyTimes:
         self._into_new_memory = NEW_MEMORY_COPIES
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport]) -> None:
-        """Update the interval, and the arrival of the newest copy, from a step's duration and all workers' reports."""
+        """Update the interval, and record if the copy has arrived, from a step's duration and all workers' reports."""
         if self._least_steps is None:
             return
         self._under_way = any(report.copying for report in of_step)
@@ -276,7 +276,7 @@ class Ordering:
         return saves or self._empties_after(step) or self._pauses_after(step, saves=saves)
 
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
-        """Yield (next segment, position after it, the controller's settings at that time), from position ``at`` on."""
+        """Yield (next segment, position after it, the controller's settings then), for the arguments of ``orders``."""
         spec, generation = self._spec, self.plan.plan.generation
         if self.plan.flow is not None:
             flowing = flowing_segments(

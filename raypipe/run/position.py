@@ -88,7 +88,7 @@ class CopyPositions:
         return self._by_step[step]
 
     def add(self, position: Position, skipped: int) -> None:
-        """Add the position of a copy that every stage has or is making; keep only the newest MOST_COPIES."""
+        """Add the ``CopyPosition`` of a copy that every stage has or is making; keep only the newest MOST_COPIES."""
         self._by_step[position.step] = CopyPosition(position, skipped)
         for step in self.steps[:-MOST_COPIES]:
             del self._by_step[step]

@@ -235,7 +235,7 @@ class PlanInForce:
         return self.planned.plan
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Return the actions of all workers for a kind of segment; they are derived at the first call with a key."""
+        """Return the actions of all workers for the kind of segment ``key``; they are derived at the first call."""
         if key not in self.schedules:
             self.schedules[key] = rows_for(self.plan, key)
         return self.schedules[key]

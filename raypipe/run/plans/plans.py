@@ -21,7 +21,7 @@ from raypipe.run.spec import PlanInForce, Planned, RequestedSize
 
 
 def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> PlanInForce:
-    """Create a plan of the same stages with other numbers of replicas.
+    """Create a plan of the stages of ``made`` with other numbers of replicas.
 
     Args:
         counts: replicas of each group, which are the workers that hold the same stages; see planner/elastic.py.
