@@ -287,9 +287,9 @@ def _kind(tensor: Any) -> str:
 
 
 def _hint(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Describe a prefix that all names of one side have, if most names would match without the prefix.
+    """Describe a prefix of all names in ``own``, or of all in ``weights``, without which most names would match.
 
-    Else return "".
+    Returns "" if there is no such prefix.
     """
     for these, others, words in ((weights, own, "there"), (own, weights, "in the model")):
         prefix = next(iter(these), "").partition(".")[0] + "."
@@ -420,6 +420,8 @@ def files_for(
 
 def stored_weights(source: str, storage: Place, title: str = "init_from") -> dict[str, StoredTensor]:
     """Locate the tensors of a run, a checkpoint or safetensors files, without reading their values.
+
+    For the arguments see ``read_weights``.
 
     Raises:
         ConfigError: ``source`` was not found, or is a file of torch.save.

@@ -266,7 +266,7 @@ class ArrowSource:
         return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"
 
     def _gather(self, epoch: int, start: int, count: int, names: list[str]) -> dict[str, torch.Tensor]:
-        """Copy samples out of decoded windows into new tensors; return the tensors by column."""
+        """Copy the samples of a ``read`` out of decoded windows into new tensors; return the tensors by column."""
         order = self._order(epoch)
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
         position = start

@@ -191,6 +191,7 @@ def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
     its state lacks the items in the buffer, which ``load_state_dict`` loses.
 
     Args:
+        seed: as in ``StreamReader``.
         same: (item, item) -> True if the items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):

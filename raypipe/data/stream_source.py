@@ -145,7 +145,8 @@ class StreamSource:
         """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
         Reading begins at the nearest position of which a reader in this process has stored the stream's state, else at
-        the beginning of the stream. For a ray.data.Dataset the result is always None.
+        the beginning of the stream. For a ray.data.Dataset the result is always None. The arguments are those of
+        ``read``.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
