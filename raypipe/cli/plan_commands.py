@@ -122,7 +122,7 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 class CostBudget(NamedTuple):
-    """Length of the run for a cost.
+    """Size of a run whose cost is computed: steps, deadline and tokens.
 
     Attributes:
         num_steps: number of steps; 0 if unknown.

@@ -125,9 +125,9 @@ def resize(
         str, typer.Option("--num-replicas", help="Workers per stage: a number for all, or one for each, as in 2-1-1.")
     ] = "",
 ) -> None:
-    """Give a run that trains another number of stages, or of workers of each.
+    """Change the number of stages of a running run, or the number of workers per stage.
 
-    No bit of the result changes, but of asynchronous schedules.
+    Results stay bitwise equal, except with asynchronous schedules.
     """
     parts = num_replicas.split("-") if num_replicas else []
     if not all(part.isdecimal() for part in parts):

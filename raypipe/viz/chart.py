@@ -171,7 +171,7 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
-    """Draw one line per mark: of rare kinds long, dashed and side by side; else short, in one row per kind."""
+    """Draw one line per mark: long dashed lines for kinds with few marks, else short lines in one row per kind."""
     seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
         at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
