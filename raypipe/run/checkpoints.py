@@ -84,7 +84,7 @@ class Checkpoints:
 
     @property
     def overdue(self) -> bool:
-        """True if no interval in steps is configured, and AUTO_INTERVAL_S seconds have passed since the last begin."""
+        """True without an interval in steps, once AUTO_INTERVAL_S seconds have passed since the last ``begin``."""
         return self._policy.interval_steps is None and time.monotonic() - self._begun_s >= AUTO_INTERVAL_S
 
     @property

@@ -184,7 +184,8 @@ class Control:
     """Interface of the loop to the run's controller. Without a controller, orders run with the plan's own settings.
 
     Args:
-        make: (configuration, state that an earlier submission saved, or "") -> started controller thread.
+        make: (configuration, state) -> started controller thread; the state was saved by an earlier submission, or is
+            "".
         reporter: publishes decisions and estimates; the controller's state is saved in its folder.
         replanning: detector of stages that need another cut; None if the cut is fixed.
     """
@@ -218,8 +219,8 @@ class Control:
     def open(self) -> None:
         """Wait up to OPENING_TIMEOUT_S seconds until the controller has handled its first step; publish its decisions.
 
-        Decisions that come later are published after the next step. Does nothing without a controller, or if that step
-        was not completed.
+        Decisions that come later are published after the next step. Does nothing without a controller, or if the first
+        step was not completed.
         """
         if self._thread is not None and not self._opens:  # else that step was halted before it began
             self._thread.opened.wait(OPENING_TIMEOUT_S)

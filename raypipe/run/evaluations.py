@@ -68,7 +68,7 @@ class Evaluations:
         return numbers_of(reports, sums=spec.sums_losses), remark_on(reports)
 
     def at(self, position: Position) -> Numbers:
-        """Return the results of the evaluation at ``position``; empty without one, or if the last step is another."""
+        """Return the evaluation results in the newest step's record, if that step ends at ``position``; else ()."""
         last = self._metrics.recent[-1:]
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
@@ -103,7 +103,7 @@ def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool)
         sums: True to add the losses of mini-batches instead of averaging them.
 
     Raises:
-        DataError: no item counts in the loss.
+        DataError: no item of the evaluation data counts in the loss.
     """
     # Only the first replica of the last stage evaluates.
     last = [next(r[0] for r in of_order if r[0].stage == of_order[-1][0].stage) for of_order in reports]

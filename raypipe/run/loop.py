@@ -50,8 +50,8 @@ class LoopSetup:
         fleet: stages, configured for ``plan``.
         watcher: object that records steps, status and alerts.
         requests: requests of clients, such as a stop.
-        make_controller: called with (``plan.retune``, state that an earlier submission saved, or "") if ``plan.retune``
-            is not None; returns the controller thread.
+        make_controller: (``plan.retune``, state) -> controller thread; called if ``plan.retune`` is not None. The state
+            was saved by an earlier submission, or is "".
         lease: lease on the run's folder; None if no other process can access it.
         recovery: makes transitions of the stages; None if stages cannot fail separately, as in threads.
         lost: error that describes the loss, if this driver has taken over the stages of a lost driver; None otherwise.
@@ -431,7 +431,7 @@ class _Loop:
         return not self._requests.stop_reason and self._evaluations.after(step, saves=saves)
 
     def _evaluates_again(self) -> bool:
-        """Return True if a request to change the stages has halted this evaluation, so that it has to be repeated."""
+        """Return True if a request to change the stages has halted the evaluation, so that it has to be repeated."""
         return self._requests.wants_change and self._evaluations.lacking(self._progress.at, self._progress.saved)
 
     def _evaluate(self) -> None:

@@ -167,7 +167,7 @@ class Ordering:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a move may wait for the next copy, at which an asynchronous run drains; 0 for other runs."""
+        """Seconds that a move may wait for the next copy, for which an asynchronous pipeline drains; 0 for others."""
         return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
 
     def cancel_pending_saves(self) -> None:

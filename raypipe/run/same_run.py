@@ -102,7 +102,7 @@ class GoingOn(NamedTuple):
     """Result of ``goes_on`` for a run that may be resumed.
 
     Attributes:
-        changes: changes of the run so far, including new ones.
+        changes: changes of settings that the user has accepted so far, including new ones.
         versions: sentence on changed versions; "" if they are equal.
     """
 
@@ -357,7 +357,7 @@ _DIGESTS = {"sha256", "sampled_sha256"}
 
 
 def _may_lack(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if the label may have been added or dropped by another version of raypipe or torch."""
+    """Return True if another version of raypipe or torch may have added or dropped the label."""
     return _COMES_AND_GOES.fullmatch(label) is not None or "file" in (_dict(was.get(label)) | _dict(now.get(label)))
 
 
@@ -439,7 +439,7 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
         folder: receives events about refused checkpoints and changed settings.
 
     Raises:
-        ConfigError: the folder has another run; one line for each difference.
+        ConfigError: the folder has another run; the message has a line for each difference.
         CheckpointError: no checkpoint is intact, and at least one of them is damaged.
     """
     checkpoint, refused = find_checkpoint(spec.place)

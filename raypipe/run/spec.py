@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class AnyFleet(Protocol):
-    """Protocol of a fleet: the stages of a run, in actors or threads, which run the segments that orders request."""
+    """Protocol of a fleet: the stages of a run, in actors or threads, which execute orders (one or a few steps)."""
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False

@@ -35,7 +35,7 @@ class Alert:
     in_a_row: int = 0
 
     def __str__(self) -> str:
-        """Format in one line; several events: "checkpoint failed 68 times in a row, after steps 1 to 68; last: ...\""""
+        """Format in one line; for several events as "checkpoint failed 2 times, after steps 1 to 68; last: message"."""
         if self.count == 1:
             return f"{self.kind}, after step {self.last_step}: {self.message}"
         return f"{self.kind} {self.times}, after steps {self.first_step} to {self.last_step}; last: {self.message}"
@@ -118,7 +118,7 @@ class RunStatus:
     Attributes:
         name: name of the run.
         path: the run's folder.
-        step, num_steps: optimizer steps done, and total number of the run (0 before it is known).
+        step, num_steps: optimizer steps done, and steps of the whole run (0 before the number is known).
         first_step: steps that the run had done when this submission began.
         source: checkpoint or stages from which the run resumed, as text.
         loss, bubble_fraction, lr, goodput: numbers of the last step, as in StepRecord; goodput is 0 if unknown.

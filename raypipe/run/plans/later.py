@@ -179,7 +179,7 @@ class MemoryLimits:
         return dataclasses.replace(planned, budgets=tuple(budgets))
 
     def on(self, line: Cluster) -> Cluster:
-        """Return the cluster with the recorded limits applied to its devices, by worker number."""
+        """Return the cluster; its device i gets the recorded memory limit of worker i, if there is one."""
         devices = (
             dataclasses.replace(device, memory_bytes=min(filter(None, (device.memory_bytes, self._most_bytes.get(at)))))
             if at in self._most_bytes

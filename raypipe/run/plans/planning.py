@@ -178,7 +178,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
 
 
 class _Cut(NamedTuple):
-    """Unfinished plan, without each stage's share of the parameters and most notes, and what was computed with it.
+    """Unfinished plan, which lacks most notes, and further results of planning.
 
     Attributes:
         programs: stage programs.
