@@ -41,8 +41,8 @@ class Stages:
     """Factory of running stages, and of receivers for their outputs.
 
     Attributes:
-        open: (job) -> context with a fleet of the job's stages; they hold its parameters, and stop at the context's
-            end.
+        open: (job) -> context manager that yields the job's running stages, as a fleet; they stop at the end of the
+            context.
         outputs: creates an object that collects the last stage's outputs.
     """
 
@@ -214,7 +214,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Turn a StageError inside the context into a DataError if shapes or dtypes differ from train_data."""
+    """Turn a StageError inside the context into a DataError if the data has other shapes or dtypes than train_data."""
     try:
         yield
     except StageError as error:

@@ -97,7 +97,7 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Import the function ``setting["target"]`` and bind ``setting["args"]``; make an instance of a class.
+    """Import the function ``setting["target"]`` and bind ``setting["args"]``; if it is a class, return an instance.
 
     Args:
         path: keys that lead to the setting, for errors.

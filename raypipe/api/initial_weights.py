@@ -193,7 +193,11 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop weights that the model (``own``) lacks and may ignore: extra state, and names that transformers ignores."""
+    """Drop weights that the model lacks and may ignore: extra state, and names that transformers ignores.
+
+    Args:
+        own: tensors of the model by name.
+    """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {
         name: value
@@ -391,7 +395,11 @@ def weights_for(
 def begun_with(
     model: BuildModel, weights: InitialWeights | WorkerWeights | None
 ) -> tuple[BuildModel, WorkerWeights | None]:
-    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, the result of ``weights_for``."""
+    """Return the values of the fields ``model`` and ``unfilled`` of the run's Arguments.
+
+    Args:
+        weights: result of ``weights_for``.
+    """
     if isinstance(weights, WorkerWeights):
         return model, weights
     return weights or model, None

@@ -128,5 +128,5 @@ def changes_the_run(event: Event) -> bool:
 
 
 def absolute(folder: str | None) -> str | None:
-    """Make a local path absolute, for a process with another working directory; addresses and None stay."""
+    """Make a local path absolute, for a process with another working directory; return a URI or None unchanged."""
     return folder and absolute_path(folder, written=True)

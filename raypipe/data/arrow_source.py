@@ -253,14 +253,14 @@ class ArrowSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         names = [key_of(self._where(0), self.columns, column) for column in columns]
         check_range(self._where(0), self.num_samples, start, count)
         with self._lock:
             return by_request(columns, names, self._gather(epoch, start, count, list(dict.fromkeys(names))))
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         with self._lock:
             ((group, rows, _),) = self._order(epoch).locate(position, 1)
         return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"

@@ -73,13 +73,13 @@ class MapSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         check_range(self.name, self.num_samples, start, count)
         keys = [key_of(self.name, self.columns, column) for column in columns]
         return by_request(columns, keys, self._items(epoch, self._rows(epoch, start, count), keys))
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         (row,) = self._rows(epoch, position, 1)
         return f"item {row} of {self.name}"
 

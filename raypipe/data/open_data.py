@@ -304,7 +304,7 @@ def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
 
 
 def _sniff(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
-    """Detect the format of a file by its first bytes."""
+    """Detect the format of a file by its first bytes: "parquet" or "arrow"; else raise a DataError."""
     with filesystem.open_input_file(path) as opened:
         magic = opened.read(6)
     if magic.startswith(b"PAR1"):

@@ -61,7 +61,8 @@ class StreamReader:
         name: name of the stream, for messages.
         seed: seed of the items' random numbers: the global generators are seeded by (seed, position) before each item.
         saves: True if marks contain the ``state_dict()`` of the stream.
-        once: number of items that the one and only pass must have; None allows any number of passes.
+        once: number of items that the stream must have, because it may be iterated over only once; None allows any
+            number of passes.
     """
 
     def __init__(self, stream: Any, name: str, seed: int, *, saves: bool, once: int | None = None) -> None:

@@ -135,7 +135,7 @@ class StreamSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         try:
             return self.reader(None).read(epoch, start, count, columns)
         finally:
@@ -175,7 +175,7 @@ class StreamSource:
         return self._columns_of(items, position, columns) if len(items) == count else None
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         return f"item {epoch * self.num_samples + position} of {self._name}"
 
     def _pause(self) -> None:
@@ -289,7 +289,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the dataset's execution, which may start Ray at exit otherwise."""
+        """Yield the rows. Closing the iterator ends the dataset's execution, which else may start Ray at exit."""
         rows = iter(self._dataset.iter_rows())
         try:
             for row in rows:  # noqa: UP028  "yield from" would close them first
