@@ -139,7 +139,7 @@ def cluster_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         request: see ``local_facts``; with "address" in addition.
 
     Returns:
-        {"error": reason of a failed connection or "", "kind": its kind or "", "nodes": facts of each node}.
+        {"error": reason of a failed connection or "", "kind": kind of that failure or "", "nodes": facts of each node}.
     """
     import ray
     from ray.exceptions import AuthenticationError

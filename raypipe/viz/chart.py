@@ -187,7 +187,7 @@ def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
 
 
 def _long(marks: Sequence[Annotation]) -> set[str]:
-    """Choose the kinds of marks to draw long: from "bad" to "note", while their total is at most MOST_LONG."""
+    """Choose the kinds of marks to draw as long lines: in the order of DASHES, at most MOST_LONG marks in all."""
     counts, kinds = Counter(mark.kind for mark in marks), set[str]()
     for kind in filter(counts.__contains__, DASHES):
         if sum(counts[one] for one in kinds) + counts[kind] > MOST_LONG:
