@@ -38,35 +38,35 @@ class RaypipeError(Exception):
 
 
 class ConfigError(RaypipeError):
-    """A field of the configuration is unknown, ill-typed or out of range; names the field."""
+    """A field of the configuration is unknown, ill-typed or out of range; the message names the field."""
 
 
 class CaptureError(RaypipeError):
-    """The model could not be captured as a graph and cut into stages; names the place in the user's code."""
+    """The model could not be captured as a graph or cut into stages; the message has the place in the user's code."""
 
 
 class DataError(RaypipeError):
-    """The training data is missing or does not have the promised columns; names file and column."""
+    """The training data is missing or does not have the expected columns; the message names file and column."""
 
 
 class PlanError(RaypipeError):
-    """No plan fits the model, the cluster and the limits; names the stage and the numbers."""
+    """No plan fits the model, the cluster and the limits; the message names the stage and the numbers."""
 
 
 class ScheduleError(RaypipeError):
-    """A schedule violates a dependency or another constraint; names the action."""
+    """A schedule violates a dependency or another constraint; the message names the action."""
 
 
 class LinkError(RaypipeError):
-    """A link between two stages failed or missed its deadline; names link, action and micro-batch."""
+    """A link between two stages failed or missed its deadline; the message names link, action and micro-batch."""
 
 
 class LinkAbortedError(LinkError):
-    """A link was ended on purpose because something failed elsewhere; never the root cause."""
+    """A link was ended on purpose because something failed elsewhere; this error is never the root cause."""
 
 
 class StageError(RaypipeError):
-    """A stage raised or died; names the stage and carries its own traceback."""
+    """A stage raised an exception or died; the message names the stage and has the stage's traceback."""
 
 
 class StageLostError(StageError):
@@ -74,7 +74,7 @@ class StageLostError(StageError):
 
 
 class CheckpointError(RaypipeError):
-    """A checkpoint is incomplete, damaged or of another model; names the file."""
+    """A checkpoint is incomplete, damaged or of another model; the message names the file."""
 
 
 class LeaseError(RaypipeError):

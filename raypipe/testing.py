@@ -3,12 +3,12 @@
     reference = raypipe.testing.reference(model, optimizer=..., train_data=..., num_steps=5, pipeline=config)
     assert [r.loss for r in trainer.fit(num_steps=5).records] == list(reference.losses)
 
-The reference shares with a pipeline what determines the bits of the result: the order of the samples, the sizes of
-micro-batches, the weights of their losses, the keys of randomness, one intra-op thread. It uses no stage, no schedule
-and no gradient accumulator of raypipe. The model is captured only to find what the loss averages over.
+The reference shares with a pipeline everything that determines the result bit by bit: the order of the samples, the
+sizes of micro-batches, the weights of their losses, the keys of random numbers, one intra-op thread. It uses no stage,
+no schedule and no gradient accumulator of raypipe. The model is captured only to find what the loss averages over.
 
-A pipeline computes the same bits, except for a parameter that the model uses several times: a pipeline sums the
-gradients of each use over all micro-batches before it adds the uses up, and eager PyTorch adds the uses up first. A
+The results of a pipeline are bitwise equal, except for a parameter that the model uses several times: a pipeline sums
+the gradients of each use over all micro-batches before it adds the uses up; eager PyTorch adds the uses up first. A
 model's own loss over the mini-batch (loss_over) is equal up to rounding: the reference computes the mini-batch at once.
 """
 
@@ -191,7 +191,7 @@ def _accumulate(
     seed: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """Run forward and backward of one mini-batch; return its loss.
+    """Run forward and backward of the mini-batch of ``segment``, one micro-batch at a time; return its loss.
 
     Gradients are added to the ``grad`` of the model's parameters.
     """
@@ -227,7 +227,13 @@ def _accumulate(
 def _over_minibatch(
     outputs: Sequence[Any], loss_of: Callable[[Any], torch.Tensor], rule: WholeMinibatch
 ) -> torch.Tensor:
-    """Compute one loss over the joined outputs of all micro-batches, then run each micro-batch's backward in order."""
+    """Compute one loss over the joined outputs of all micro-batches, then run each micro-batch's backward in order.
+
+    Args:
+        outputs: output of each micro-batch.
+        loss_of: (joined output) -> loss.
+        rule: joins the outputs.
+    """
     leaves = [[x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)] for output in outputs]
     cut = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), list(outputs))
     loss = loss_of(rule.join_returned(cut))

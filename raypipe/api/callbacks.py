@@ -63,9 +63,9 @@ class FromRayTrain(Callback):
     """Adapter that calls a ``ray.train.UserCallback`` as Ray Train does.
 
     ``after_report`` is called after every step with its numbers, after every evaluation with its results added to
-    the numbers of the last step, and after every checkpoint with these numbers and the checkpoint. Its list of reports
-    has one item for the whole pipeline, as if it came from worker 0. ``after_exception`` is called after every failure,
-    and at the end of a run that failed.
+    the numbers of the last step, and after every checkpoint with these numbers and the checkpoint. The list of reports
+    passed to ``after_report`` has one item, for the whole pipeline, as if from worker 0. ``after_exception`` is called
+    after every failure, and at the end of a run that failed.
     """
 
     def __init__(self, callback: Any, run: Any, scaling: Any) -> None:

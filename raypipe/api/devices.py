@@ -24,8 +24,8 @@ def gpu_rates(resources: Mapping[str, float], precision: str) -> Rates | None:
     """Return the speed of the GPU, or of the share of a GPU, that a worker has; None if workers compute on CPUs.
 
     The kind of GPU is the requested accelerator_type, else the slowest kind in the cluster to which this process is
-    connected, else the kind in this machine. Its speed is taken from the data sheet. Without a data sheet, the GPU of
-    this machine is measured; if this machine has no GPU, a GPU of average speed is assumed.
+    connected, else the kind in this machine. The speed of this kind is taken from its data sheet. Without a data sheet,
+    the GPU of this machine is measured; if this machine has no GPU, a GPU of average speed is assumed.
 
     Args:
         resources: resources of one worker: {"GPU": 0.5} for half of a GPU, for example.
@@ -60,7 +60,7 @@ def _kinds_of_cluster() -> list[str]:
 
 
 def on_devices(pipeline: PipelineConfig, resources: Mapping[str, float]) -> PipelineConfig:
-    """Return the configuration with memory_limit_bytes set from the GPUs of this process, if it was "auto".
+    """Return the configuration; if memory_limit_bytes is "auto", this field is set from the GPUs of this process.
 
     The limit is the memory of the smallest GPU that this process sees, times the share of a GPU that a worker has. The
     configuration is returned unchanged if workers use no GPU, if a limit was configured, if partitioner is

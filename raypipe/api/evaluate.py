@@ -41,8 +41,8 @@ class Stages:
     """Factory of running stages, and of receivers for their outputs.
 
     Attributes:
-        open: (job) -> context with a fleet of the job's stages; they hold its parameters, and stop at the context's
-            end.
+        open: (job) -> context manager that yields the job's running stages, as a fleet; they stop at the end of the
+            context.
         outputs: creates an object that collects the last stage's outputs.
     """
 
@@ -66,7 +66,7 @@ def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job]
 
     Args:
         resources: resources of one worker.
-        run: (job) -> configuration of its workers that is independent of the plan.
+        run: (job) -> the part of the workers' configuration that does not depend on the plan.
     """
     from raypipe.runtime.driver.ray_cluster import connected, refuse_without_cpus
     from raypipe.runtime.worker.packing import ActorOutputs
@@ -113,7 +113,7 @@ def with_checkpoint(
 
     Args:
         checkpoint: a value as for init_from; None for the newest checkpoint of ``run``.
-        run: folder of a run, or None.
+        run: folder of the run whose newest checkpoint is used if ``checkpoint`` is None; None without such a run.
         storage: folder of the runs, in which ``checkpoint`` is looked up if it is the name of a run.
 
     Raises:
@@ -170,7 +170,7 @@ def evaluating(job: Job, data: Any) -> Job:
 
 
 def predicting(job: Job, data: Any) -> Job:
-    """Return the job changed for predictions: ``data`` are its evaluation data, without codecs and metrics.
+    """Return a copy of the job for predictions: with ``data`` as evaluation data, and without codecs and metrics.
 
     Raises:
         ConfigError: the model returns its own loss, so that the stages compute no output.
@@ -214,7 +214,7 @@ def predictions(job: Job, stages: Stages) -> Any:
 
 @contextmanager
 def _compared(job: Job) -> Iterator[None]:
-    """Turn a StageError inside the context into a DataError if shapes or dtypes differ from train_data."""
+    """Turn a StageError inside the context into a DataError if the data has other shapes or dtypes than train_data."""
     try:
         yield
     except StageError as error:
@@ -255,7 +255,7 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: number of samples of each micro-batch.
 
     Raises:
-        ConfigError: the output has any other value.
+        ConfigError: the output has any other value, such as a tensor without one row per sample.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     spec = flat[0][1]

@@ -147,7 +147,7 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
-    """Write a safetensors file, with {further name: name} of shared tensors.
+    """Write a safetensors file with tensors by name, and with the further names ``shared`` in its metadata.
 
     An error leaves an existing file unchanged.
     """

@@ -97,7 +97,7 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
 
 
 def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
-    """Import the function ``setting["target"]`` and bind ``setting["args"]``; call a class at once (a loss module).
+    """Import the function ``setting["target"]`` and bind ``setting["args"]``; if it is a class, return an instance.
 
     Args:
         path: keys that lead to the setting, for errors.
@@ -118,7 +118,7 @@ def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
 
 
 def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
-    """Return the callable that a target names, with its args bound; refuse args that its signature does not accept.
+    """Return the callable ``setting["target"]`` with ``setting["args"]`` bound; refuse args that do not fit it.
 
     ``path`` is the key of the target in the file; ``taking`` is the number of positional arguments of later calls.
     """
@@ -162,7 +162,7 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """Check the settings of Ray in a run file; return those that a plan needs, as a stand-in for a ScalingConfig.
+    """Check the settings of Ray in a run file, and return the settings of ScalingConfig that a plan needs.
 
     Returns:
         An object with the attribute num_workers (None if the file has none), and with use_gpu, resources_per_worker and
@@ -180,7 +180,13 @@ def _places(run: RunFile) -> Any:
 
 
 def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:
-    """Raise ConfigError for the first of Ray's settings that would have no effect, or has an impossible value."""
+    """Raise ConfigError for the first field of Ray's class that would have no effect, or has an impossible value.
+
+    Args:
+        path: keys that lead to ``values`` in the file.
+        class_name: class of ray.train, such as "RunConfig".
+        values: settings by field.
+    """
     nested = {name: value for name, value in values.items() if name in _NESTED and isinstance(value, dict)}
     for name, value in nested.items():
         _refuse_faults(run, (*path, name), _NESTED[name], value)
@@ -190,7 +196,7 @@ def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[st
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
-    """Create an object of Ray Train, such as ScalingConfig, from the values under ``path``; None without values."""
+    """Create an object of the class ``class_name`` of ray.train from the values under ``path``; None without values."""
     values: Any = run.values
     for key in path:
         values = values.get(key)

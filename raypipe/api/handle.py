@@ -242,7 +242,10 @@ class RunHandle:
             ended()
 
     def _fetch(self, wait_s: float) -> News:
-        """Return what is new since the last call, after at most ``wait_s`` seconds; the final state after the end."""
+        """Wait up to ``wait_s`` seconds for news; return the records since the last call, and the current status.
+
+        After the end of the run, the final status is returned at once, without records.
+        """
         with self._fetching:
             if self._news is not None and self._news.ended:
                 return self._news._replace(records=[])

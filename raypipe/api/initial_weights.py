@@ -193,7 +193,11 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop weights that the model (``own``) lacks and may ignore: extra state, and names that transformers ignores."""
+    """Drop weights that the model lacks and may ignore: extra state, and names that transformers ignores.
+
+    Args:
+        own: tensors of the model by name.
+    """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {
         name: value
@@ -287,9 +291,9 @@ def _kind(tensor: Any) -> str:
 
 
 def _hint(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Describe a prefix that all names of one side have, if most names would match without the prefix.
+    """Describe a prefix of all names in ``own``, or of all in ``weights``, without which most names would match.
 
-    Else return "".
+    Returns "" if there is no such prefix.
     """
     for these, others, words in ((weights, own, "there"), (own, weights, "in the model")):
         prefix = next(iter(these), "").partition(".")[0] + "."
@@ -391,7 +395,11 @@ def weights_for(
 def begun_with(
     model: BuildModel, weights: InitialWeights | WorkerWeights | None
 ) -> tuple[BuildModel, WorkerWeights | None]:
-    """Return the fields ``model`` and ``unfilled`` of Arguments for ``weights``, the result of ``weights_for``."""
+    """Return the values of the fields ``model`` and ``unfilled`` of the run's Arguments.
+
+    Args:
+        weights: result of ``weights_for``.
+    """
     if isinstance(weights, WorkerWeights):
         return model, weights
     return weights or model, None
@@ -420,6 +428,8 @@ def files_for(
 
 def stored_weights(source: str, storage: Place, title: str = "init_from") -> dict[str, StoredTensor]:
     """Locate the tensors of a run, a checkpoint or safetensors files, without reading their values.
+
+    For the arguments see ``read_weights``.
 
     Raises:
         ConfigError: ``source`` was not found, or is a file of torch.save.

@@ -75,7 +75,7 @@ def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | Non
     Args:
         last: records of the newest steps.
         before: (step) -> bytes of the newest part of metrics.parquet that has steps below ``step``; None if there is
-            no such part. It is called until the table begins at step 0.
+            no such part. Called until the table begins at step 0.
     """
     tables = [table_of(last)]
     first = last[0].step if last else ANY_STEP
@@ -136,7 +136,7 @@ class Result:
         return self.records.table.to_pandas()
 
     def get_best_checkpoint(self, metric: str, mode: str, *, storage_filesystem: Any = None) -> str:
-        """Return the folder of the best kept checkpoint, for ``raypipe.load_state_dict``.
+        """Return the folder of the best checkpoint that still exists, for ``raypipe.load_state_dict``.
 
         Args:
             metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.

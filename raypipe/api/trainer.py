@@ -389,7 +389,7 @@ class PipelineTrainer:
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
-        """Verify that the stages compute the same as the whole model, unless ``job`` was verified last."""
+        """Verify that the stages compute the same as the whole model, unless ``job`` is the job verified last."""
         if self._checked is not job:
             job.check()
             self._checked = job

@@ -87,7 +87,7 @@ class Callback:
         """
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called when ``eval_data`` was evaluated after ``step`` steps; again if a recovery rolls back to before."""
+        """Called when ``eval_data`` was evaluated after ``step`` steps; again after a rollback to an earlier step."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
         """Called when the checkpoint of ``step`` steps is complete; ``raypipe.load_state_dict(path)`` reads it."""
@@ -128,5 +128,5 @@ def changes_the_run(event: Event) -> bool:
 
 
 def absolute(folder: str | None) -> str | None:
-    """Make a local path absolute, for a process with another working directory; addresses and None stay."""
+    """Make a local path absolute, for a process with another working directory; return a URI or None unchanged."""
     return folder and absolute_path(folder, written=True)

@@ -41,7 +41,7 @@ class _Logger(Callback):
         """Import the package or one of its modules.
 
         Raises:
-            ConfigError: names the command that installs it.
+            ConfigError: the package is not installed; the message has the command that installs it.
         """
         package, extra = self.needs
         try:

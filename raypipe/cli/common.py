@@ -45,10 +45,10 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
 
 @contextlib.contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Let Python look for cycles of garbage rarely inside the context.
+    """Run Python's garbage collector rarely inside the context.
 
-    Importing torch and tracing a model make millions of objects, nearly all of which stay: by default they are looked
-    through thousands of times.
+    Importing torch and tracing a model make millions of objects, of which nearly all stay. By default the collector
+    traverses them thousands of times.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_RARELY)
@@ -99,7 +99,7 @@ def write(path: Path, text: str) -> None:
     """Write an output file of a command.
 
     Raises:
-        ConfigError: the file cannot be written; names it.
+        ConfigError: the file cannot be written; the message names the file.
     """
     try:
         path.write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from raypipe.errors import ConfigError
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to write; made if need be")] = Path(),
 ) -> None:
-    """Write run.yaml and model.py, which train as they stand. No file is replaced."""
+    """Write run.yaml and model.py, which train without changes. No file is replaced."""
     from raypipe.starter import write
 
     for path in write(folder):
@@ -35,7 +35,7 @@ def doctor(
 ) -> None:
     """Check what this machine and cluster can and cannot do. Exit status 1 if there is a problem.
 
-    Without --address the cluster is that of RAY_ADDRESS; without that, only this machine is looked at.
+    Without --address the cluster is that of RAY_ADDRESS; without both, only this machine is checked.
     """
     from raypipe.doctor.checks import examine
     from raypipe.doctor.collect import collect, requirements_of

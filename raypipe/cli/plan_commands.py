@@ -48,7 +48,7 @@ def plan(
     """Show in four lines what train would do: stages, step time, memory, why. Starts nothing.
 
     With --cluster the plan is for the devices and links described there; speed 1.0 is the machine that timed the model.
-    If they have a price_per_hour, it shows the cost of a step and of a million samples.
+    If the devices have a price_per_hour, the cost of a step and of a million samples is shown.
     """
     check_output(svg)
     run = open_runfile(config, overrides)
@@ -122,7 +122,7 @@ def _draw(plan: Plan, path: Path) -> None:
 
 
 class CostBudget(NamedTuple):
-    """Length of the run for a cost.
+    """Size of a run whose cost is computed: steps, deadline and tokens.
 
     Attributes:
         num_steps: number of steps; 0 if unknown.
@@ -273,10 +273,10 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto")] = None,
     svg: Annotated[Path | None, typer.Option(help="write a picture")] = None,
 ) -> None:
-    """Run a schedule on paper: step time, idle time, memory, picture.
+    """Simulate one step of a schedule: step time, idle time, memory, picture.
 
-    With CONFIG.yaml the schedule, the stage times and the links are those of that run's plan; without, they are
-    given by options and need neither model nor cluster.
+    With CONFIG.yaml the schedule, the stage times and the links are those of that run's plan. Without it, options give
+    them, and neither a model nor a cluster is needed.
     """
     for output in (csv, trace, svg):
         check_output(output)

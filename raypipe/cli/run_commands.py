@@ -65,7 +65,7 @@ def list_runs(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the runs of a folder, the one that was written last at the end."""
+    """List the runs of a folder, sorted by the time of their last write."""
     from raypipe.api.listing import runs_in
     from raypipe.config.paths import DEFAULT_STORAGE
     from raypipe.engine.io.storage import Place
@@ -125,9 +125,9 @@ def resize(
         str, typer.Option("--num-replicas", help="Workers per stage: a number for all, or one for each, as in 2-1-1.")
     ] = "",
 ) -> None:
-    """Give a run that trains another number of stages, or of workers of each.
+    """Change the number of stages of a running run, or the number of workers per stage.
 
-    No bit of the result changes, but of asynchronous schedules.
+    Results stay bitwise equal, except with asynchronous schedules.
     """
     parts = num_replicas.split("-") if num_replicas else []
     if not all(part.isdecimal() for part in parts):
@@ -156,7 +156,7 @@ def report(
     run: Run,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file; report.html in the run's folder")] = None,
 ) -> None:
-    """Write what a run did as one HTML file, for any browser; it loads nothing from anywhere."""
+    """Write a report of a run as one HTML file, which any browser shows without a network."""
     from raypipe.api.listing import summary_of
     from raypipe.report.page import write_report
 
@@ -253,7 +253,7 @@ def export(
     ] = None,
     mode: Annotated[Mode | None, typer.Option(help="with --best: whether more or less of METRIC is better")] = None,
 ) -> None:
-    """Write a checkpoint for other programs, by original parameter names."""
+    """Write a checkpoint for other programs, with the original parameter names."""
     from raypipe.api.export import export_hugging_face, export_safetensors
     from raypipe.config.paths import is_address
     from raypipe.engine.io.storage import Place

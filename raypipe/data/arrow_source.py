@@ -41,8 +41,11 @@ from raypipe.user_lines import short
 def check_type(name: str, kind: pa.DataType, where: str) -> None:
     """Check, before a column is read, that its type can become a tensor.
 
+    Args:
+        where: name of the file, for messages.
+
     Raises:
-        DataError: the type cannot; names the column, the type, the file ``where`` and the remedy.
+        DataError: the type cannot become a tensor; the message has the column, the type, the file and the remedy.
     """
     leaf = kind
     while True:
@@ -69,7 +72,7 @@ def dense(name: str, column: pa.ChunkedArray, where: str, first_row: int = 0) ->
         first_row: number in the file of the column's first row, for messages.
 
     Raises:
-        DataError: values are missing, or lists differ in length; names the column and what to do.
+        DataError: values are missing, or lists differ in length; the message has the column and the remedy.
     """
     array: Any = column.combine_chunks()
     shape = [len(array)]
@@ -250,20 +253,20 @@ class ArrowSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         names = [key_of(self._where(0), self.columns, column) for column in columns]
         check_range(self._where(0), self.num_samples, start, count)
         with self._lock:
             return by_request(columns, names, self._gather(epoch, start, count, list(dict.fromkeys(names))))
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         with self._lock:
             ((group, rows, _),) = self._order(epoch).locate(position, 1)
         return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"
 
     def _gather(self, epoch: int, start: int, count: int, names: list[str]) -> dict[str, torch.Tensor]:
-        """Copy samples out of decoded windows into new tensors; return the tensors by column."""
+        """Copy the samples of a ``read`` out of decoded windows into new tensors; return the tensors by column."""
         order = self._order(epoch)
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
         position = start

@@ -163,8 +163,8 @@ class Pad:
 
     Args:
         lengths: one length; or several, of which each mini-batch gets the smallest that its longest item fits in.
-            Several lengths need a model that accepts them: an nn.Sequential, or a forward whose branches on the length
-            all of them take alike.
+            Several lengths need a model that accepts all of them: an nn.Sequential, or a forward that takes the same
+            branches for every length.
         tokenizer: tokenizer whose pad_token_id fills input_ids, on its padding_side; None fills with 0 on the right.
         labels: column that is copied to the column "labels", which is filled with -100; "input_ids" for a causal
             language model. None adds no labels.
@@ -173,7 +173,7 @@ class Pad:
         truncate: True cuts off items at the greatest length; False raises if an item is longer.
 
     Raises:
-        ConfigError: an argument is not possible; names it.
+        ConfigError: an argument has an impossible value; the message names the argument.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Pad:
         return batch
 
     def _labels(self, items: Sequence[Mapping[str, Any]], lists: Mapping[str, list[Any]]) -> list[Any]:
-        """Return each item's labels: its values in ``self.labels``, with the fill value where attention_mask is 0."""
+        """Return each item's labels: its column ``self.labels``, with the fill value where attention_mask is 0."""
         assert self.labels is not None
         if self.labels != "labels" and any("labels" in item for item in items):
             raise DataError(

@@ -62,7 +62,7 @@ def own_generators() -> Iterator[None]:
 
 
 def seed_generators(seed: int, epoch: int, row: int) -> None:
-    """Seed torch's CPU generator and numpy's and Python's global ones by a key of (seed, epoch, row)."""
+    """Seed torch's CPU generator and the global generators of numpy and Python by a hash of (seed, epoch, row)."""
     key = mixed(seed, epoch, row)
     torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
     np.random.seed(key & 0xFFFFFFFF)

@@ -73,13 +73,13 @@ class MapSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         check_range(self.name, self.num_samples, start, count)
         keys = [key_of(self.name, self.columns, column) for column in columns]
         return by_request(columns, keys, self._items(epoch, self._rows(epoch, start, count), keys))
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         (row,) = self._rows(epoch, position, 1)
         return f"item {row} of {self.name}"
 
@@ -94,7 +94,10 @@ class MapSource:
         return [row for _, rows, _ in cached[1].locate(start, count) for row in rows.tolist()]
 
     def _check_repeats(self) -> None:
-        """Raise DataError if one of the first items, or of random items for MORE_S seconds, differs when read again."""
+        """Read the first items and some random items twice; raise DataError if an item differs.
+
+        Random items are read for at most MORE_S seconds.
+        """
         if self.is_tensors:
             return
         first = list(range(min(NUM_READ_TWICE, self.num_samples)))
@@ -161,7 +164,7 @@ class MapSource:
         """Read the items at these indices. If that fails, the items are read one by one to find the bad one.
 
         Raises:
-            DataError: an item cannot be read; names the item.
+            DataError: an item cannot be read; the message names the item.
         """
         try:
             items = list(batched(rows))

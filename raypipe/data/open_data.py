@@ -69,7 +69,7 @@ def taken_over(data: Any) -> Taken | None:
     """Return the parts of a DataLoader; None for any other data.
 
     Raises:
-        DataError: the DataLoader has an argument that a pipeline cannot follow; names it.
+        DataError: the DataLoader has an argument that a pipeline cannot follow; the message names the argument.
     """
     if not isinstance(data, DataLoader):
         if any(isinstance(part, DataLoader) for part in getattr(data, "pipeline", None) or ()):  # of webdataset
@@ -192,11 +192,11 @@ class Source(Protocol):
             columns: columns to read, by index or by name.
 
         Returns:
-            A tuple of tensors in the order of ``columns`` if they are given by index, a dict by name if by name. The
-            tensors have shape (count, ...) and the data's dtype; the caller may change them.
+            A tuple of tensors in the order of ``columns`` if columns are given by index; {name: tensor} if columns are
+            given by name. The tensors have shape (count, ...) and the data's dtype; the caller may change them.
 
         Raises:
-            DataError: no such column or samples, a column that cannot become a tensor, a missing file.
+            DataError: a column or a sample does not exist, a column cannot become a tensor, or a file is missing.
         """
 
     def named(self, epoch: int, position: int) -> str:
@@ -228,7 +228,7 @@ def open_data(
         collate: function that creates the columns of a batch from the items of a map-style dataset or a stream.
 
     Raises:
-        DataError: the data is missing, empty or of another kind; names the path and the remedy.
+        DataError: the data is missing, empty or of another kind; the message has the path and the remedy.
     """
     if rows_per_window is not None and rows_per_window < 1:
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
@@ -304,7 +304,7 @@ def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
 
 
 def _sniff(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
-    """Detect the format of a file by its first bytes."""
+    """Detect the format of a file by its first bytes: "parquet" or "arrow"; else raise a DataError."""
     with filesystem.open_input_file(path) as opened:
         magic = opened.read(6)
     if magic.startswith(b"PAR1"):

@@ -22,7 +22,9 @@ from raypipe.user_lines import LEAVING, cure_of, quoted, short
 def stacked(name: str, column: Any, values: list[Any], rows: Sequence[int]) -> torch.Tensor:
     """Stack the values of one column to a tensor of shape (len(values), ...).
 
-    Messages name the dataset ``name``, the ``column``, and ``rows``, the indices of the values' items in the dataset.
+    Args:
+        name, column: names of the dataset and the column, for messages.
+        rows: indices in the dataset of the items that have these values, for messages.
 
     Raises:
         DataError: the values have different shapes or types, or cannot become a dense tensor.

@@ -22,9 +22,7 @@ from raypipe.errors import DataError
 from raypipe.user_lines import LEAVING, cure_of, quoted, short
 
 MOST_MARKS = 64
-"""Maximum number of marks that a reader keeps, and so of reads by which a run can roll back without reading from the
-beginning.
-"""
+"""Maximum number of marks that a reader keeps: reads by which a run can roll back without reading from the start."""
 MOST_HELD = 4096
 """Maximum number of skipped items that are kept in memory for later reads."""
 TRIED = 3
@@ -63,7 +61,8 @@ class StreamReader:
         name: name of the stream, for messages.
         seed: seed of the items' random numbers: the global generators are seeded by (seed, position) before each item.
         saves: True if marks contain the ``state_dict()`` of the stream.
-        once: number of items that the one and only pass must have; None allows any number of passes.
+        once: number of items that the stream must have, because it may be iterated over only once; None allows any
+            number of passes.
     """
 
     def __init__(self, stream: Any, name: str, seed: int, *, saves: bool, once: int | None = None) -> None:
@@ -193,6 +192,7 @@ def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
     its state lacks the items in the buffer, which ``load_state_dict`` loses.
 
     Args:
+        seed: as in ``StreamReader``.
         same: (item, item) -> True if the items are equal.
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):

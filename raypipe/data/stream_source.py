@@ -135,7 +135,7 @@ class StreamSource:
     def read(
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-        """See ``raypipe.data.open_data.Source.read``."""
+        """Read samples of an epoch by position; see ``open_data.Source.read``."""
         try:
             return self.reader(None).read(epoch, start, count, columns)
         finally:
@@ -145,7 +145,8 @@ class StreamSource:
         """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
         Reading begins at the nearest position of which a reader in this process has stored the stream's state, else at
-        the beginning of the stream. For a ray.data.Dataset the result is always None.
+        the beginning of the stream. For a ray.data.Dataset the result is always None. The arguments are those of
+        ``read``.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
@@ -174,7 +175,7 @@ class StreamSource:
         return self._columns_of(items, position, columns) if len(items) == count else None
 
     def named(self, epoch: int, position: int) -> str:
-        """See ``raypipe.data.open_data.Source.named``."""
+        """Return the name of a sample for messages; see ``open_data.Source.named``."""
         return f"item {epoch * self.num_samples + position} of {self._name}"
 
     def _pause(self) -> None:
@@ -288,7 +289,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the dataset's execution, which may start Ray at exit otherwise."""
+        """Yield the rows. Closing the iterator ends the dataset's execution, which else may start Ray at exit."""
         rows = iter(self._dataset.iter_rows())
         try:
             for row in rows:  # noqa: UP028  "yield from" would close them first

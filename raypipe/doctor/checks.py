@@ -250,7 +250,7 @@ LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 def _driver(node: NodeFacts) -> tuple[str, str]:
     """Return (reason, fix) for a machine whose torch is built for CUDA and finds too few GPUs.
 
-    CUDA_VISIBLE_DEVICES, which is checked before, does not hide them.
+    The caller has checked that CUDA_VISIBLE_DEVICES is not set.
     """
     build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
     if not driver:

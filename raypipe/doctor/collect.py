@@ -139,7 +139,7 @@ def cluster_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         request: see ``local_facts``; with "address" in addition.
 
     Returns:
-        {"error": reason of a failed connection or "", "kind": its kind or "", "nodes": facts of each node}.
+        {"error": reason of a failed connection or "", "kind": kind of that failure or "", "nodes": facts of each node}.
     """
     import ray
     from ray.exceptions import AuthenticationError
@@ -208,7 +208,9 @@ def _probe(ray: Any, node_id: str) -> Any:
 
 
 def _gather(ray: Any, answers: list[dict[str, Any]], probes: list[Any], function: str, arguments: list[Any]) -> None:
-    """Call a function on all nodes at once, and add its results to ``answers``; "error" for a node without a result.
+    """Call a function on all nodes at once, and merge its results into ``answers``.
+
+    A node without a result gets the key "error".
 
     Args:
         probes: actors of the nodes, in the order of ``answers``.

@@ -156,7 +156,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Collect facts on GPUs (device files, torch's CUDA, driver, CuPy), as seen in an environment of variables."""
+    """Collect facts on GPUs (device files, torch's CUDA, driver, CuPy), as seen with these environment variables."""
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:

@@ -235,7 +235,7 @@ def _way(place: int) -> str:
 
 
 def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
-    """Return (step, seconds of a message) for the direction of index ``way``; the last value is repeated at the end."""
+    """Return (step, seconds of a message) of the events ``seen`` for a direction; the last value is repeated."""
     points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
 
@@ -246,7 +246,7 @@ def _span(run: RunFacts) -> tuple[float, float]:
 
 
 def _turned(run: RunFacts) -> list[str]:
-    """Draw k over steps if every schedule is kfkb or 1f1b; else the schedule's number, explained below the chart."""
+    """Draw the schedules over steps: group sizes k if all are kfkb or 1f1b, else numbers with a legend."""
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:
         return []

@@ -1,7 +1,7 @@
 """Training loop of a run, without Ray: the same for stages in actors and in threads.
 
-    plans/blueprint.py  blueprint (independent of the plan) --+--> assemble: programs, setup, rows, controller's
-                        plan                                --+    configuration
+    plans/blueprint.py  blueprint (independent of the plan) --+--> assemble: programs, setup, schedules, the
+                        plan                                --+    controller's configuration
 
     requests.py  begin, stop, save  --+
                                       v

@@ -84,7 +84,7 @@ class Checkpoints:
 
     @property
     def overdue(self) -> bool:
-        """True if no interval in steps is configured, and AUTO_INTERVAL_S seconds have passed since the last begin."""
+        """True without an interval in steps, once AUTO_INTERVAL_S seconds have passed since the last ``begin``."""
         return self._policy.interval_steps is None and time.monotonic() - self._begun_s >= AUTO_INTERVAL_S
 
     @property
@@ -95,7 +95,7 @@ class Checkpoints:
     def begin(self, step: int) -> str:
         """Return the folder in which the stages must save the state after ``step`` steps.
 
-        Restart ``overdue``'s clock.
+        Restarts the interval of ``overdue``.
         """
         self._begun_s = time.monotonic()
         return self._files(step)
@@ -121,7 +121,7 @@ class Checkpoints:
             self._pool.submit(self._score, step, dict(metrics))
 
     def finish(self, step: int) -> None:
-        """Wait for all checkpoints in the background; a failure is ignored if the checkpoint is of an earlier step.
+        """Wait until no checkpoint is being completed; failures of checkpoints of earlier steps are ignored.
 
         Raises:
             CheckpointError: the checkpoint of ``step`` could not be written.
@@ -143,8 +143,8 @@ class Checkpoints:
         """Cancel checkpoints that are not complete, because the run resumes from ``step``.
 
         Returns:
-            True if the newest cancelled checkpoint was saved by request or by the clock. The interval in steps does not
-            save it again, so the caller must request it again.
+            True if the caller must request the newest cancelled checkpoint again: it was saved by request or by the
+            clock, so the interval in steps does not save it again.
         """
         dropped = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)

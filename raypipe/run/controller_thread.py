@@ -39,9 +39,11 @@ END_TIMEOUT_S = 1.0
 OPENING_TIMEOUT_S = 0.5
 """Most seconds that a run waits after its first step for the controller's first decision."""
 ALIKE_TOKENS, ALIKE_STEPS = 0.25, 32
-"""Steps whose tokens differ from the median of the newest ALIKE_STEPS steps by more than this fraction, because their
-mini-batch is padded to another length, are not shown to the controller: their seconds would look like a change of links
-or stages."""
+"""Largest fraction by which the tokens of a step may differ from the median of the newest ALIKE_STEPS steps.
+
+A step with another number is padded to another length, and is not passed to the controller: its seconds would look like
+a change of links or stages.
+"""
 ESTIMATES_EVERY_S = 1.0
 """Minimum seconds between two estimates of link speeds: they take time, and clients read them less often."""
 STATE_FILE = "controller.json"
@@ -85,13 +87,13 @@ class ControllerThread:
 
     Args:
         setup: configuration of the controller; None if no schedule or codec may change.
-        state: attribute ``state`` of an earlier submission of this run; "" for a new run.
+        state: attribute ``state`` of the thread of the run's previous submission (call of fit); "" for a new run.
         machine: controller to run; None to make one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED, and
-            in ``close``.
+        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED and by
+            ``close``.
         opened: event that is set once the first step has been handled.
     """
 
@@ -182,7 +184,8 @@ class Control:
     """Interface of the loop to the run's controller. Without a controller, orders run with the plan's own settings.
 
     Args:
-        make: (configuration, state that an earlier submission saved, or "") -> started controller thread.
+        make: (configuration, state) -> started controller thread; the state was saved by an earlier submission, or is
+            "".
         reporter: publishes decisions and estimates; the controller's state is saved in its folder.
         replanning: detector of stages that need another cut; None if the cut is fixed.
     """
@@ -206,17 +209,18 @@ class Control:
 
     @property
     def opens(self) -> bool:
-        """True until the first step after ``begin`` has started a controller, which has not measured any link yet.
+        """True from the start of a controller by ``begin`` until the first step is completed.
 
-        That step should run alone: the next orders can then be issued with the settings that ``open`` waits for.
+        The first step should run alone, because the controller has not measured any link yet. The next orders can then
+        be issued with the settings for which ``open`` waits.
         """
         return self._opens
 
     def open(self) -> None:
         """Wait up to OPENING_TIMEOUT_S seconds until the controller has handled its first step; publish its decisions.
 
-        Decisions that come later are published after the next step. Does nothing without a controller, or if that step
-        was not completed.
+        Decisions that come later are published after the next step. Does nothing without a controller, or if the first
+        step was not completed.
         """
         if self._thread is not None and not self._opens:  # else that step was halted before it began
             self._thread.opened.wait(OPENING_TIMEOUT_S)
@@ -228,7 +232,7 @@ class Control:
         return self._thread.setting if self._thread is not None else ActiveSettings()
 
     def begin(self, made: PlanInForce, *, resumed: bool) -> None:
-        """Start the controller for a plan, if the plan permits changes of schedule, codecs or cut.
+        """Start the controller for the plan ``made``, if that plan permits changes of schedule, codecs or cut.
 
         Args:
             resumed: True to continue from the controller's state in the run's folder, if there is one.
@@ -250,7 +254,7 @@ class Control:
             self._replanning.begin(plan)
 
     def cut_taken(self, offer: Offer, plan: Plan, pause_s: float, step: int) -> None:
-        """Record that the stages run the offered cut since ``step``, after ``pause_s`` seconds without training."""
+        """Record that stages run the cut of ``offer`` since ``step``, after ``pause_s`` seconds without training."""
         assert self._replanning is not None, "it made the offer"
         self._replanning.taken(offer, plan, pause_s, step)
 
@@ -319,14 +323,16 @@ class Control:
 def step_done(
     seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool, alike: bool = True
 ) -> StepDone:
-    """Build the controller's event for a step; without samples if a copy of a stage's state was sent during the step.
+    """Build the controller's event for a step.
+
+    The event has no measurements of stages and links if a copy of a stage's state was sent during the step.
 
     Args:
         seconds: duration, from the end of the previous step to the end of this one.
         setting: settings with which the step ran; its choice is not None.
         reports: reports of all workers on the step.
         counts: as in ``Control.on_step``.
-        alike: False if the mini-batch has other sizes than most, so that the step has no samples.
+        alike: False if the mini-batch is padded to another length than most; then too the event has no measurements.
     """
     assert setting.choice is not None
     step = reports[0].step

@@ -68,12 +68,16 @@ class Evaluations:
         return numbers_of(reports, sums=spec.sums_losses), remark_on(reports)
 
     def at(self, position: Position) -> Numbers:
-        """Return the results of the evaluation at this position; empty if it was not made or a later step was done."""
+        """Return the evaluation results in the newest step's record, if that step ends at ``position``; else ()."""
         last = self._metrics.recent[-1:]
         return last[0].evaluation if last and last[0].step == position.step - 1 else ()
 
     def lacking(self, at: Position, saved: int) -> bool:
-        """Return True if an evaluation is due here and was not made; ``saved`` is the step of the newest checkpoint."""
+        """Return True if an evaluation is due at position ``at`` and was not made.
+
+        Args:
+            saved: step of the newest checkpoint.
+        """
         return not self.at(at) and self.after(at.step, saves=saved == at.step)
 
     def verdict(self) -> str:
@@ -99,7 +103,7 @@ def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool)
         sums: True to add the losses of mini-batches instead of averaging them.
 
     Raises:
-        DataError: no item counts in the loss.
+        DataError: no item of the evaluation data counts in the loss.
     """
     # Only the first replica of the last stage evaluates.
     last = [next(r[0] for r in of_order if r[0].stage == of_order[-1][0].stage) for of_order in reports]
@@ -120,7 +124,7 @@ def evaluation_orders(
 
     Args:
         minibatch_size, microbatch_size: in samples.
-        first: number of the first micro-batch: how many micro-batches earlier evaluations of the run had.
+        first: number of the first micro-batch: the number of micro-batches in all earlier evaluations of the run.
         generation: number of the plan that the workers run.
     """
     segments = evaluation_segments(num_samples, minibatch_size, microbatch_size, first)

@@ -50,12 +50,13 @@ class LoopSetup:
         fleet: stages, configured for ``plan``.
         watcher: object that records steps, status and alerts.
         requests: requests of clients, such as a stop.
-        make_controller: called with (``plan.retune``, state that an earlier submission saved, or "") if ``plan.retune``
-            is not None; returns the controller thread.
+        make_controller: (``plan.retune``, state) -> controller thread; called if ``plan.retune`` is not None. The state
+            was saved by an earlier submission, or is "".
         lease: lease on the run's folder; None if no other process can access it.
         recovery: makes transitions of the stages; None if stages cannot fail separately, as in threads.
-        lost: None, or an error if this driver has taken over the stages of a driver that was lost. Then the run begins
-            with a recovery. A StageLostError counts as a failure: stages were lost too.
+        lost: error that describes the loss, if this driver has taken over the stages of a lost driver; None otherwise.
+            With an error the run begins with a recovery, and a StageLostError counts as a failure, because stages were
+            lost too.
     """
 
     fleet: AnyFleet
@@ -209,7 +210,7 @@ class _Loop:
         return Outcome(self._evaluation, latest, progress.at.step, stopped)
 
     def _measured_spans(self) -> Sequence[Span]:
-        """Return the timed actions of the traced step; empty without such a step, or after an error, with an alert."""
+        """Return the timed actions of the traced step; empty if no step was traced, or, with an alert, on a failure."""
         if not self._ordering.traced:
             return ()
         try:
@@ -243,7 +244,7 @@ class _Loop:
     def _save_before_failure(self, error: Exception) -> None:
         """Save the state after the last completed step, if all stages live and the failed step has not changed it.
 
-        A sample that cannot be read, for one, then costs no step of a run that keeps no copies in memory.
+        For example, a sample that cannot be read then costs no completed step, even without copies in memory.
 
         Args:
             error: error of the run. A failure to save is an alert and does not replace this error.
@@ -430,7 +431,7 @@ class _Loop:
         return not self._requests.stop_reason and self._evaluations.after(step, saves=saves)
 
     def _evaluates_again(self) -> bool:
-        """Return True if a request to change the stages has halted this evaluation, so that it has to be repeated."""
+        """Return True if a request to change the stages has halted the evaluation, so that it has to be repeated."""
         return self._requests.wants_change and self._evaluations.lacking(self._progress.at, self._progress.saved)
 
     def _evaluate(self) -> None:

@@ -79,7 +79,7 @@ class CopyTimes:
         self._into_new_memory = NEW_MEMORY_COPIES
 
     def on_step(self, seconds: float, of_step: Sequence[StepReport]) -> None:
-        """Update the interval, and the arrival of the newest copy, from a step's duration and all workers' reports."""
+        """Update the interval, and record if the copy has arrived, from a step's duration and all workers' reports."""
         if self._least_steps is None:
             return
         self._under_way = any(report.copying for report in of_step)
@@ -167,7 +167,7 @@ class Ordering:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a move may wait for the next copy, at which an asynchronous run drains; 0 for other runs."""
+        """Seconds that a move may wait for the next copy, for which an asynchronous pipeline drains; 0 for others."""
         return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
 
     def cancel_pending_saves(self) -> None:
@@ -276,7 +276,7 @@ class Ordering:
         return saves or self._empties_after(step) or self._pauses_after(step, saves=saves)
 
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
-        """Yield (next segment, position after it, the controller's settings at that time), from position ``at`` on."""
+        """Yield (next segment, position after it, the controller's settings then), for the arguments of ``orders``."""
         spec, generation = self._spec, self.plan.plan.generation
         if self.plan.flow is not None:
             flowing = flowing_segments(

@@ -88,7 +88,7 @@ class CopyPositions:
         return self._by_step[step]
 
     def add(self, position: Position, skipped: int) -> None:
-        """Add the position of a copy that every stage has or is making; keep only the newest MOST_COPIES."""
+        """Add the ``CopyPosition`` of a copy that every stage has or is making; keep only the newest MOST_COPIES."""
         self._by_step[position.step] = CopyPosition(position, skipped)
         for step in self.steps[:-MOST_COPIES]:
             del self._by_step[step]
@@ -98,7 +98,9 @@ class CopyPositions:
         self._by_step = {at: position for at, position in self._by_step.items() if at <= step}
 
     def write(self) -> None:
-        """Write the positions for the next driver; before, the caller must write the records of the steps before them.
+        """Write the positions to the run's folder, for the next driver.
+
+        The caller must first write the records of all steps before these positions.
 
         Raises:
             CheckpointError: the storage is full, forbidden or unreachable.
@@ -132,7 +134,7 @@ class Progress:
         empty: True if the pipeline holds no micro-batches of later steps.
         end_s: end of the last step, in seconds; None if the next step's duration is not measured from there.
         saved: step of the newest checkpoint that the stages were requested to write.
-        completed: step of the newest checkpoint whose completion, with a manifest, was started.
+        completed: step of the newest checkpoint whose completion (writing its manifest) was started.
         copies: positions of the in-memory copies of the state.
         copied: True if all stages have copied the state with which they began or to which they rolled back.
         goodput: goodput of this submission.

@@ -69,7 +69,7 @@ class Reporter:
         return True
 
     def log(self, decision: str, reason: str, **numbers: Any) -> None:
-        """Append a line to events.jsonl."""
+        """Append a line to events.jsonl: the kind of event ``decision``, a sentence ``reason``, and further fields."""
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:

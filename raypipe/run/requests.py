@@ -25,7 +25,7 @@ class Resize:
         num_replicas: replicas per stage, one number for all stages or one for each; None for the configured number.
         done: event that is set once the request was answered.
         error: reason why the resize was refused or failed; None if it was done, and before the answer.
-        withdrawn: message to a caller that no longer waits; nothing is changed then. "" if the request is valid.
+        withdrawn: reason why the request was withdrawn; the loop then changes nothing. "" if the request is valid.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Requests:
     def _halt_for(self, fleet: _Haltable, wanted: Callable[[], bool]) -> None:
         """Halt the fleet for a request, unless the loop has taken the request already.
 
-        The loop lets a halted fleet continue once the request is done. A halt after the loop has taken it would never
-        end.
+        The loop lets a halted fleet continue once the request is done. If the fleet were halted after the loop had
+        taken the request, the halt would never end.
 
         Args:
             wanted: returns True while the loop has not taken the request.
@@ -195,7 +195,10 @@ class Requests:
             self._joining = True
 
     def hand_over(self, go: Callable[[], None]) -> None:
-        """Request that the loop calls ``go`` after a step, which ends this driver, so that another takes the stages."""
+        """Request that the loop calls ``go`` after a step.
+
+        ``go`` ends this driver, so that another driver can take over the stages.
+        """
         with self._lock:
             self._hand_over = go
 

@@ -102,7 +102,7 @@ class GoingOn(NamedTuple):
     """Result of ``goes_on`` for a run that may be resumed.
 
     Attributes:
-        changes: changes of the run so far, including new ones.
+        changes: changes of settings that the user has accepted so far, including new ones.
         versions: sentence on changed versions; "" if they are equal.
     """
 
@@ -118,11 +118,11 @@ class SavedSettings(NamedTuple):
 
 
 def compare(was: RunIdentity, now: RunIdentity) -> Compared:
-    """List the differences between two identities, without those that other versions of raypipe or torch may cause.
+    """List the differences between the saved identity ``was`` and the submitted identity ``now``.
 
-    Models with equal operations are equal, whatever their code. If operations differ and versions are equal, the models
-    differ. If versions differ, or the model has no graph, the code is compared instead; ``resume=True`` accepts
-    differences of the code.
+    Differences that other versions of raypipe or torch may cause are left out. Models with equal operations are equal,
+    whatever their code. If operations differ and versions are equal, the models differ. If versions differ, or the
+    model has no graph, the code is compared instead; ``resume=True`` accepts differences of the code.
     """
     equal = was.versions == now.versions
     pairs = (was.fixed, now.fixed), (was.free, now.free), (was.given, now.given if was.given else {})
@@ -151,7 +151,9 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, equal_version
     """Describe the differences as {label: line of text}, without those that follow from another difference.
 
     Args:
-        equal_versions: False leaves out a label on one side only, if another version may have added or dropped it.
+        was, now: saved and submitted values by label.
+        equal_versions: False if the version of raypipe or torch differs. A label that only one side has is then left
+            out if another version may have added or dropped it.
     """
     pairs = {
         label: (was.get(label, _DEFAULTS.get(label)), now.get(label, _DEFAULTS.get(label)))
@@ -181,7 +183,8 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
         resume: as in the trainer; None resumes if nothing differs, True accepts new values of free settings.
 
     Raises:
-        ConfigError: it is another run, or has done more steps; one line for each difference.
+        ConfigError: the folder has another run, new values were not accepted, or more than ``num_steps`` steps are
+            done. The message has a line for each difference.
     """
     if resume is False:
         raise ConfigError(
@@ -230,13 +233,19 @@ def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: s
 
 
 def _thaws(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if the parameter named by ``label`` differs only in being frozen."""
+    """Return True if the parameter named by ``label`` differs between ``was`` and ``now`` only in being frozen."""
     one, other = (str(settings.get(label, "")).removesuffix(", frozen") for settings in (was, now))
     return label.startswith("parameter ") and one == other
 
 
 def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, steps_left: int) -> None:
-    """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them."""
+    """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them.
+
+    Args:
+        free: line of text on each new value, by label.
+        begun: first words of the message.
+        steps_left: steps that remain to be trained.
+    """
     if not asked:
         raise ConfigError(
             f"{begun} with other settings:\n{_listed(free.values())}\nGive resume=True to go on with the new ones, "
@@ -275,7 +284,7 @@ def read_settings(place: Place) -> SavedSettings | None:
     """Read settings.json of a run's folder; None if there is no such file.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is damaged.
     """
     if not place.exists(SETTINGS):
         return None
@@ -306,7 +315,7 @@ def read_settings(place: Place) -> SavedSettings | None:
 
 
 def write_settings(place: Place, settings: RunIdentity, changes: Iterable[SettingsChange], num_steps: int) -> None:
-    """Write settings.json.
+    """Write settings.json: the run's identity, the accepted changes, and the number of steps that is requested.
 
     Raises:
         CheckpointError: the storage is full, forbidden or unreachable.
@@ -348,7 +357,7 @@ _DIGESTS = {"sha256", "sampled_sha256"}
 
 
 def _may_lack(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if the label may have been added or dropped by another version of raypipe or torch."""
+    """Return True if another version of raypipe or torch may have added or dropped the label."""
     return _COMES_AND_GOES.fullmatch(label) is not None or "file" in (_dict(was.get(label)) | _dict(now.get(label)))
 
 
@@ -430,7 +439,7 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
         folder: receives events about refused checkpoints and changed settings.
 
     Raises:
-        ConfigError: the folder has another run; one line for each difference.
+        ConfigError: the folder has another run; the message has a line for each difference.
         CheckpointError: no checkpoint is intact, and at least one of them is damaged.
     """
     checkpoint, refused = find_checkpoint(spec.place)
@@ -465,7 +474,8 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
 def refuse_another_run(place: Place, name: str, settings: RunIdentity, num_steps: int, resume: bool | None) -> None:
     """Raise ConfigError if the folder has another run, with one line for each difference, before anything is started.
 
-    ``beginning`` verifies checksums later. For ``num_steps`` and ``resume`` see ``goes_on``.
+    ``beginning`` verifies checksums later. ``settings`` is the identity of the submitted run; for ``num_steps`` and
+    ``resume`` see ``goes_on``.
     """
     done = newest_step(place)
     if done is not None:

@@ -51,7 +51,7 @@ class Watcher(Protocol):
 
 
 class AnyFleet(Protocol):
-    """Protocol of a fleet: the stages of a run, in actors or threads, which run the segments that orders request."""
+    """Protocol of a fleet: the stages of a run, in actors or threads, which execute orders (one or a few steps)."""
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
@@ -195,7 +195,7 @@ class RequestedSize(NamedTuple):
 
     Attributes:
         num_stages: number of stages.
-        workers: number of workers that its plan uses.
+        workers: number of workers that a plan of this size uses.
         replicas: replicas by stage; empty for one each.
     """
 
@@ -215,7 +215,7 @@ class PlanInForce:
     Attributes:
         planned: plan, which is saved as plan.json, and its memory budgets.
         setup: configuration of the workers.
-        schedules: actions of all workers, by key; ``rows`` adds schedules of further keys.
+        schedules: actions of all workers, by kind of segment; ``rows`` adds further kinds.
         predicted: simulated timeline of one step, for the trace; None if the plan was made without a profile.
         predicted_step_s: predicted seconds of one step, in the steady state if asynchronous; 0 if unknown.
         flow: flow of mini-batches of an asynchronous schedule; None if the pipeline drains after every step.
@@ -235,7 +235,7 @@ class PlanInForce:
         return self.planned.plan
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Return the actions of all workers for a kind of segment; they are derived at the first call with a key."""
+        """Return the actions of all workers for the kind of segment ``key``; they are derived at the first call."""
         if key not in self.schedules:
             self.schedules[key] = rows_for(self.plan, key)
         return self.schedules[key]

@@ -170,7 +170,12 @@ class Changing:
         self._watcher.counted("lost_steps", redone)
 
     def _recover_in_place(self, recovery: Transitions, follow: Follow, begin_s: float) -> bool:
-        """Try to recover without a rollback, by continuing with the replicas that are left; return True on success."""
+        """Try to recover without a rollback, by continuing with the replicas that are left; return True on success.
+
+        Args:
+            follow: as in ``recover``.
+            begin_s: start of the recovery, as of ``time.monotonic()``.
+        """
         steps = recovery.catch_up(self.progress.at.step)
         if steps is None:
             return False
@@ -184,7 +189,7 @@ class Changing:
         return True
 
     def _publish_recovery(self, decision: str, reason: str, back: Recovered, begin_s: float, **numbers: Any) -> None:
-        """Publish a recovery that began at ``begin_s``: "recovery" is a rollback, "regroup" a loss of replicas."""
+        """Publish a recovery that began at ``begin_s``; ``decision`` is "recovery" (by a rollback) or "regroup"."""
         took_s = time.monotonic() - begin_s
         self._publish_change(decision, reason, back, took_s, **numbers)
         self._watcher.update(recovery=numbers.get("kind", decision))

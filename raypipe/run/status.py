@@ -35,7 +35,7 @@ class Alert:
     in_a_row: int = 0
 
     def __str__(self) -> str:
-        """Format in one line; several events: "checkpoint failed 68 times in a row, after steps 1 to 68; last: ...\""""
+        """Format in one line; for several events as "checkpoint failed 2 times, after steps 1 to 68; last: message"."""
         if self.count == 1:
             return f"{self.kind}, after step {self.last_step}: {self.message}"
         return f"{self.kind} {self.times}, after steps {self.first_step} to {self.last_step}; last: {self.message}"
@@ -50,7 +50,7 @@ class Alert:
     def since(self, shown: int) -> str:
         """Describe the events that a reader has not seen yet.
 
-        The text is the message alone if that is one event, and not one of several consecutive failures.
+        Returns the message alone if only one event is new, and it is not one of several consecutive failures.
 
         Args:
             shown: number of events that the reader has seen, from the first on.
@@ -63,7 +63,7 @@ class Alert:
 
 
 def with_alert(known: tuple[Alert, ...], kind: str, message: str, step: int, in_a_row: int = 0) -> tuple[Alert, ...]:
-    """Return ``known``, which has one alert of each kind, with one more event added.
+    """Count one more event in the alerts ``known``, which have one alert of each kind; return the new alerts.
 
     Args:
         step: steps done at the event.
@@ -118,7 +118,7 @@ class RunStatus:
     Attributes:
         name: name of the run.
         path: the run's folder.
-        step, num_steps: optimizer steps done, and total number of the run (0 before it is known).
+        step, num_steps: optimizer steps done, and steps of the whole run (0 before the number is known).
         first_step: steps that the run had done when this submission began.
         source: checkpoint or stages from which the run resumed, as text.
         loss, bubble_fraction, lr, goodput: numbers of the last step, as in StepRecord; goodput is 0 if unknown.

@@ -130,7 +130,7 @@ class Transitions(Protocol):
         """Bring the surviving replicas, after a failure, to the newest step that any of them has completed.
 
         Args:
-            step: steps that every stage had completed by the reports that the loop has processed.
+            step: number of steps that every stage has completed, according to the reports that the loop has processed.
 
         Returns:
             Reports of the steps since then. None if that is impossible: the run has no replicas, a stage has no worker

@@ -42,7 +42,7 @@ UNITS: Mapping[str, Mapping[str, Fraction]] = {
     "latency": {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))},
     "deadline": {"s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "days": Fraction(86400)},
 }
-"""Factors of units, by kind of quantity, to bytes, bytes per second or seconds, in which a plain number is."""
+"""{kind of quantity: {unit: factor}}: factors to bytes, bytes per second or seconds, the units of a plain number."""
 
 EXAMPLES = {"memory": "24 GiB", "bandwidth": "25 Gbit/s", "latency": "20 us", "deadline": "12 h"}
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*")

@@ -3,7 +3,7 @@
     model: {target: "text_lm:GPT", args: {width: 128}}        called with args
     loss_fn: {target: "text_lm:loss_fn"}                      used as it is, or with args bound
     optimizer: {target: "torch.optim:AdamW", args: {lr: 3e-4}}
-    collate_fn: {target: "raypipe.data:Pad", args: {lengths: 128}}    a class is made, a function used
+    collate_fn: {target: "raypipe.data:Pad", args: {lengths: 128}}    a class is instantiated
     train_data: data/stdlib/train.parquet                     a path, or a target
     metrics: {accuracy: {target: "text_lm:accuracy"}}         of evaluations, each as loss_fn
     early_stopping: {metric: eval_loss, patience: 3}          the fields of raypipe.EarlyStopping
@@ -106,7 +106,7 @@ def as_begun(run: RunFile, name: str) -> RunFile:
 
 
 def with_name(run: RunFile, name: str) -> RunFile:
-    """Return the settings with this name of the run; settings that have a name keep it."""
+    """Return the settings with ``name`` as the name of the run, unless they have a name already."""
     settings = {"name": name, **{k: v for k, v in run.values.get("run_config", {}).items() if v is not None}}
     return RunFile(run.name, {**run.values, "run_config": settings}, run.origins)
 

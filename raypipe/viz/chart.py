@@ -171,7 +171,7 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
 
 
 def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
-    """Draw one line per mark: of rare kinds long, dashed and side by side; else short, in one row per kind."""
+    """Draw one line per mark: long dashed lines for kinds with few marks, else short lines in one row per kind."""
     seen, parts, there = _long(marks), [], Counter[float]()
     for mark in marks:
         at, row, few = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind), mark.kind in seen
@@ -187,7 +187,7 @@ def _marks(marks: Sequence[Annotation], box: _Box) -> list[str]:
 
 
 def _long(marks: Sequence[Annotation]) -> set[str]:
-    """Choose the kinds of marks to draw long: from "bad" to "note", while their total is at most MOST_LONG."""
+    """Choose the kinds of marks to draw as long lines: in the order of DASHES, at most MOST_LONG marks in all."""
     counts, kinds = Counter(mark.kind for mark in marks), set[str]()
     for kind in filter(counts.__contains__, DASHES):
         if sum(counts[one] for one in kinds) + counts[kind] > MOST_LONG:

@@ -53,6 +53,9 @@ def _tracks(spans: Sequence[Span], num_workers: int, clock: Clock) -> tuple[list
 
     The slices of a track may not overlap. Computation is on the worker's first track. A message that leaves while
     another one is in transit gets a further track.
+
+    Args:
+        clock: (seconds) -> microseconds of the trace.
     """
     names: list[str] = []
     tracks: dict[Action, int] = {}
@@ -86,7 +89,13 @@ def _slice(span: Span, process: int, track: int, clock: Clock) -> Event:
 
 
 def _flows(spans: Sequence[Span], process: int, tracks: Mapping[Action, int], clock: Clock) -> list[Event]:
-    """Build two flow events per message: the ends of an arrow from the sending slice to the slice that uses it."""
+    """Build two flow events per message: the ends of an arrow from the sending slice to the slice that uses it.
+
+    Args:
+        process: number of the timeline's process in the trace.
+        tracks: index of the track of every action.
+        clock: (seconds) -> microseconds of the trace.
+    """
     events: list[Event] = []
     for number, (_, source, target, start_s, _, taken_s) in enumerate(messages_of(spans)):
         flow: Event = {"pid": process, "cat": "message", "name": "message", "id": (process << 32) + number}

@@ -92,7 +92,7 @@ def stage_bars_svg(prediction: Prediction, width: int = 1200, placement: Sequenc
 
 
 def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s: float, scale: float) -> None:
-    """Append to ``parts`` the bar of a stage's seconds, and their sum; ``scale`` pixels are ``slowest_s``."""
+    """Append to ``parts`` the bar of a stage's seconds, and their sum; ``slowest_s`` is drawn ``scale`` pixels long."""
     seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
     end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
     parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
@@ -111,7 +111,9 @@ def _add_bytes(
 ) -> None:
     """Append to ``parts`` the bar of a stage's bytes, a line at its limit if that is at most ``most``, and the label.
 
-    ``scale`` pixels are ``most`` bytes, and ``kinds`` has the categories in the order of their colours.
+    Args:
+        most: number of bytes that is drawn ``scale`` pixels long.
+        kinds: categories of memory in the order of their colours.
     """
     shares = [
         (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
@@ -139,7 +141,7 @@ def _colour(kinds: Sequence[str], name: str) -> int:
 
 
 def _bar(parts: list[str], top: float, pieces: Sequence[tuple[float, str, str]]) -> float:
-    """Append to ``parts`` a bar of pieces (width in pixels, CSS class, tooltip); return the x of its right end."""
+    """Append to ``parts`` a bar of pieces (width in pixels, CSS class, tooltip) at ``top``; return its right end."""
     at = LEFT
     for width, kind, tip in pieces:
         parts.append(

@@ -309,7 +309,7 @@ def _curve(prediction: Prediction, chosen: int) -> list[str]:
 def candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
     """Format the compared plans as the lines of a table, in the order given.
 
-    Each is the best plan with its numbers of workers per stage, or the reason why these numbers are not possible.
+    Each row has the best plan for certain numbers of workers per stage, or the reason why these are impossible.
     """
     best_s = min((each.step_s for each in candidates if each.chosen), default=0.0)
     rows = [("workers", "kind", "micro-batches", "step", "memory", "")]

@@ -70,7 +70,7 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200, slots: bool =
 
 
 class _Scale(NamedTuple):
-    """Scale of the time axis: pixels per second, its length and unit in seconds, and the name of the unit."""
+    """Scale of the time axis: pixels per second, length of the axis in seconds, seconds per unit, name of the unit."""
 
     px: float
     longest_s: float
@@ -90,7 +90,10 @@ class _Shown(NamedTuple):
 
 
 def _shown(timeline: Timeline, links: bool) -> _Shown:
-    """Select what to draw. If there are more than MOST_BOXES boxes, messages are left out, then the latest boxes."""
+    """Select what to draw: all spans, and the messages of links if ``links`` is True.
+
+    If there are more than MOST_BOXES spans, messages are left out, and then the latest spans.
+    """
     spans = sorted(timeline.spans, key=lambda span: span.start_s)
     if len(spans) <= MOST_BOXES:
         return _Shown(spans, _links(spans) if links else ())
@@ -156,7 +159,7 @@ class _Boxes:
         self._stages = any(len(stages) > 1 for stages in own.values())
 
     def lane(self, worker: int, top: float) -> list[str]:
-        """Draw the boxes of a worker in the row at ``top`` pixels; computation covers waits."""
+        """Draw the boxes of a worker in the row at ``top`` pixels; computation is drawn over waits."""
         mine = [span for span in self._spans if span.worker == worker and span.action.op not in SENDS]
         waits = [span for span in mine if span.action.op in (Op.RECV_F, Op.RECV_B)]
         return [part for span in waits + [s for s in mine if s not in waits] for part in self._box(span, top)]
@@ -259,7 +262,7 @@ def schedule_svg(rows: Sequence[Sequence[Action]], before: Callable[[Action], Se
 
     Args:
         rows: actions of each worker, in order.
-        before: (action) -> actions that must have ended, as ``dependencies``.
+        before: (action) -> actions that must end before it begins, as ``dependencies`` returns them.
         name: name of the schedule.
     """
     return timeline_svg([in_slots(rows, before, name)], slots=True)
@@ -295,7 +298,7 @@ def in_slots(
 
 
 def _computed(action: Action, before: Callable[[Action], Sequence[Action]]) -> Iterator[Action]:
-    """Yield the computing actions on which an action depends, directly or through messages."""
+    """Yield the computing actions on which an action depends by ``before``, directly or through messages."""
     for needed in before(action):
         if needed.op in COMPUTE:
             yield needed

@@ -2,7 +2,7 @@
 
     blueprint --plan_for--> planned        (planning.py)
         |                      |
-        +------ assemble ------+--> PlanInForce: setup of the workers, rows, controller
+        +------ assemble ------+--> PlanInForce: setup of the workers, schedules, controller
 
 The driver actor and runs in threads of the user's process both use it: nothing here starts or measures anything.
 """

@@ -165,9 +165,10 @@ class MemoryLimits:
         return decision
 
     def capped(self, planned: Planned) -> Planned:
-        """Limit the micro-batches in flight of workers that ran out of memory to the number that the plan itself uses.
+        """Return the plan with smaller memory budgets for the workers that ran out of memory.
 
-        These workers ran out of memory within their memory budgets, so the controller must not rely on the budgets.
+        The new budgets allow only as many micro-batches in flight as the plan itself uses. These workers ran out of
+        memory within their old budgets, so the controller must not rely on the old ones.
         """
         budgets, prediction = list(planned.budgets), planned.plan.prediction
         assert prediction is not None, "of a plan made with a profile"
@@ -178,7 +179,7 @@ class MemoryLimits:
         return dataclasses.replace(planned, budgets=tuple(budgets))
 
     def on(self, line: Cluster) -> Cluster:
-        """Return the cluster with the recorded limits applied to its devices, by worker number."""
+        """Return the cluster; its device i gets the recorded memory limit of worker i, if there is one."""
         devices = (
             dataclasses.replace(device, memory_bytes=min(filter(None, (device.memory_bytes, self._most_bytes.get(at)))))
             if at in self._most_bytes

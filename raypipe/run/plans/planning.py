@@ -178,7 +178,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
 
 
 class _Cut(NamedTuple):
-    """Plan that lacks shares and most notes, and what was computed with it.
+    """Unfinished plan, which lacks most notes, and further results of planning.
 
     Attributes:
         programs: stage programs.
@@ -270,7 +270,7 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
 
 
 def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Request) -> list[str]:
-    """Return notes on replicas that change buffers separately, and on configured fields of replicas without effect.
+    """Return notes on replicas that each change buffers of their own, and on options for replicas without effect.
 
     Raises:
         PlanError: replicas of a stage change buffers, and replicated_buffers is False. Or replicated_buffers is True,
@@ -320,7 +320,7 @@ def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
 
 
 def _known_to_change(program: StageProgram) -> tuple[str, ...]:
-    """List the buffers that the stage's forward may change in training, without those that a trial found constant."""
+    """List the buffers that the stage's forward may change in training, except buffers that a trial found constant."""
     constant = frozenset(program.train.tried_constant)
     return tuple(name for name in program.train.changing_buffers if name not in constant)
 
@@ -360,9 +360,9 @@ def _notes(recipe: ModelRecipe, programs: Sequence[StageProgram]) -> list[str]:
 
 
 def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
-    """Return notes on the machine of the prediction.
+    """Return notes on the machine for which step times are predicted.
 
-    With a described cluster, the note is on the device with speed 1.0; else it is on workers that share processors.
+    With a described cluster, the note names the device with speed 1.0. Else it warns of workers that share processors.
     """
     if basis.cluster is None:
         devices = {device for stage in decision.partition.stages for device in stage.devices}
@@ -373,7 +373,11 @@ def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
 
 
 def crowded_notes(workers: int, processors: int | None) -> list[str]:
-    """Return a note if ``workers`` share fewer ``processors`` (None: unknown), at most MOST_EACH workers on each."""
+    """Return a note if there are more workers than processors, up to MOST_EACH per processor; else an empty list.
+
+    Args:
+        processors: number of processors that all workers share; None if they share none, or unknown.
+    """
     if processors is None or not processors < workers <= MOST_EACH * processors:
         return []
     return [

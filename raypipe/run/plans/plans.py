@@ -21,7 +21,7 @@ from raypipe.run.spec import PlanInForce, Planned, RequestedSize
 
 
 def regroup(made: PlanInForce, counts: tuple[int, ...], generation: int) -> PlanInForce:
-    """Create a plan of the same stages with other numbers of replicas.
+    """Create a plan of the stages of ``made`` with other numbers of replicas.
 
     Args:
         counts: replicas of each group, which are the workers that hold the same stages; see planner/elastic.py.
@@ -65,7 +65,7 @@ def _wanted(request: Request, plan: Plan, requested: RequestedSize | None) -> tu
 
 
 class Plans:
-    """Plans of one run: methods make later plans, and the caller sets ``made`` once the workers run one.
+    """Plans of one run: methods make later plans, and the caller sets ``made`` once the workers run a new plan.
 
     A group is the set of workers that hold the same stages. A generation is the number of a plan.
 
@@ -170,7 +170,7 @@ class Plans:
         With the same number the workers' in-memory copies of their state stay valid.
 
         Args:
-            counts: replicas by group, the workers that hold the same stages.
+            counts: number of replicas of each group (the workers that hold the same stages).
         """
         generation = self.made.setup.generation
         made = self._whole[generation]
@@ -182,7 +182,7 @@ class Plans:
         With another number the replicas divide their optimizer state anew.
 
         Args:
-            counts: replicas by group, the workers that hold the same stages.
+            counts: number of replicas of each group (the workers that hold the same stages).
         """
         return self._kept(regroup(self._whole[self.made.setup.generation], counts, self._next))
 

@@ -85,7 +85,7 @@ class Replanning:
         return self._replanner.on_step(step, seconds, samples, spec)
 
     def search(self, query: RepartitionQuery) -> None:
-        """Search for the partition of a query, and offer it if a move to it pays; callable from any thread."""
+        """Search for a better partition, and offer it if the time saved exceeds the pause; callable from any thread."""
         stages = query.plan.partition.num_stages
         basis = another(self._basis, self._first, num_stages=stages, num_workers=stages)
         offer = answer(basis.request, query, self._min_gain)
@@ -95,6 +95,6 @@ class Replanning:
     def _line(self, plan: Plan) -> Cluster:
         """Return the workers of a plan as a cluster, with their memory limits.
 
-        Only for the first plan are they those of the described cluster; workers of later plans are equal.
+        The first plan has the devices of the described cluster; workers of later plans are assumed to be equal.
         """
         return self._limits.on(line_of(plan, self._basis.cluster if plan.generation == 0 else None, ASSUMED_LINK))
