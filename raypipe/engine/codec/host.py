@@ -33,8 +33,8 @@ PART = 1024 * BLOCK
 """Number of elements that are encoded or decoded at a time, so that intermediate values stay in the cache."""
 
 DRAW = 2.0**-16
-"""Factor of the random int16 of ``draws``. The product is added to an element before rounding, and is in units of the
-block's scale.
+"""Factor of the random int16 of ``draws``. The product is added to an element, divided by the block's scale, before it
+is rounded.
 """
 _MOST = float(np.finfo(np.float32).max)
 
@@ -109,7 +109,10 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
 
 
 def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
-    """Decode ``wire`` into ``flat``, shape (elements,), of the encoded dtype. No content of ``wire`` raises."""
+    """Decode ``wire`` into ``flat``, shape (elements,), with the dtype of the tensor that the codec ``name`` encoded.
+
+    Nothing is raised, whatever bytes ``wire`` has.
+    """
     if name in _HALVES:
         flat.copy_(wire.view(_HALVES[name]))
         return

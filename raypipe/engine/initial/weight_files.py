@@ -49,7 +49,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """StateSource of tensors in files. Sent to a worker, it has their locations; the worker reads the files.
+    """StateSource of tensors in files. Only their locations are sent to a worker, which reads the files itself.
 
     Attributes:
         tensors: location of each tensor, by its name in the model.
@@ -113,7 +113,7 @@ def is_hugging_face(folder: Place) -> bool:
 
 
 def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
-    """Locate every tensor by name. In a checkpoint, a shared tensor is listed under each of its names.
+    """Return the location of every tensor, by name. A shared tensor in a checkpoint is listed under each name.
 
     Args:
         place: a .safetensors file, a folder of Hugging Face, a run or a checkpoint.
@@ -205,7 +205,7 @@ def _index(folder: Place, title: str) -> dict[str, str]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Locate the tensors that a checkpoint's manifest names.
+    """Return the location of each tensor in a checkpoint's manifest, by name.
 
     Raises:
         CheckpointError: a file has changed since it was checked.

@@ -195,7 +195,7 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Describe a message's tensors; return (descriptions, [(memory to send, its bytes)]). None is described by None."""
+    """Return (description of each tensor of a message or None for None, [(memory to send, its size in bytes)])."""
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):

@@ -47,7 +47,7 @@ def gradients(
     """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``.
 
     Args:
-        roots, leaves: tensors, or edges of the graph where gradients enter and are taken.
+        roots, leaves: tensors or edges of the graph, where gradients enter the graph (roots) and are taken (leaves).
         output_grads: one per root, of its shape and dtype. The roots' graph is freed.
 
     Returns:
@@ -118,7 +118,7 @@ def _operand(node: Any, name: str) -> _Operand | None:
 
 
 def _unknown() -> None:
-    """Represent unknown unpack hooks, for releases of torch that do not expose them."""
+    """Serve as the value of a node's unpack hooks in releases of torch that do not expose the hooks."""
 
 
 def _matrix_product(node: Any, place: int, name: str) -> Product | None:
@@ -235,7 +235,12 @@ def input_gradients(
 
 @torch.no_grad()
 def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradient]:
-    """Run W, the weight part, with one call per island: hooks free a large gradient before the next is computed."""
+    """Run W, the weight part, one island at a time, so that hooks free a large gradient before the next is computed.
+
+    Args:
+        later: deferred islands; removed as they run.
+        position: index of each leaf in the result, by the id of the leaf.
+    """
     own: list[Gradient] = [None] * len(position)
     while later:
         island, make = later.pop()
@@ -306,7 +311,7 @@ def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
 
 
 def _groups(on_path: dict[Any, bool], entries: dict[_Edge, list[tuple[Any, int]]]) -> list[list[_Edge]]:
-    """List groups of edges into islands whose gradients one formula computes together, as the two of a convolution."""
+    """Group the edges whose gradients one formula computes together: those to weight and bias of a convolution."""
     groups = []
     for node, leads in on_path.items():
         if leads and len(places := PLACES.get(node.name(), ())) > 1:

@@ -183,7 +183,11 @@ class EvalMetrics:
 
 
 def _parts(name: str, result: Any) -> dict[str, Any]:
-    """Return a metric's numbers by the names in reports; StageError if two have one name, or a dict is empty."""
+    """Split the result of a metric into numbers by their names in reports.
+
+    Raises:
+        StageError: two numbers have one name, or a dict is empty.
+    """
     if not isinstance(result, Mapping):
         return {name: result}
     parts = {f"{name}_{_NOT_OF_A_NAME.sub('_', str(key))}": value for key, value in result.items()}

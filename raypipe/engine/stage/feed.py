@@ -162,13 +162,13 @@ class Feed:
     def mark(self) -> Mark | None:
         """Return the position in the stream of train_data after the newest mini-batch, from which a run can resume.
 
-        None if train_data is no stream, or if this stage has read none of it.
+        Returns None if train_data is no stream, or if this stage has read nothing from it.
         """
         reader = self._sources.get("train")
         return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
 
     def learn(self, mark: Mark | None) -> None:
-        """Set the position in the stream of train_data from which the run resumes; None and other data are ignored."""
+        """Set the position from which to resume the stream of train_data; no effect if None, or without a stream."""
         reader = self._sources.get("train")
         if mark is not None and isinstance(reader, StreamReading):
             reader.learn(mark)

@@ -139,7 +139,7 @@ class GradientSink:
             torch._foreach_add_(*sums)
 
     def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a gradient, as the hook of a large leaf; return ``nothing`` instead, so that torch frees the gradient."""
+        """Add a large leaf's gradient, as its hook; return ``nothing`` instead, so that torch frees the gradient."""
         total, is_new = self._total(position)
         if is_new:
             total.copy_(gradient)
@@ -194,7 +194,7 @@ class GradientSink:
         return self._free(position) if reached and total is None else total
 
     def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
-        """Set the sums over all lanes (the filled tensors of ``total_of``), after the last gradient of this update."""
+        """Set the sums over all lanes to the tensors of ``total_of``, after the last gradient of this update."""
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):
             self._keep_lanes(position, total)
@@ -208,7 +208,7 @@ class GradientSink:
             sums[position] = None
 
     def _free(self, position: int) -> torch.Tensor:
-        """Return memory for the sum of a use, kept memory if there is any; its values are undefined."""
+        """Return memory for the gradient sum of a use, reused memory if possible; its values are undefined."""
         if kept := self._kept[position]:
             return kept.pop()
         return torch.empty_like(self._parameters[self._sites[position].parameter].detach())

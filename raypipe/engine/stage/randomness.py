@@ -133,7 +133,7 @@ class RandomKey(NamedTuple):
 
 
 def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
-    """Return this thread's generator for the device, seeded for one draw; meta tensors use the CPU's."""
+    """Return this thread's generator for the device, seeded for draw ``index``; for meta tensors, that of the CPU."""
     device = torch.device("cpu") if device.type == "meta" else device
     pool = _local.__dict__.setdefault("generators", {})
     generator = pool.get(device)
@@ -192,7 +192,7 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of draws in a call of an aten operation. A recurrent network draws between layers."""
+    """Return the number of draws in a call of an aten operation; a recurrent network has several, between layers."""
     if not draws_randomness(op, args, kwargs):
         return 0
     bound = bind_arguments(op, args, kwargs)

@@ -162,7 +162,7 @@ class StageProgram:
     def shared_sites(
         self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
     ) -> dict[Site, torch.Tensor | None]:
-        """Map each use of a parameter that this stage shares with ``stages`` to the gradient sum of that use.
+        """Return {use: gradient sum} of all uses of parameters that this stage shares with ``stages``.
 
         Args:
             stages: stages that hold some of the same parameters.
@@ -182,7 +182,7 @@ _TO_ONE_SIZE = (
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
-    """Evaluate a condition on sizes, by symbol; False if it cannot be evaluated."""
+    """Evaluate a Python expression over symbols; ``sizes`` has their values. Returns False if evaluation fails."""
     try:
         return bool(eval(condition, {"__builtins__": {}, "math": math, "torch": torch}, dict(sizes)))
     except Exception:  # noqa: BLE001  (functions of torch that only symbols have)
@@ -247,7 +247,7 @@ class ColumnSizes:
 class GraphFunction:
     """Stage as generated Python source over aten operations, from a slice of an exported graph.
 
-    Attributes:
+    Attributes (see StageFunction for those of every stage function):
         source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
         names: globals of the source.
         constants: tensors that the model closed over, never trained and never changed.
@@ -375,7 +375,7 @@ class StageBuffers:
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype are equal; NaN counts as equal to the same NaN."""
+    """Return True if two tensors of one shape and dtype have equal values, or equal bytes if they contain NaN."""
     return torch.equal(one, two) or torch.equal(_bits(one), _bits(two))
 
 
