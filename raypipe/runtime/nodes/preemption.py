@@ -415,9 +415,9 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, so that stages move.
+        """Call ``leave`` with those ``nodes`` that have workers, and ``driver_goes`` if one is the driver's node.
 
-        Then ``driver_goes`` (``stays``: see there) for the driver's.
+        ``stays`` is the reason that is passed to ``driver_goes``.
         """
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)
