@@ -329,7 +329,7 @@ class Executor:
         return reports
 
     def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
-        """Prepare this worker's stages for the actions of a segment; the arguments are those of ``run``."""
+        """Prepare this worker's stages for the actions of a segment; for ``alone`` see ``run``."""
         self._segment, self._training, self._stage_norms = segment, training, alone
         synchronous = segment.update_interval is None
         if training:  # the step before may not have ended on all stages

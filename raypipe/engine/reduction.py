@@ -146,7 +146,7 @@ class Reduction:
         self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """Sum the gradients of a stage's update over the replicas of the stage.
+        """Sum the gradients of a stage's update, whose last micro-batch is ``microbatch``, over the stage's replicas.
 
         The call for the last of the worker's stages also sums the gradients of parameters that several stages hold,
         and sets every ``parameter.grad``. A deferred update does nothing.
@@ -234,9 +234,9 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Return the loss of the mini-batch, summed over the replicas of the last stage, without computing a norm.
+        """Return the loss of the mini-batch that ends with ``microbatch``, as ``norm`` does, but compute no norm.
 
-        The result is None on other stages, and on all replicas of the last stage but the first.
+        The first replica of the last stage sums the terms of all its replicas; on other workers the result is None.
         """
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)

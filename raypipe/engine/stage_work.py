@@ -336,7 +336,7 @@ class StageWork:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage; return the parts of its loss, or its outputs if ``_whole`` is used; update metrics."""
+        """Run the last stage by ``compute``; return loss parts, or outputs if ``_whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
         if not self._whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)
@@ -371,7 +371,7 @@ class StageWork:
                 error.add_note(of_failing_row(source, self._segment.epoch, position + row, arguments.columns, row))
 
     def _lane(self, microbatch: int) -> int:
-        """Return the lane (partial sum of gradients) of a micro-batch; 0 in evaluation, which first replicas run."""
+        """Return the lane (partial gradient sum) of a micro-batch; 0 in evaluation, which only first replicas run."""
         segment = self._segment
         index = microbatch - segment.first_microbatch
         return lane_of(index, segment.interval, self._placement.lanes) if self._training else 0

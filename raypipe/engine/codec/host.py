@@ -206,8 +206,8 @@ ROUNDS = 5
 def codec_cost(name: str) -> tuple[float, float, float]:
     """Measure a codec; return (compression ratio, seconds to encode a byte, seconds to decode a byte).
 
-    Bytes are those of the float32 tensor before encoding. Times are the shortest of ROUNDS rounds over 1 MiB on one
-    thread, which takes some milliseconds.
+    Seconds are per byte of the float32 tensor, before encoding: the shortest of ROUNDS rounds over 1 MiB on one thread.
+    The measurement takes some milliseconds.
     """
     plain = torch.linspace(-3.0, 3.0, SAMPLE_ELEMENTS)
     wire = torch.empty(wire_bytes(name, plain.dtype, plain.numel()), dtype=torch.uint8)

@@ -98,7 +98,7 @@ class Writes(TorchFunctionMode):
         return self._last.get(_storage(tensor), (None, None))[1]
 
     def take_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Move a parameter to the meta device, in place: the object stays the same.
+        """Move the parameter that ``module`` registers as ``name`` to the meta device; the object stays the same.
 
         Raises:
             ConfigError: the parameter shares memory with another parameter, or cannot be swapped.
@@ -350,7 +350,7 @@ class ModuleInit:
         return parameter
 
     def _initialised(self, path: str) -> dict[str, torch.Tensor]:
-        """Compute the parameters of one module; values that no initialiser sets are NaN, or 0 in integer tensors."""
+        """Compute the parameters of the module at ``path``; values that no initialiser sets are NaN, or integers 0."""
         module = self.model.get_submodule(path)
         bare = {name: p for name, p in module._parameters.items() if p is not None}
         real = {id(p): nn.Parameter(_unset_like(p), requires_grad=p.requires_grad) for p in bare.values()}
@@ -371,7 +371,7 @@ class ModuleInit:
                 call()
 
     def _initialisers(self, path: str) -> list[Callable[[], object]]:
-        """List the initialisers to call for a module: its own, then those of modules around it, _init_weights last."""
+        """List the initialisers of the module at ``path``, then of all modules around it, then every _init_weights."""
         parts = path.split(".") if path else []
         chain = [self.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
         per_module = []

@@ -65,7 +65,7 @@ class WeightFiles:
 
     @classmethod
     def as_stored(cls, tensors: Mapping[str, StoredTensor], title: str) -> WeightFiles:
-        """Create a source whose tensors keep the dtypes of the files."""
+        """Create a source, named ``title`` in messages, whose tensors keep the dtypes of the files."""
         bare = {name: torch.empty(x.info.shape, dtype=x.info.dtype, device="meta") for name, x in tensors.items()}
         return cls.like_model(tensors, bare, title)
 
@@ -73,7 +73,7 @@ class WeightFiles:
     def like_model(
         cls, tensors: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor], title: str
     ) -> WeightFiles:
-        """Create a source whose tensors get the dtypes and strides of ``own``, a model's tensors by name."""
+        """Create a source, named ``title``, whose tensors get the dtypes and strides of the model's tensors ``own``."""
         like = {name: (own[name].dtype, own[name].stride()) for name in tensors}
         return cls(tensors, like, {name: _checksum(sample) for name, sample in _samples(tensors)}, title)
 

@@ -134,7 +134,7 @@ class DeviceTransfer:
             target.copy_(there)
 
     def copied(self, tensors: Mapping[str, torch.Tensor], what: TransferKind) -> dict[str, torch.Tensor]:
-        """Copy named tensors to new host memory, also if the device is the CPU; wait for the copies.
+        """Copy named tensors to new host memory, even if the device is the CPU; wait for the copies.
 
         The thread must have no other device work meanwhile.
         """

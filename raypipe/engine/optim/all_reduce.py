@@ -54,10 +54,10 @@ class ReplicaLink(Protocol):
     """Exchange of messages between the replicas of a stage."""
 
     def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
-        """Send a message named ``action``, from any thread; the first ``in_host`` tensors are in host memory."""
+        """Send ``worker`` a message named ``action``, in any thread; the first ``in_host`` tensors are on the host."""
 
     def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
-        """Wait for the message named ``action``, in any thread; leave its first ``in_host`` tensors in host memory."""
+        """Wait for ``worker``'s message ``action``, in any thread; its first ``in_host`` tensors stay on the host."""
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for replicas to the counters of the stage."""
@@ -108,7 +108,7 @@ class AllReduce:
     def run(self, microbatch: int) -> None:
         """Compute the totals over all lanes after the last backward of an update, and store them in the sink.
 
-        If ``begin`` has started the exchange, wait until it ends.
+        If ``begin`` has started the exchange, wait until it ends. ``microbatch`` names the messages as in ``begin``.
 
         Raises:
             LinkError: a replica did not answer.
@@ -219,7 +219,7 @@ class AllReduce:
         return reached, chunk.summed(me, [(slices[lane], reached[lane]) for lane in sorted(reached)])
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Round a floating-point tensor to the dtype of the codec; return it unchanged if the codec is "none"."""
+        """Round a floating-point tensor to the dtype of the codec; return ``x`` unchanged if the codec is "none"."""
         return x.to(torch.bfloat16) if self._rounds and x.dtype in (torch.float32, torch.float64) else x
 
 

@@ -51,7 +51,7 @@ def total_norm(positions: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
 
 
 def to_report_norms(positions: torch.Tensor, norms: torch.Tensor) -> Norms:
-    """Convert the norms of parameters to the form that reports have, and from which ``norm_of`` computes the total."""
+    """Convert positions and norms of parameters to the form in reports, from which ``norm_of`` computes the total."""
     return Norms(tuple(positions.tolist()), tuple(norms.tolist()), str(norms.dtype).removeprefix("torch."))
 
 

@@ -170,12 +170,12 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate a replica's slice out of ``tensors``, one tensor per entry of ``GradientSink.trained``."""
+        """Concatenate the slice of the replica on ``worker`` from ``tensors``, one per site of the stage."""
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy a replica's slice into the tensors ``into``, one per entry of ``GradientSink.trained``; skip None."""
+        """Copy the slice of the replica on ``worker`` into the tensors ``into``, one per site of the stage or None."""
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
@@ -206,7 +206,7 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy the slices of all replicas, in order, into the tensors ``into``, one per site; skip sites with None."""
+        """Copy the slices ``totals`` of all replicas, in order, into the tensors ``into``, as ``put`` copies one."""
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:

@@ -109,7 +109,10 @@ class Recomputation:
         return outputs
 
     def _copied(self, kind: str, tensors: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Clone those of the tensors (of one ``kind``) that a forward changes in place; in the first forward, all."""
+        """Return the tensors; clone each that a forward changes in place, and in the first forward clone all.
+
+        ``kind`` is "input", "column" or "buffer", as in ``_versions``.
+        """
         changed = self._changed
         return {
             name: _copy(x) if x is not None and (changed is None or (kind, name) in changed) else x

@@ -254,7 +254,7 @@ def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradie
 
 
 def _deferred(island: _Island, entries: dict[_Edge, list[tuple[Any, int]]]) -> _Deferred | None:
-    """Defer an island to W if all edges into it come from one supported product; else return None."""
+    """Defer an island to W if all edges into it (``_entries``) come from one supported product; else return None."""
     users = [user for edge in island.edges for user in entries[edge]]
     node = users[0][0]
     if any(other is not node for other, _ in users) or not island.leaves:

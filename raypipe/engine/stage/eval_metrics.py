@@ -214,7 +214,7 @@ def _own(metric: Any) -> Any:
 
 
 def _counted(name: str, result: Any, samples: int) -> tuple[float, float]:
-    """Convert the result of a metric that is a function to (total, count)."""
+    """Convert the result of a metric function, called on a micro-batch of ``samples`` samples, to (total, count)."""
     if isinstance(result, tuple | list):
         if len(result) != 2:
             raise StageError(

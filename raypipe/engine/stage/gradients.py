@@ -99,7 +99,10 @@ class GradientSink:
         self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
-        """Register a hook that adds each gradient of the leaf once it is computed; small leaves get no hook."""
+        """Register a hook that adds each gradient of the leaf once it is computed; small leaves get no hook.
+
+        ``position``, here and in private methods, is the index of the parameter's use in ``StageFunction.sites``.
+        """
         # Size of the sum: leaves may be of 16 bits.
         if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # Replacement for a gradient that the hook has added: its shape, without its memory.

@@ -173,13 +173,13 @@ def update_weights(
 
 
 def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[Weights], Weights]:
-    """Compute the shares of micro-batches in the loss of an evaluation's mini-batch.
+    """Compute the shares of micro-batches in the loss of an evaluation's mini-batch; arguments as in ``loss_weights``.
 
     A part of the loss without items has shares of 0, so that it adds nothing to the evaluation.
 
     Returns:
-        (for each micro-batch, its share in every part of the loss; for every part, the number of items over which it
-        averages).
+        (for each micro-batch, its share in every part of the loss; for each part, the number of items over which the
+        part averages).
 
     Raises:
         DataError, ConfigError: as ``loss_weights``; but a mini-batch without a valid target is allowed.
@@ -189,7 +189,7 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
 
 
 def _shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[list[float]], list[float]]:
-    """Return (for each part of the loss, the share of each micro-batch; for each part, the items of the mini-batch)."""
+    """Return, for each part of the loss, (shares of the micro-batches, items in the mini-batch), as two lists."""
     if reduction == "sum" or isinstance(reduction, WholeMinibatch):
         return [[1.0] * len(sizes)], [float(sum(sizes))]
     if reduction == "mean":

@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def leads(self) -> bool:
-        """True if this worker is the first replica of its stages; it evaluates, and saves what replicas share."""
+        """True if this worker is the first replica of its stages, which evaluates and saves what all replicas share."""
         return self.replica == 0
 
     @property

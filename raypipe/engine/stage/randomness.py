@@ -52,9 +52,9 @@ def key_conds() -> None:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Disable gradients inside the context, as for an evaluation.
+    """Disable gradients inside the context, to run or capture a model for evaluation.
 
-    A capture refuses torch.cond under torch.no_grad of the model, except inside this context.
+    A capture refuses torch.cond inside a torch.no_grad of the model itself, but not inside this context.
     """
     token = _without_gradients.set(True)
     try:
@@ -144,13 +144,13 @@ def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Genera
 
 
 def _seed(key: RandomKey, index: int) -> int:
-    """Compute the seed of one draw; its low 32 bits, all that a CPU generator uses, depend on all parts of the key."""
+    """Compute the seed of draw ``index``. Its low 32 bits, which CPU generators use alone, depend on the whole key."""
     return mixed(*key, index) & 0x7FFFFFFFFFFFFFFF
 
 
 @contextmanager
 def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
-    """Seed the default generator of a GPU inside the context, for operations that take no generator.
+    """Seed the default generator of a GPU for draw ``index`` inside the context, for operations without a generator.
 
     These operations read seed and offset when they are queued. The generator's state is restored at the end. Other
     threads wait before they enter such a context.

@@ -247,12 +247,13 @@ class ColumnSizes:
 class GraphFunction:
     """Stage as generated Python source over aten operations, from a slice of an exported graph.
 
-    Attributes (see StageFunction for those of every stage function):
+    Attributes:
         source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
         names: globals of the source.
         constants: tensors that the model closed over, never trained and never changed.
         sizes: sizes of the columns for which the source is valid; None if it is valid for all.
         place: device of ``constants`` and of tensors that the source creates; None for host memory, as captured.
+        others: see StageFunction.
     """
 
     source: str

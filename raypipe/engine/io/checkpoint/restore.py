@@ -238,7 +238,7 @@ def _saved_states(state: StageState, source: StoredState) -> tuple[list[torch.nn
 
 
 def _read_state(trained: Mapping[str, torch.nn.Parameter], source: StoredState) -> Kept:
-    """Read the saved optimizer state of whole parameters, by name, into new tensors.
+    """Read the saved optimizer state of the whole parameters ``trained``, by name, into new tensors.
 
     A tensor of the parameter's shape gets the parameter's strides, as if a step of the optimizer had created it.
     """
