@@ -184,7 +184,7 @@ class Executor:
         return any(work.feed.reading for work in self.works.values())
 
     def abort(self, reason: str) -> None:
-        """Abort all channels, so that every wait for a message ends; from any thread. The executor is unusable then."""
+        """Abort all channels, in any thread: every wait for a message ends. The executor is unusable afterwards."""
         for channel in self.channels.values():
             channel.abort(reason)
 
@@ -491,8 +491,8 @@ def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Actio
 def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
     """Merge the last parts of ``_split_row``, or append empty parts, so that there are ``count`` parts.
 
-    ``count`` is the number of mini-batches. In a continuous schedule, a worker may have more or fewer parts: stages
-    without a backward may step before others, or begin a mini-batch that does not end in the segment.
+    ``count`` is the number of mini-batches. In a continuous schedule, a worker may have more or fewer parts than that:
+    stages without a backward may step before others, or begin a mini-batch that does not end in the segment.
     """
     kept = parts[: count - 1]
     kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]

@@ -95,7 +95,7 @@ class LocalFleet:
         Args:
             orders: requests, each to run one segment.
             schedules: function from ``order.rows`` to the schedule with the actions of every worker.
-            last: True continues even after ``halt``, to complete micro-batches that were in flight then.
+            last: True if the segments are run even after ``halt``, to complete the micro-batches still in flight.
 
         Yields:
             The reports of each segment: one list per stage and replica, in this order, with one report per mini-batch.

@@ -121,8 +121,8 @@ class Reduction:
     Args:
         programs: programs of all stages.
         sinks, updates, exchanges: gradient sum, optimizer update and all-reduce of each of this worker's stages.
-        send: sends a message: (worker, action that names it, tensors).
-        receive: waits for a message: (worker, action that names it) -> tensors.
+        send: called with (worker, action that names the message, tensors) to send a message.
+        receive: called with (worker, action that names the message) to wait for a message; returns its tensors.
     """
 
     def __init__(
@@ -259,6 +259,7 @@ class Reduction:
         total, and sends it back the same way.
 
         Args:
+            action: names the messages.
             loss: loss of the mini-batch; None on all but the last stage.
             of_parts: for each stage of this worker, ``Update.part_norms`` of all replicas; empty without sharding.
             with_frozen: see ``norm``.

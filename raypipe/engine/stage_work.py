@@ -70,7 +70,7 @@ class StepCounters:
 
     @classmethod
     def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create the counters of a mini-batch; ``in_flight`` micro-batches are held at its begin."""
+        """Create a mini-batch's counters, with ``in_flight`` micro-batches at its begin; ``measure`` times messages."""
         if not measure:
             return cls(in_flight)
         ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)

@@ -80,7 +80,7 @@ class Device:
     memory_bytes: int | None = None
 
     def prepare_thread(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread uses this device; limit torch to one intra-op thread in it."""
+        """Limit torch to one intra-op thread in this thread; return a context that makes this device current in it."""
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
         return nullcontext()

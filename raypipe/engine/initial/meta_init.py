@@ -94,7 +94,7 @@ class Writes(TorchFunctionMode):
         return _storage(tensor) in self._last
 
     def constructor_line(self, tensor: torch.Tensor) -> str | None:
-        """Return `` at FILE:LINE`` of the last write; None if an initialiser made it, or nothing was written."""
+        """Return `` at FILE:LINE``, the line of the last write; None if an initialiser wrote last, or nothing did."""
         return self._last.get(_storage(tensor), (None, None))[1]
 
     def take_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -49,7 +49,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """StateSource of tensors in files. Only their locations are sent to a worker, which reads the files itself.
+    """StateSource of tensors in files. A worker is sent their locations, not the tensors, and reads the files itself.
 
     Attributes:
         tensors: location of each tensor, by its name in the model.

@@ -203,7 +203,7 @@ def part_before(run: Place, step: int) -> bytes | None:
 
 
 def steps_written(run: Place) -> int:
-    """Return the number of steps in a run's metrics, of this or an old release: last step plus 1, 0 without metrics.
+    """Return the number of the last step in a run's metrics, plus 1; 0 without metrics. Reads old releases' files too.
 
     Raises:
         CheckpointError: the metrics cannot be read.

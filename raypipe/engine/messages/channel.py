@@ -94,8 +94,8 @@ class Channel(Protocol):
     def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sends under the name ``action``, and return it.
 
-        A tensor that requires a gradient at the sender is a leaf that requires one here. Dtype, shape and strides are
-        the sender's, with any codec.
+        A tensor that requires a gradient at the sender becomes a leaf that requires a gradient here. Dtype, shape and
+        strides are equal to the sender's, whatever the codec.
 
         Raises:
             LinkError: no message within ``timeout_s``, a wrong header, or a link that was closed or aborted; names
@@ -115,10 +115,10 @@ class Channel(Protocol):
         """Let ``recv`` return encoded tensors as CodedTensor from now on, for a device that decodes them itself."""
 
     def abort(self, reason: str) -> None:
-        """End every wait on both sides now, from any thread; the channel stays unusable."""
+        """End every wait on both sides now; the channel is unusable afterwards. Callable from any thread."""
 
     def leave(self, reason: str) -> None:
-        """Send all messages of earlier ``send`` calls, and then abort the link with ``reason``; from any thread.
+        """Send all messages of earlier ``send`` calls, then abort the link with ``reason``; callable from any thread.
 
         A worker that fails calls this, so that others get the messages of its finished steps before the abort.
         """

@@ -300,7 +300,7 @@ def _on_path(begins: Iterable[Any], received: set[int]) -> dict[Any, bool]:
 
 
 def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
-    """Map each edge into an island (nodes with False in ``on_path``) to the (node, input index) that lead there."""
+    """Map each edge into an island (nodes with False in ``on_path``) to the (node, input index) that have the edge."""
     entries: dict[_Edge, list[tuple[Any, int]]] = {}
     for node, leads in on_path.items():
         if leads:

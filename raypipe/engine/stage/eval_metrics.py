@@ -40,7 +40,7 @@ class MetricReads(NamedTuple):
     """Parts that the metrics of a model with its own loss read.
 
     Attributes:
-        outputs: keys of its output; the last stage's function returns them after the loss in evaluation.
+        outputs: keys of the parts of the output; in evaluation the last stage returns these parts after the loss.
         columns: columns of the data that are read.
         output_names, column_names: names of all parts, read or not, as ``names_of`` returns them.
     """

@@ -141,7 +141,7 @@ class Body:
 
 
 class Region:
-    """Subgraph of a model that is not partitioned. A call with its inputs runs the first of its bodies."""
+    """Subgraph of a model that is not partitioned. A call runs the first of its bodies on the inputs."""
 
     kind = "region"
 

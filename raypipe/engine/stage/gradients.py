@@ -116,8 +116,8 @@ class GradientSink:
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of one micro-batch to the selected lane, in the order of the calls.
 
-        The first gradient of a use is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
-        be a view or shared with another leaf, and rounding of the norm depends on the layout.
+        The first gradient of a use is copied into the layout of the parameter, as torch's AccumulateGrad does. The
+        gradient may be a view or shared with another leaf, and rounding of the norm depends on the layout.
 
         Args:
             gradients: one per leaf of ``WeightRing.trained``; None for a leaf without a gradient.
@@ -227,7 +227,7 @@ class GradientSink:
         """Set every ``parameter.grad`` to the sum over the parameter's uses, equal on all stages that hold it.
 
         Args:
-            imported: sums of each other stage by use, from the stage's ``exported``.
+            imported: for each other stage with shared parameters, the stage's ``exported`` sums, by use.
         """
         foreign: Accumulators = {}
         for sites in imported:

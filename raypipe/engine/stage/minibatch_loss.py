@@ -44,7 +44,7 @@ class WholeMinibatch:
         return tuple(parts[0] if dim is None else torch.cat(parts, dim) for dim, parts in by_output)
 
     def join_returned(self, returned: Sequence[Any]) -> Any:
-        """Join what a model returned for micro-batches in training mode, in its own structure."""
+        """Join the values that a model returned for micro-batches in training mode; their structure is kept."""
         leaves, specs = zip(*(pytree.tree_flatten(one) for one in returned), strict=True)
         whole = iter(self.join("train", [[x for x in some if isinstance(x, torch.Tensor)] for some in leaves]))
         return pytree.tree_unflatten([next(whole) if isinstance(x, torch.Tensor) else x for x in leaves[0]], specs[0])

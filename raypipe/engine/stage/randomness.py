@@ -167,7 +167,7 @@ def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterato
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
-    """Compute ``aten::dropout`` of training, 0 < p < 1, from draw ``index``.
+    """Compute ``aten::dropout`` in training mode, 0 < p < 1, with the random numbers of draw ``index``.
 
     The result is bitwise equal to torch's own dropout in `KeyedRandomness`.
     """

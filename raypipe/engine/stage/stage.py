@@ -47,7 +47,7 @@ class StageFunction(Protocol):
     """Function of a stage in one mode, training or evaluation.
 
     Attributes:
-        sites: the use of a parameter to which each tensor of the argument ``parameters`` belongs, in order.
+        sites: for each tensor of the argument ``parameters``, the use of a parameter to which the tensor belongs.
         buffers: names of the argument ``buffers``, which are updated in place.
         columns: names of the data columns that the stage reads itself.
         num_inputs, num_outputs: number of boundary tensors received and sent.
@@ -193,7 +193,7 @@ def holds(condition: str, sizes: Mapping[str, int]) -> bool:
 class ColumnSizes:
     """Sizes of data columns for which generated source is valid.
 
-    Sizes of the example may be constants of the source, which may fail or compute wrong values for others.
+    The source may contain sizes of the captured example as constants, so that other sizes fail or give wrong values.
 
     Attributes:
         shapes: shape of each column, by name. A size that may vary is the name of a symbol; any other text is an

@@ -409,7 +409,7 @@ def _copy(packed: Any) -> Any:
 
 
 def _leave(me: Any) -> None:
-    """End a detached driver LINGER_S seconds after its run has ended; until then clients can fetch the outcome."""
+    """End a detached driver (actor ``me``) LINGER_S seconds after its run; until then clients can fetch the outcome."""
     time.sleep(LINGER_S)
     ray.kill(me, no_restart=True)
 

@@ -36,7 +36,7 @@ class Flight:
     """State of one ``Fleet.run`` in progress.
 
     Attributes:
-        run: number of this ``Fleet.run``, with which its calls of ``StageActor.work`` are made.
+        run: number of this call of ``Fleet.run``, which is passed to ``StageActor.work``.
         works: reference of each running call of ``StageActor.work`` -> number of its worker.
         polls: reference of each running call of ``StageActor.reports`` -> number of its worker.
         received: for each worker, the reports received so far, one item for each segment.

@@ -82,7 +82,7 @@ class Growth:
 
     @property
     def count(self) -> int:
-        """Number of members to have: the wanted workers, and a spare if the run survives failures, within the range."""
+        """Number of members to have: wanted workers, plus a spare if the run survives failures, within the range."""
         return target_workers(self._workers, self._wanted, spare=self._survives)
 
     def least(self) -> int:
@@ -90,7 +90,7 @@ class Growth:
         return min(self._workers.least, self._wanted)
 
     def resized(self, size: RequestedSize) -> None:
-        """Set the maximum number of workers to which the run grows to ``size.workers``; drop cached plans."""
+        """Limit the growth of the run to ``size.workers`` workers; drop cached plans."""
         self._wanted = size.workers
         self._planned.clear()
 

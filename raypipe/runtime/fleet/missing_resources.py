@@ -89,7 +89,7 @@ def wait_for(
         places: placement groups, by the number of the member.
         needs, owner: see ``shortage``.
         patience_s: timeout of the whole wait; None for PLACE_TIMEOUT_S.
-        stopped: polled during the wait, which ends once this returns True.
+        stopped: polled during the wait; the wait ends once ``stopped`` returns True.
 
     Raises:
         PlanError: a group was not created in time; all of them are removed. The message names the cluster's resources

@@ -142,9 +142,9 @@ class Recovery:
         return steps if len(steps) == newer - step and all(steps) else None
 
     def roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all of them can load, of one of ``steps`` if from copies.
+        """Roll all stages back to the newest state that all of them can load; see Transitions.
 
-        See Transitions.
+        The state is that of in-memory copies of one of ``steps``, or else that of the newest checkpoint.
         """
         clock = Laps()
         fleet = self._fleet

@@ -244,7 +244,7 @@ class Roster:
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources of one member, by name, without resources of which it needs 0.
+        """Resources of one member: amounts above 0, by name.
 
         Raises:
             ConfigError: all amounts are 0.

@@ -158,7 +158,7 @@ def azure(server: str = SERVER, clock: Callable[[], float] = time.time) -> Notic
     """Create a reader of the scheduled events for an Azure machine; events of other machines in its group are left out.
 
     Args:
-        clock: returns the time in Unix seconds; it is the deadline of an event that has begun.
+        clock: returns the time in Unix seconds, which becomes the deadline of an event that has begun.
     """
     headers = {"Metadata": "true"}
     name = ""

@@ -80,7 +80,7 @@ def same_machine(one: Address, other: Address) -> bool:
 
 
 def check_reachable(me: int, mine: Address, peers: Mapping[int, Address]) -> None:
-    """Raise LinkError if this worker or a peer listens at a loopback address although they are on different machines.
+    """Raise LinkError if this worker or a peer listens at a loopback address, but the two are on different machines.
 
     The message has the workers' numbers, usable addresses, and how to configure Ray with such an address.
 

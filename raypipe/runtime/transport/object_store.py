@@ -228,7 +228,7 @@ class ObjectStoreChannel(QueuedChannel):
     def receive(self, pieces: Sequence[object], *, checked: bool = False) -> str:
         """Put a message, given in one or several pieces, into the inbox, and return "taken".
 
-        An invalid message ends the link.
+        An invalid message ends the link. ``checked`` is True for a message with checksums.
         """
         try:
             self._take(pieces, checked=checked)

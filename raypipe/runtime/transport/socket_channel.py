@@ -69,7 +69,7 @@ class BufferPool:
         self._free: deque[torch.Tensor] = deque(maxlen=kept_blocks)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return an unused uint8 tensor of ``nbytes``, aligned to 64 bytes; it cannot be resized if it is reused."""
+        """Return an unused uint8 tensor of ``nbytes``, aligned to 64 bytes; reused memory cannot be resized."""
         if nbytes < self._reuse_bytes:
             return torch.empty(nbytes, dtype=torch.uint8)
         block = self._pop(nbytes)

@@ -88,8 +88,8 @@ def open_links(
         The channels, by worker number of the peer.
 
     Raises:
-        LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
-            address that reaches no other machine; no connection is left open.
+        LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or has an
+            address by which other machines cannot reach it; no connection is left open.
     """
     me, generation, limits = opening.me, opening.generation, opening.capacity
     places = {peer: Address(*address) for peer, address in (opening.addresses if peers is None else peers).items()}
