@@ -71,10 +71,11 @@ def failing_row(
 
 
 def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
-    """Describe, with a remedy, a sample that makes a forward fail by itself.
+    """Describe a sample that makes a forward fail by itself, and a remedy, in text for an error message.
 
     Args:
-        position: position of the sample in the epoch's order.
+        source: data, which gives the sample its name.
+        position: position of the sample in the order of the epoch.
         columns: data columns of the sample's micro-batch, by name.
         row: index of the sample in the micro-batch.
     """
@@ -90,7 +91,7 @@ def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, 
 
 
 def columns_read(programs: Sequence[StageProgram], mode: str) -> tuple[Any, ...]:
-    """List the data columns that the model and its loss read in a mode ("train" or "eval"), without doubles."""
+    """List the data columns that the model and its loss read in a mode ("train" or "eval"), each once."""
     functions = [program.modes[mode] for program in programs if mode in program.modes]
     targets = [name for program in programs for name in program.targets]
     return tuple(dict.fromkeys([*(name for function in functions for name in function.columns), *targets]))
@@ -100,10 +101,11 @@ def describe_nonfinite(source: Source, segment: Segment, step: int, names: Itera
     """Describe the first NaN or infinite value in a step's mini-batch; "" if every value is finite.
 
     Args:
-        source: data to read again. If a stream would take too long to read, the first and last sample are named.
-        segment: consecutive mini-batches, which include that of the step.
+        source: data, from which the mini-batch is read again. If reading a stream would take too long, the result
+            names the first and the last sample of the mini-batch instead of a value.
+        segment: consecutive mini-batches, one of which is the mini-batch of the step.
         step: number of the optimizer step in the run.
-        names: columns that model and loss read.
+        names: columns that the model and its loss read.
     """
     samples, wanted = segment.minibatch_samples, tuple(names)
     start = segment.offset + (step - segment.first_step) * samples

@@ -37,7 +37,10 @@ Loss = Callable[..., Any]
 
 
 def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
-    """Return a traced stage function with its constants and new tensors on the device, any other function unchanged."""
+    """Return a copy of a traced stage function whose constants and new tensors are on the device.
+
+    Other functions, and all functions on the CPU, are returned unchanged.
+    """
     if transfer.device.immediate or not isinstance(function, GraphFunction):
         return function
     constants = transfer.named(dict(enumerate(function.constants)), TransferKind.CONSTANTS)
@@ -45,7 +48,7 @@ def placed(function: StageFunction, transfer: DeviceTransfer) -> StageFunction:
 
 
 def placed_loss(loss: Loss | None, transfer: DeviceTransfer) -> Loss | None:
-    """Return the last stage's loss with the tensors that it holds, such as class weights, on the device."""
+    """Return a copy of the loss whose tensors, such as class weights, are on the device; unchanged if on the CPU."""
     if isinstance(loss, LossTail):
         return loss.changed(lambda function: placed(function, transfer))
     loss_fn = getattr(loss, "loss_fn", None)
@@ -55,7 +58,7 @@ def placed_loss(loss: Loss | None, transfer: DeviceTransfer) -> Loss | None:
 
 
 def _module_on(module: torch.nn.Module, transfer: DeviceTransfer) -> torch.nn.Module:
-    """Copy a module, with parameters and buffers on the device."""
+    """Return a copy of a module whose parameters and buffers are on the device."""
     copied = copy.deepcopy(module)
     for part in copied.modules():
         held = {name: tensor for name, tensor in part._parameters.items() if tensor is not None}
@@ -105,7 +108,7 @@ def why_not_compiled(function: StageFunction) -> str:
 
 
 def notes_of(programs: Sequence[StageProgram]) -> list[str]:
-    """Return a note of the plan for each stage that torch.compile does not compile: a sentence with the reason."""
+    """List one sentence, with the reason, for each stage that torch.compile does not compile; for the plan's notes."""
     why = {program.index: why_not_compiled(program.train) for program in programs}
     return [f"Stage {stage} is not compiled: {reason}." for stage, reason in why.items() if reason]
 

@@ -184,12 +184,12 @@ class Executor:
         return any(work.feed.reading for work in self.works.values())
 
     def abort(self, reason: str) -> None:
-        """Abort all channels, so that every wait for a message ends; from any thread. The executor is unusable then."""
+        """Abort all channels, in any thread: every wait for a message ends. The executor is unusable afterwards."""
         for channel in self.channels.values():
             channel.abort(reason)
 
     def leave(self, reason: str) -> None:
-        """Let every channel send its queued messages, and then an abort with ``reason``."""
+        """Send the queued messages of every channel, and then abort the channel with ``reason``."""
         for channel in self.channels.values():
             channel.leave(reason)
 
@@ -201,9 +201,9 @@ class Executor:
         self._reduction = None  # type: ignore[assignment]
 
     def undo(self) -> None:
-        """Undo the step in progress, so that another executor of these states can repeat it.
+        """Undo the step in progress, so that another executor of these states can repeat the step.
 
-        Buffers are restored only with several lanes (partial sums of gradients). With one lane no copies were kept.
+        Buffers are restored only with several lanes (partial sums of gradients): with one lane no copies were kept.
         """
         for work in self.works.values():
             work.drop()
@@ -215,7 +215,10 @@ class Executor:
         self._begun_s, self._ready = None, False
 
     def finish(self, norm: torch.Tensor, loss: torch.Tensor) -> list[list[StepReport]]:
-        """Complete the step in progress with norm and loss of a worker that has made it; return reports as ``run``."""
+        """Complete the step in progress with the gradient norm and loss of a worker that has made this step.
+
+        Returns the reports in the form of ``run``.
+        """
         assert self._ready, "a step needs all its gradients"
         assert self._steps is not None
         step = self._steps
@@ -278,7 +281,7 @@ class Executor:
     def use_codecs(self, by_hop: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         """Set the codecs of all following messages: (names for forward messages, names for backward messages).
 
-        There is one name per link between two neighbouring stages; two empty tuples set the configured codecs.
+        Each tuple has one name per link between neighbouring stages; two empty tuples set the configured codecs.
         """
         forward, backward = by_hop
         assert len(self.works) == 1 or not (forward or backward), "a link that several hops share has one codec"
@@ -291,7 +294,7 @@ class Executor:
                 channel.use(ahead, back)
 
     def run(self, order: Order, row: Row, *, alone: bool = False) -> list[list[StepReport]]:
-        """Run a segment on this worker. The caller takes the checkpoint and the in-memory copy that ``order`` requests.
+        """Run the segment of ``order``; the caller must make the checkpoint and in-memory copy that ``order`` requests.
 
         Args:
             row: this worker's actions; micro-batches are counted from 0 within the segment.
@@ -326,7 +329,7 @@ class Executor:
         return reports
 
     def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
-        """Prepare this worker's stages for the actions of a segment; the arguments are those of ``run``."""
+        """Prepare this worker's stages for the actions of a segment; for ``alone`` see ``run``."""
         self._segment, self._training, self._stage_norms = segment, training, alone
         synchronous = segment.update_interval is None
         if training:  # the step before may not have ended on all stages
@@ -339,7 +342,7 @@ class Executor:
             work.begin_segment(segment, training=training)
 
     def _failure(self, error: BaseException) -> StageError:
-        """Convert an exception of the user's code, or an out-of-memory error, to a StageError with stage and action."""
+        """Convert an exception of the user's code or an out-of-memory error to a StageError; names stage and action."""
         name, where = f"Stage {self.placement.stages[0]}", ""
         if self._action is not None:
             name, where = f"Stage {self._action.stage}", f" in {self._action.label}"
@@ -357,7 +360,7 @@ class Executor:
         return failure
 
     def _nonfinite_data(self, step: int) -> str:
-        """Describe the first NaN or infinite value in a step's data, the same on every stage; "" if not found."""
+        """Describe the first NaN or infinite value in a step's data; "" if all are finite or the data is unreadable."""
         mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
             return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
@@ -391,9 +394,9 @@ class Executor:
         return self._reports(order, step, done, self.device.seconds(marks))
 
     def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
-        """Create the report of each stage on a mini-batch, from its actions on this worker.
+        """Create the reports of this worker's stages on one mini-batch, in which the actions ``done`` were run.
 
-        ``times`` has the time when the first action began, and then when each ended, in seconds of ``time.monotonic``.
+        ``times`` has the begin of the first action, then the end of each action, in seconds of ``time.monotonic``.
         """
         me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
@@ -468,7 +471,7 @@ class Executor:
 
 
 def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a row (the actions of a worker) at the ends of mini-batches, where all ``num_stages`` stages have stepped.
+    """Split a row (the actions of a worker) after each mini-batch, at the STEP of the last of ``num_stages`` stages.
 
     An evaluation, which has no STEP, is one part. ``per_minibatch`` is the number of micro-batches in a mini-batch.
     """
@@ -486,10 +489,10 @@ def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Actio
 
 
 def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """Merge the last parts of ``_split_row``, or append empty ones, to get one part for each of ``count`` mini-batches.
+    """Merge the last parts of ``_split_row``, or append empty parts, so that there are ``count`` parts.
 
-    The numbers may differ for stages without a backward, which are done with a micro-batch after its forward. In a
-    continuous schedule such stages may step before others, or begin a mini-batch that does not end in the segment.
+    ``count`` is the number of mini-batches. In a continuous schedule, a worker may have more or fewer parts than that:
+    stages without a backward may step before others, or begin a mini-batch that does not end in the segment.
     """
     kept = parts[: count - 1]
     kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]

@@ -35,15 +35,17 @@ from raypipe.ir.timeline import Span
 SAVE_TIMEOUT_S = 3600.0
 
 _Outcome = tuple[int, list[list[StepReport]] | BaseException]
-"""Index of a worker, and the reports or the exception of its run."""
+"""(Index of a worker, reports of its run or the exception that ended the run)."""
 
 
 class LocalFleet:
     """All workers of a pipeline as threads of this process; same interface as runtime.fleet.fleet.Fleet.
 
     Args:
-        initial: parameters and buffers by canonical name, which are copied; or sources, in which case each tensor is
-            read from the first source that has its name.
+        run: settings and data, which every plan keeps.
+        setup: stages of the plan, and their assignment to workers.
+        initial: parameters and buffers by canonical name, which are copied; or sources of state, in which case each
+            tensor is read from the first source that has its name.
         device_of: maps a worker's index to the device that it computes on.
     """
 
@@ -76,13 +78,13 @@ class LocalFleet:
 
     @property
     def _works(self) -> list[StageWork]:
-        """Runner of each stage on the stage's first replica, in increasing order of the stages."""
+        """Runners of the stages' first replicas, in increasing order of the stages."""
         leading = (executor for executor in self.executors if executor.placement.leads)
         return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)
 
     @property
     def states(self) -> list[StageState]:
-        """State of each stage on the stage's first replica, in increasing order of the stages."""
+        """States of the stages' first replicas, in increasing order of the stages."""
         return [work.state for work in self._works]
 
     def run(
@@ -93,7 +95,7 @@ class LocalFleet:
         Args:
             orders: requests, each to run one segment.
             schedules: function from ``order.rows`` to the schedule with the actions of every worker.
-            last: True continues even after ``halt``, to complete micro-batches that were in flight then.
+            last: True if the segments are run even after ``halt``, to complete the micro-batches still in flight.
 
         Yields:
             The reports of each segment: one list per stage and replica, in this order, with one report per mini-batch.
@@ -114,7 +116,7 @@ class LocalFleet:
         self._halted = True
 
     def makers(self, reports: Sequence[StepReport]) -> tuple[dict[str, Any], ...]:
-        """Return an empty tuple, because threads have no facts; a Fleet returns facts on the process of each stage."""
+        """Return an empty tuple: Fleet returns facts about the process of each stage, but here the process is one."""
         return ()
 
     def spans(self) -> list[Span]:
@@ -126,7 +128,7 @@ class LocalFleet:
         return all_hold([executor.progress for executor in self.executors], step)
 
     def save(self, folder: str) -> None:
-        """Start writing a snapshot of every stage to ``folder`` in the run's folder; see ``entries``."""
+        """Start to write a snapshot of every stage to ``folder``, relative to the run's folder; ``entries`` waits."""
         for writer in self._writers:
             writer.begin(folder)
 

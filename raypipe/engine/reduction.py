@@ -100,9 +100,10 @@ def all_reduces(
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Find the last backward of each stage before the stage's REDUCE_GRAD, in the row (actions of one worker).
+    """Find the backward after which a stage's gradients are complete, for each REDUCE_GRAD of a worker's actions.
 
-    The result maps the index of the backward in the row to the micro-batch of the REDUCE_GRAD.
+    Returns:
+        {index in ``row`` of the stage's last backward before the REDUCE_GRAD: micro-batch of the REDUCE_GRAD}.
     """
     closing: dict[int, int] = {}
     newest: dict[int, int] = {}
@@ -119,9 +120,9 @@ class Reduction:
 
     Args:
         programs: programs of all stages.
-        sinks, updates, exchanges: gradient sums, optimizer updates and all-reduces of this worker's stages, by stage.
-        send: sends a message: (worker, action that names it, tensors).
-        receive: waits for a message: (worker, action that names it) -> tensors.
+        sinks, updates, exchanges: gradient sum, optimizer update and all-reduce of each of this worker's stages.
+        send: called with (worker, action that names the message, tensors) to send a message.
+        receive: called with (worker, action that names the message) to wait for a message; returns its tensors.
     """
 
     def __init__(
@@ -145,10 +146,10 @@ class Reduction:
         self._served: set[int] = set()
 
     def reduce_grad(self, stage: int, microbatch: int) -> None:
-        """Sum the gradients of a stage's update over the replicas of the stage.
+        """Sum the gradients of a stage's update, whose last micro-batch is ``microbatch``, over the stage's replicas.
 
-        In the call for the last of the worker's stages, gradients of parameters that several stages hold are summed
-        too, and every ``parameter.grad`` is set. If the update has to be deferred, nothing is done.
+        The call for the last of the worker's stages also sums the gradients of parameters that several stages hold,
+        and sets every ``parameter.grad``. A deferred update does nothing.
         """
         if not self._updates[stage].begin():
             return
@@ -177,9 +178,9 @@ class Reduction:
             self._updates[stage].average()
 
     def _recv_shared(self, worker: int, action: Action) -> Tensors:
-        """Receive gradients of shared parameters from ``worker``, in the message that ``action`` names.
+        """Return the gradients of shared parameters from ``worker``, in the message that ``action`` names.
 
-        ``worker`` sends them to the first replica of this stage only, which forwards them to the other replicas.
+        ``worker`` sends the message to the first replica of this stage, which forwards it to the other replicas.
         """
         if not self._placement.leads:
             return self._receive(self._placement.replicas[0], action)
@@ -233,9 +234,9 @@ class Reduction:
         return total, loss
 
     def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
-        """Return the loss of the mini-batch, summed over the replicas of the last stage, without computing a norm.
+        """Return the loss of the mini-batch that ends with ``microbatch``, as ``norm`` does, but compute no norm.
 
-        The result is None on other stages, and on all replicas of the last stage but the first.
+        The first replica of the last stage sums the terms of all its replicas; on other workers the result is None.
         """
         if len(self._programs) - 1 not in self._own or not self._others:
             return summed(losses)
@@ -258,6 +259,7 @@ class Reduction:
         total, and sends it back the same way.
 
         Args:
+            action: names the messages.
             loss: loss of the mini-batch; None on all but the last stage.
             of_parts: for each stage of this worker, ``Update.part_norms`` of all replicas; empty without sharding.
             with_frozen: see ``norm``.

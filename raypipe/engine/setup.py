@@ -25,13 +25,13 @@ OPEN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """Configuration of a worker that is fixed for a run, independent of the plan.
+    """Configuration of a worker that stays the same for a whole run, under every plan.
 
     Attributes:
         make_optimizer: function that creates an optimizer from [(name, parameter)].
         make_scheduler: function that creates a learning-rate scheduler from an optimizer; None for a constant rate.
         sources: data by mode: "train" and, for evaluation, "eval".
-        settings: settings that no re-plan changes.
+        settings: training settings, which no new plan changes.
         persistent: names of the parameters and buffers that checkpoints contain.
         place: the run's folder, for checkpoints; None for a run that saves nothing.
         run_id: identifier of the run, checked when a link is opened.

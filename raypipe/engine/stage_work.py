@@ -70,20 +70,20 @@ class StepCounters:
 
     @classmethod
     def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create a mini-batch's counters; ``in_flight`` micro-batches are held before; ``measure`` times messages."""
+        """Create a mini-batch's counters, with ``in_flight`` micro-batches at its begin; ``measure`` times messages."""
         if not measure:
             return cls(in_flight)
         ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)
         return cls(in_flight, {Op.RECV_F: ahead, Op.RECV_B: back})
 
     def sent(self, uncompressed_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
-        """Count the bytes of a message sent to a worker with later stages (``ahead``) or with earlier ones."""
+        """Count the bytes of a message sent to a later stage (``ahead``) or to an earlier one."""
         direction = 0 if ahead else 1
         self.uncompressed_bytes[direction] += uncompressed_bytes
         self.sent_bytes[direction] += wire_bytes
 
     def received(self, op: Op, message: Message, *, crossed: bool) -> None:
-        """Add a received message to ``times``, if messages are timed and it came from another worker (``crossed``)."""
+        """Add the times of a received message to ``times``; only if it came from another worker (``crossed``)."""
         stamp = message.stamp
         if self.times and crossed:
             raw_bytes = sum(x.nbytes for x in message if x is not None)
@@ -91,9 +91,9 @@ class StepCounters:
 
 
 SPLIT_FIRST, SPLIT_EVERY = 4, 8
-"""Steps that split one backward, to time its input and weight parts: the first SPLIT_FIRST, then one in SPLIT_EVERY.
+"""Steps that split one backward to time its input and weight parts: the first SPLIT_FIRST, then one in SPLIT_EVERY.
 
-Not every step does, because with many small layers a split backward takes up to twice as long as a whole one.
+Other steps do not, because with many small layers a split backward takes up to twice as long as a whole one.
 """
 
 
@@ -101,9 +101,9 @@ class StageWork:
     """Runner of one stage's actions on a worker.
 
     Args:
-        stage: index in ``setup.programs``.
-        channels: {previous or next stage: one channel per lane}. A lane is a partial sum of gradients; its channel
-            leads to the worker that computes the lane's micro-batches on the other stage.
+        stage: number of the stage, its index in ``setup.programs``.
+        channels: for the previous and the next stage, one channel per lane (partial sum of gradients): the channel to
+            the worker that computes the lane's micro-batches on that stage.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class StageWork:
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
-        """Reset losses and counters for a mini-batch, given by its index in the segment.
+        """Reset losses and counters for the mini-batch with index ``minibatch`` in the segment.
 
-        ``measure`` times the messages, and in some steps (SPLIT_EVERY) the input and weight parts of one backward.
+        If ``measure``, messages are timed, and in some steps (SPLIT_EVERY) the two parts of one backward.
         """
         segment = self._segment
         count = len(segment.microbatch_samples)
@@ -208,13 +208,13 @@ class StageWork:
         self, order: Order, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
         *, alone: bool,
     ) -> StepReport:  # fmt: skip
-        """Create this stage's report on the mini-batch that ends.
+        """Create this stage's report on the mini-batch that has just ended.
 
         Args:
             during_s: begin and end of the mini-batch, in seconds of ``time.monotonic``.
             totals: gradient norm and loss of the mini-batch.
             spans: timed actions of this stage.
-            alone: True if the norm in ``totals`` is that of this stage, False if it is that of the model.
+            alone: True if ``totals`` has the gradient norm of this stage, False if it has the norm of the model.
 
         Raises:
             StageError: a buffer changed that replicas must have equal; see ``StageBuffers.check``.
@@ -250,7 +250,7 @@ class StageWork:
         )
 
     def do(self, action: Action) -> None:
-        """Run a forward, backward, send or receive. F and B also exchange messages with stages of the same worker."""
+        """Run a forward, backward, send or receive; F and B also pass tensors between stages of the same worker."""
         stage, op, microbatch = action
         match op:
             case Op.F:
@@ -307,9 +307,9 @@ class StageWork:
             self._note_loss(outputs, data, microbatch)
 
     def _bind(self, microbatch: int, stamp: int) -> Callable[[ForwardInputs], Tensors]:
-        """Return the stage's function, bound to a micro-batch's random key and weights.
+        """Return the stage's function with the random key and the weights of a micro-batch filled in.
 
-        ``stamp`` is the weight version that was sent with the micro-batch, 0 if it had none.
+        ``stamp`` is the weight version in the received message of the micro-batch; 0 if it has none.
         """
         function = self._modes[self._mode]
         leaves: Sequence[torch.Tensor]
@@ -336,7 +336,7 @@ class StageWork:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage; return the parts of its loss, or with ``_whole`` its outputs; add them to the metrics."""
+        """Run the last stage by ``compute``; return loss parts, or outputs if ``_whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
         if not self._whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)
@@ -355,7 +355,7 @@ class StageWork:
         arguments: ForwardInputs,
         microbatch: int,
     ) -> None:
-        """Add a note to an exception of the user's code, if one sample raises the same type of exception by itself."""
+        """Add a note to an exception of the user's code if one sample alone raises an exception of the same type."""
         _, position, samples = self._segment.locate(microbatch)
 
         def run(rows: ForwardInputs) -> None:
@@ -371,7 +371,7 @@ class StageWork:
                 error.add_note(of_failing_row(source, self._segment.epoch, position + row, arguments.columns, row))
 
     def _lane(self, microbatch: int) -> int:
-        """Return the lane (partial sum of gradients) of a micro-batch; 0 in evaluation, on first replicas only."""
+        """Return the lane (partial gradient sum) of a micro-batch; 0 in evaluation, which only first replicas run."""
         segment = self._segment
         index = microbatch - segment.first_microbatch
         return lane_of(index, segment.interval, self._placement.lanes) if self._training else 0
@@ -391,7 +391,7 @@ class StageWork:
             self._stash.backward(microbatch)
 
     def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
-        """Record the parts of a micro-batch's loss; in training, store their weights as gradients for the backward."""
+        """Record the parts of a micro-batch's loss; in training, set the gradient of each part to its weight."""
         counted = list(zip(counting(data.weights), parts, strict=True))
         self._losses += [(microbatch, at, part, data.shares[at]) for at, part in counted]
         if self._training and counted:
@@ -399,7 +399,7 @@ class StageWork:
             self._stash.set_output_grads(microbatch, output_grads)
 
     def _compute_whole_loss(self, microbatch: int) -> None:
-        """Compute the loss of the mini-batch; in training, store its gradients by the outputs for the backwards."""
+        """Compute the loss of the mini-batch from all outputs; in training, set the gradients of the outputs."""
         loss_fn, joined = self._loss[self._mode], self._whole.joined(self._mode)
         (loss,) = loss_parts(loss_fn, self.program.targets, *joined, (1.0,), microbatch)
         self._losses.append((microbatch, 0, loss.detach(), 1.0))
@@ -419,9 +419,9 @@ class StageWork:
         return self._output_grad_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:
-        """Return the loss of the mini-batch so far, a scalar: the weighted sum over micro-batches, in their order.
+        """Return the loss of the mini-batch so far: the weighted sum over micro-batches, in their order, a scalar.
 
-        ``part`` selects one part of a loss that has several. None before the first loss, and on all but the last stage.
+        ``part`` selects one part of the loss. The result is None before the first loss, and on stages before the last.
         """
         return summed([term for term in self.loss_terms() if part in (None, term.part)])
 
@@ -436,7 +436,7 @@ class StageWork:
     def _averages(self) -> tuple[tuple[float, float], ...]:
         """Return (loss, number of items) of one mini-batch of an evaluation, for each term of the loss.
 
-        Items are what the term averages over: samples, or valid labels. The loss is NaN if no micro-batch has any.
+        A term averages over its items, which are samples or valid labels. The loss of a term without items is NaN.
         """
         losses = self._transfer.read([self.loss(part) for part in range(len(self.feed.items))], TransferKind.LOSS)
         return tuple((math.nan if loss is None else loss, n) for loss, n in zip(losses, self.feed.items, strict=True))

@@ -60,7 +60,7 @@ class TorchSettings:
     """Process-wide settings of torch, as read in one process.
 
     Attributes:
-        values: (name below ``torch``, value) of the settings that this version of torch can read.
+        values: (name below ``torch``, value) of every setting that this version of torch can read.
     """
 
     values: tuple[tuple[str, Any], ...] = ()
@@ -83,11 +83,11 @@ class TorchSettings:
                 ) from error
 
     def changed(self) -> list[str]:
-        """List the names of these settings that have another value in this process now."""
+        """List the names of the settings that now have another value in this process."""
         return [name for name, value in self.values if _read(name) != value]
 
     def unusual(self) -> dict[str, str]:
-        """Return {name: value} of the default dtype and the matmul precision, leaving out torch's own defaults."""
+        """Return {name: value} of default dtype and matmul precision, without those that have torch's default value."""
         return {f"torch.{name}()": str(value) for name, value in self.values if _USUAL.get(name, value) != value}
 
 

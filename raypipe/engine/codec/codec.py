@@ -75,7 +75,7 @@ class Codecs(NamedTuple):
 
 
 def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs) -> tuple[int, int]:
-    """Return (bytes of a message's tensors, bytes of the message on the wire); padding and header are not counted."""
+    """Return the bytes of a message's tensors (before encoding, after encoding), without padding and header."""
     plain = sum(x.nbytes for x in tensors if x is not None)
     name = codecs.of(op).name
     if name == "none":
@@ -97,7 +97,7 @@ def travels_coded(name: str, op: Op, tensor: torch.Tensor) -> bool:
 
 
 def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
-    """Return the bytes of ``elements`` distinct elements after encoding by the codec ``name``."""
+    """Return the bytes of a tensor with ``elements`` distinct elements, after encoding by the codec ``name``."""
     match name:
         case "none":
             return elements * dtype.itemsize
@@ -110,7 +110,7 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
 
 
 def applies(name: str, dtype: torch.dtype, elements: int) -> bool:
-    """Return True if a codec supports a dtype and saves bytes; the scale would make a single element larger."""
+    """Return True if a codec supports a dtype and saves bytes, which it cannot for a single element with its scale."""
     return dtype in _TAKES[name] and wire_bytes(name, dtype, elements) < elements * dtype.itemsize
 
 

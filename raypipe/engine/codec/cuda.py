@@ -42,7 +42,7 @@ def kernel_name(way: str, name: str, dtype: torch.dtype) -> str:
 
 
 def grid_of(kernel: str, elements: int) -> int:
-    """Return the number of thread blocks of a launch. A thread has 4 elements in bf16 and fp16, else 16."""
+    """Return the number of thread blocks of a launch. A thread computes 4 elements in bf16 and fp16, else 16."""
     of_thread = 4 if kernel.split("_")[1] in ("bf16", "fp16") else BLOCK // 8
     return -(-elements // (of_thread * THREADS))
 
@@ -82,7 +82,7 @@ class _Handle(NamedTuple):
 
 @functools.cache
 def _stream(address: int, device: int) -> Any:
-    """Return CuPy's view of the torch stream with this handle, cached; torch never destroys its streams.
+    """Return CuPy's view of the torch stream with this handle. The view is cached: torch never destroys its streams.
 
     Args:
         address: cudaStream_t as an integer; 0 for the default stream.

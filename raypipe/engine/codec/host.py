@@ -33,8 +33,8 @@ PART = 1024 * BLOCK
 """Number of elements that are encoded or decoded at a time, so that intermediate values stay in the cache."""
 
 DRAW = 2.0**-16
-"""Factor of the random int16 of ``draws``. The product is added to an element before rounding, and is in units of the
-block's scale.
+"""Factor of the random int16 of ``draws``. The product is added to an element, divided by the block's scale, before it
+is rounded.
 """
 _MOST = float(np.finfo(np.float32).max)
 
@@ -109,7 +109,10 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
 
 
 def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
-    """Decode ``wire`` into ``flat``, shape (elements,), of the encoded dtype. No content of ``wire`` raises."""
+    """Decode ``wire`` into ``flat``, shape (elements,), with the dtype of the tensor that the codec ``name`` encoded.
+
+    Nothing is raised, whatever bytes ``wire`` has.
+    """
     if name in _HALVES:
         flat.copy_(wire.view(_HALVES[name]))
         return
@@ -203,8 +206,8 @@ ROUNDS = 5
 def codec_cost(name: str) -> tuple[float, float, float]:
     """Measure a codec; return (compression ratio, seconds to encode a byte, seconds to decode a byte).
 
-    Bytes are those of the float32 tensor before encoding. Times are the shortest of ROUNDS rounds over 1 MiB on one
-    thread, which takes some milliseconds.
+    Seconds are per byte of the float32 tensor, before encoding: the shortest of ROUNDS rounds over 1 MiB on one thread.
+    The measurement takes some milliseconds.
     """
     plain = torch.linspace(-3.0, 3.0, SAMPLE_ELEMENTS)
     wire = torch.empty(wire_bytes(name, plain.dtype, plain.numel()), dtype=torch.uint8)

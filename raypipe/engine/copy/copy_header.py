@@ -62,7 +62,7 @@ class CopyHeader:
     pieces: int = 0
 
     def infos(self) -> dict[str, TensorInfo]:
-        """Return dtype, shape and position in the block of each tensor.
+        """Return dtype, shape and position in the block of each tensor, by the tensor's name in the table.
 
         Raises:
             CheckpointError: the table does not describe the block.
@@ -139,7 +139,7 @@ def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
 
 
 def _piece(copy: CopyPiece, title: str) -> StatePiece:
-    """Convert a copy to the StatePiece that StoredState reads, without the prefixes of names in the copy's table."""
+    """Convert a copy to a StatePiece, whose names lack the prefixes in the copy's table; ``title`` is for errors."""
     header, infos = copy.header, copy.header.infos()
     entries = {}
     for stored in infos:

@@ -132,9 +132,9 @@ class StageCopies:
         return finish
 
     def forget_after(self, step: int) -> None:
-        """Drop copies of steps after ``step``, to which the run has rolled back.
+        """Drop the copies taken after steps later than ``step``, because the run has rolled back to ``step``.
 
-        The repeated steps may give another state, for example with other codecs.
+        The steps are repeated, and may then give another state, for example with other codecs.
         """
         self._state.wait_until_read()
         for slot in self._slots:
@@ -142,7 +142,7 @@ class StageCopies:
                 slot.step = None
 
     def copy(self, step: int, piece: int = COMMON) -> tuple[CopyHeader, torch.Tensor]:
-        """Return (header, memory) of one piece of the complete copy of a step; the memory is uint8 and not cloned.
+        """Return (header, memory) of one piece of the complete copy taken after ``step``; the memory is not cloned.
 
         Raises:
             CheckpointError: there is no such copy or piece.
@@ -156,7 +156,7 @@ class StageCopies:
         )
 
     def _parts(self) -> dict[int, _Part]:
-        """Return the contents of each piece of a copy, by number. The tensors are those of the state, not copies."""
+        """Return what to copy into each piece, by the piece's number. The tensors are the state's own, not copies."""
         state = self._state
         held = {**state.parameters, **state.buffers}
         tensors = {f"{TENSORS}{name}": tensor.detach() for name, tensor in held.items()}
@@ -180,7 +180,7 @@ class StageCopies:
 
 
 def _nothing() -> None:
-    """Do nothing, as the function that ``StageCopies.begin`` returns if the copy exists."""
+    """Do nothing; ``StageCopies.begin`` returns this function if the copy exists already."""
 
 
 class _Part(NamedTuple):
@@ -239,7 +239,7 @@ class _Block:
         self.views = {name: view_of(self.data, info) for name, info in read_table(table, size_bytes).items()}
 
     def copy(self, tensors: dict[str, torch.Tensor], crossing: DeviceTransfer) -> None:
-        """Copy these tensors, which may be on a device, into the memory of ``fit``."""
+        """Copy these tensors, which may be on a device, into the memory that ``fit`` has allocated for them."""
         if not crossing.device.immediate:  # one by one, so that host memory never holds all of them twice
             for name, tensor in tensors.items():
                 self.views[name].copy_(crossing.copied({name: tensor}, TransferKind.SNAPSHOT)[name])
@@ -270,9 +270,9 @@ class HeldCopy:
         return self._arrived_bytes == self.header.size_bytes
 
     def place(self, offset: int, data: bytes | memoryview) -> None:
-        """Store received bytes that begin at ``offset``. They must leave no gap after the bytes received before.
+        """Store received bytes, which begin at ``offset`` in the copy and must leave no gap after the bytes before.
 
-        Bytes that were received before are not written again if ``data`` ends within them.
+        Nothing is written if all bytes of ``data`` were received before.
 
         Raises:
             CheckpointError: ``data`` leaves a gap, or is outside the copy.
@@ -288,7 +288,7 @@ class HeldCopy:
             self._arrived_bytes = end
 
     def piece(self) -> CopyPiece:
-        """Return header and tensors for ``copy_source``.
+        """Return the complete copy, with views of its memory as tensors, as ``copy_source`` takes it.
 
         Raises:
             CheckpointError: the copy is incomplete.
@@ -302,9 +302,9 @@ class HeldCopy:
 
 
 class HeldCopies:
-    """Received copies of one stage of another worker, or of one piece of the stage's state.
+    """Copies of another worker's stage, or of one piece of the stage's state, which this worker receives as a backup.
 
-    The newest complete copy is kept, and the copy that is being received.
+    The newest complete copy and the copy that is being received are kept.
     """
 
     def __init__(self) -> None:
@@ -327,10 +327,10 @@ class HeldCopies:
         return tuple(name.removeprefix(TENSORS) for name in names if name.startswith(TENSORS))
 
     def begin(self, header: CopyHeader) -> HeldCopy:
-        """Begin to receive a copy, and return it. The memory of a dropped copy is reused.
+        """Begin to receive a copy, and return it; return the held copy instead if it is complete and of the same step.
 
-        The newest complete copy of an earlier step is kept. Incomplete copies are dropped, and so are those of later
-        steps, from which the run has rolled back. If a complete copy of the same step is held, it is returned instead.
+        The newest complete copy of an earlier step is kept. Incomplete copies are dropped, and copies of later steps,
+        from which the run has rolled back. The memory of a dropped copy is reused.
         """
         before = [copy for copy in self._copies if copy.whole and copy.header.step <= header.step]
         kept = max(before, key=lambda copy: copy.header.step, default=None)
@@ -343,7 +343,7 @@ class HeldCopies:
         return coming
 
     def forget_after(self, step: int) -> None:
-        """Drop copies of steps after ``step``, to which the run has rolled back."""
+        """Drop the copies taken after steps later than ``step``, because the run has rolled back to ``step``."""
         self._copies = [copy for copy in self._copies if copy.header.step <= step]
 
     def copy(self, step: int) -> HeldCopy:

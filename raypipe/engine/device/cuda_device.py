@@ -163,8 +163,8 @@ def host_offset_s(
         since_s: device seconds from the first mark to each mark.
         recorded_s: host time at which each mark was recorded.
         known_s: host time at which all marks were known to be reached.
-        guess_s: host time of the first mark, computed from earlier marks without clock drift. It is returned if it is
-            within the bounds, else the nearest bound is. None returns the lower bound, as for an idle device.
+        guess_s: host time of the first mark, computed from earlier marks without clock drift. The guess is returned if
+            it is within the bounds, else the nearest bound. None returns the lower bound, as for an idle device.
     """
     least = max(recorded - since for recorded, since in zip(recorded_s, since_s, strict=True))
     most = known_s - max(since_s)

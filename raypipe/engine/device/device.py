@@ -34,7 +34,7 @@ Mark = Any
 
 
 class StreamName(StrEnum):
-    """Names of the streams besides the computing one, which is current unless another is entered."""
+    """Names of all streams but the computing stream, which is current outside of ``Device.stream``."""
 
     COPY_IN = "copy_in"
     COPY_OUT = "copy_out"
@@ -80,7 +80,7 @@ class Device:
     memory_bytes: int | None = None
 
     def prepare_thread(self) -> AbstractContextManager[None]:
-        """Make this device current in the calling thread inside the returned context; set one intra-op thread."""
+        """Limit torch to one intra-op thread in this thread; return a context that makes this device current in it."""
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
         return nullcontext()
@@ -97,7 +97,7 @@ class Device:
         """Make later work of the current stream wait for a mark, without blocking the host; ``why`` names the wait."""
 
     def finish(self, mark: Mark, why: str) -> None:
-        """Block the calling thread until the device reaches a mark, but not for later work; ``why`` names the wait."""
+        """Block the calling thread until the device reaches a mark; later work may go on. ``why`` names the wait."""
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Return the time at which each mark was reached, in seconds of ``time.monotonic``; wait for the last one."""
@@ -108,7 +108,7 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in device memory. Some state of a stage, as Adam's step counts, is on the host."""
+        """Return True if a tensor is in device memory; some state, such as the step counts of Adam, is on the host."""
         return tensor.device.type == "cpu"
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Device:
         host.decode(name, wire, flat)
 
     def peak_bytes(self) -> int:
-        """Return the peak bytes of tensors on the device; on the CPU, the process's present bytes, or 0 if unknown."""
+        """Return the peak bytes of tensors on the device; on the CPU, the bytes of this process now, 0 if unknown."""
         return process_bytes()
 
 
@@ -151,7 +151,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def held_bytes(error: BaseException) -> int:
-    """Return the bytes in use; 0 if unknown.
+    """Return the bytes in use after an out-of-memory error; 0 if unknown.
 
     These are the bytes of the GPU's tensors if ``error`` is a torch.OutOfMemoryError, else the bytes of this process.
     """

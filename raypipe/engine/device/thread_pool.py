@@ -27,11 +27,11 @@ class ThreadPool(Generic[_T]):
         self._end = weakref.finalize(self, _end, self._queues)  # the threads do not hold the pool
 
     def submit(self, calls: Sequence[Callable[[], _T]]) -> SimpleQueue[_T]:
-        """Queue one call per thread, to run after that thread's earlier calls; calls must not raise.
+        """Queue one call per thread, to run after the earlier calls of the thread; calls must not raise.
 
         Returns:
-            queue of the results, in the order in which the calls end. A result is put once its thread has dropped its
-            reference to the call, so that the call's memory is free by then.
+            queue that gets the results, in the order in which the calls end. A thread drops the call before it puts the
+            result, so that the memory of the call is free by then.
         """
         if not self._begun:
             self._begun = True

@@ -52,10 +52,10 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 class Writes(TorchFunctionMode):
-    """Recorder of the last in-place write to each parameter without memory, and of the line of the write.
+    """Recorder of in-place writes to parameters on the meta device: for each, the source line of the last write.
 
-    The line is None if an initialiser made the write. torch.nn.init reads is_meta and then skips some fills, so such a
-    read counts as a write. Parameters report the CPU as their device, so that constructors allocate other tensors
+    The line is None if an initialiser made the write. torch.nn.init reads is_meta and then skips some fills, so a read
+    of is_meta counts as a write. Parameters report the CPU as their device, so that constructors allocate other tensors
     there.
 
     Attributes:
@@ -86,7 +86,7 @@ class Writes(TorchFunctionMode):
         return result
 
     def note(self, tensor: torch.Tensor, line: str | None) -> None:
-        """Record a write to a tensor's storage; ``line`` is the constructor's, None if an initialiser wrote."""
+        """Record a write to a tensor's storage; ``line`` is the line of a constructor, None for an initialiser."""
         self._last[_storage(tensor)] = tensor, line
 
     def wrote(self, tensor: torch.Tensor) -> bool:
@@ -94,11 +94,11 @@ class Writes(TorchFunctionMode):
         return _storage(tensor) in self._last
 
     def constructor_line(self, tensor: torch.Tensor) -> str | None:
-        """Return `` at FILE:LINE`` of the last write; None if an initialiser made it, or nothing was written."""
+        """Return `` at FILE:LINE``, the line of the last write; None if an initialiser wrote last, or nothing did."""
         return self._last.get(_storage(tensor), (None, None))[1]
 
     def take_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Move a parameter to the meta device, in place: the object stays the same.
+        """Move the parameter that ``module`` registers as ``name`` to the meta device; the object stays the same.
 
         Raises:
             ConfigError: the parameter shares memory with another parameter, or cannot be swapped.
@@ -161,7 +161,7 @@ def build_on_meta(make: Callable[[], Any], seed: int) -> tuple[Any, Writes]:
 
 @contextmanager
 def without_values(what: str) -> Iterator[None]:
-    """Convert torch's errors about tensors without values to a ConfigError; ``what`` names the code inside."""
+    """Convert torch's errors about tensors without values to a ConfigError; ``what`` names the code in the context."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -182,7 +182,7 @@ def takes_module(module: nn.Module) -> bool:
 
 
 def _required(method: Any) -> int | None:
-    """Count the arguments without a default; None for what is not a method."""
+    """Count the arguments without a default; return None if ``method`` is not callable."""
     if not callable(method):
         return None
     kinds = (Argument.POSITIONAL_ONLY, Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)
@@ -275,7 +275,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter without the registration hooks; recurrent modules keep a list of their weights too."""
+    """Set a parameter without torch's registration hooks, also in the list of weights that recurrent modules keep."""
     if isinstance(module, nn.RNNBase):
         setattr(module, name, parameter)
     else:
@@ -350,7 +350,7 @@ class ModuleInit:
         return parameter
 
     def _initialised(self, path: str) -> dict[str, torch.Tensor]:
-        """Compute the parameters of one module; values that no initialiser sets are NaN, or 0 in integer tensors."""
+        """Compute the parameters of the module at ``path``; values that no initialiser sets are NaN, or integers 0."""
         module = self.model.get_submodule(path)
         bare = {name: p for name, p in module._parameters.items() if p is not None}
         real = {id(p): nn.Parameter(_unset_like(p), requires_grad=p.requires_grad) for p in bare.values()}
@@ -371,7 +371,7 @@ class ModuleInit:
                 call()
 
     def _initialisers(self, path: str) -> list[Callable[[], object]]:
-        """List the methods to call for the module at this path: the innermost module's first, _init_weights last."""
+        """List the initialisers of the module at ``path``, then of all modules around it, then every _init_weights."""
         parts = path.split(".") if path else []
         chain = [self.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
         per_module = []
@@ -385,12 +385,12 @@ class ModuleInit:
         return next(number for number, (name, _) in enumerate(self.model.named_modules()) if name == path)
 
     def _check(self, lines: Mapping[str, str | None]) -> None:
-        """Call all initialisers without memory, and raise ConfigError if they do not write a parameter.
+        """Run all initialisers on the meta device; raise ConfigError if one of the parameters is not written by them.
 
         A parameter that the constructor wrote last is refused too, because workers do not run the constructor.
 
         Args:
-            lines: by parameter, the line of the constructor that wrote it last; None if an initialiser did.
+            lines: by parameter, the line of the constructor that wrote the parameter last; None for an initialiser.
         """
         writes = Writes()
         with own_generators(), writes:

@@ -49,7 +49,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """StateSource of tensors in files. Sent to a worker, it has their locations; the worker reads the files.
+    """StateSource of tensors in files. A worker is sent their locations, not the tensors, and reads the files itself.
 
     Attributes:
         tensors: location of each tensor, by its name in the model.
@@ -65,7 +65,7 @@ class WeightFiles:
 
     @classmethod
     def as_stored(cls, tensors: Mapping[str, StoredTensor], title: str) -> WeightFiles:
-        """Create a source whose tensors keep the dtypes of the files."""
+        """Create a source, named ``title`` in messages, whose tensors keep the dtypes of the files."""
         bare = {name: torch.empty(x.info.shape, dtype=x.info.dtype, device="meta") for name, x in tensors.items()}
         return cls.like_model(tensors, bare, title)
 
@@ -73,7 +73,7 @@ class WeightFiles:
     def like_model(
         cls, tensors: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor], title: str
     ) -> WeightFiles:
-        """Create a source whose tensors get the dtypes and strides of ``own``, a model's tensors by name."""
+        """Create a source, named ``title``, whose tensors get the dtypes and strides of the model's tensors ``own``."""
         like = {name: (own[name].dtype, own[name].stride()) for name in tensors}
         return cls(tensors, like, {name: _checksum(sample) for name, sample in _samples(tensors)}, title)
 
@@ -113,7 +113,7 @@ def is_hugging_face(folder: Place) -> bool:
 
 
 def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
-    """Locate every tensor by name. In a checkpoint, a shared tensor is listed under each of its names.
+    """Return the location of every tensor, by name. A shared tensor in a checkpoint is listed under each name.
 
     Args:
         place: a .safetensors file, a folder of Hugging Face, a run or a checkpoint.
@@ -205,7 +205,7 @@ def _index(folder: Place, title: str) -> dict[str, str]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Locate the tensors that a checkpoint's manifest names.
+    """Return the location of each tensor in a checkpoint's manifest, by name.
 
     Raises:
         CheckpointError: a file has changed since it was checked.

@@ -40,7 +40,7 @@ _APPENDING = threading.Lock()
 
 
 def read_events(run: Place) -> list[dict[str, Any]]:
-    """Read the events of a run from its events.jsonl, oldest first. Lines cut off, as by a full disk, are left out.
+    """Read the events of a run from its events.jsonl, oldest first. Incomplete lines, as of a full disk, are left out.
 
     Raises:
         CheckpointError: the file is missing or unreadable.
@@ -203,7 +203,7 @@ def part_before(run: Place, step: int) -> bytes | None:
 
 
 def steps_written(run: Place) -> int:
-    """Return the number of steps in a run's metrics, of this or an old release: last step plus 1, 0 without metrics.
+    """Return the number of the last step in a run's metrics, plus 1; 0 without metrics. Reads old releases' files too.
 
     Raises:
         CheckpointError: the metrics cannot be read.
@@ -250,7 +250,7 @@ class MetricsWriter:
     def evaluated(self, step: int, numbers: Numbers) -> StepRecord | None:
         """Add the results of the evaluation after ``step`` steps to the last record, and return the new record.
 
-        If the last record is not that of step ``step - 1``, nothing changes and None is returned.
+        If the last record belongs to another step than ``step - 1``, nothing changes and None is returned.
         """
         if not self.recent or self.recent[-1].step != step - 1:
             return None
@@ -275,7 +275,7 @@ class MetricsWriter:
         return [(step + 1, self._evaluated[step]) for step in sorted(self._evaluated)]
 
     def write(self) -> None:
-        """Write all records in memory. The last part is replaced; parts that became full are then freed in memory.
+        """Write all records in memory, replacing the file of the last part; then free the records of full parts.
 
         Raises:
             CheckpointError: storage is full, forbidden or unreachable; the records are kept for the next call.

@@ -61,8 +61,8 @@ class Place:
     Attributes:
         filesystem: a pyarrow.fs.FileSystem. The base of a SubTreeFileSystem is moved into ``path``.
         path: path in the form of that file system, without a slash at the end.
-        before, query: parts of the URI before and after ``path``, as ``s3://`` and ``?endpoint_override=...``, with
-            which ``Place.of(str(place))`` is the same place. Empty for a local path or an explicit file system.
+        before, query: parts of the URI before and after ``path``, such as ``s3://`` and ``?endpoint_override=...``, so
+            that ``Place.of(str(place))`` equals ``place``. Empty for a local path or an explicit file system.
     """
 
     filesystem: Any
@@ -223,7 +223,7 @@ class Place:
         self.write_bytes(name, (place.read_bytes() if place.exists() else b"") + data)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file of this folder."""
+        """Rename the file ``name`` of this folder to ``new``."""
         with _explained(f"Renaming {self / name} failed"):
             self.filesystem.move((self / name).path, (self / new).path)
 
@@ -251,7 +251,7 @@ class Place:
 
 
 def _around(address: str, path: str) -> dict[str, str]:
-    """Return {"before": part of a URI before ``path``, "query": part after it}: fields of a Place."""
+    """Return the fields ``before`` and ``query`` of a Place: the parts of a URI before and after ``path``."""
     base, mark, query = address.partition("?")
     location, behind = unquote(base).rstrip("/"), mark + query
     if path and location.endswith(path):

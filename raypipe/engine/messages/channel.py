@@ -75,7 +75,7 @@ class Channel(Protocol):
     """Name of the link in error messages, such as ``stage 0 <-> stage 1``."""
 
     on_device: bool
-    """True if tensors are sent from, received into, encoded and decoded in the memory of the computing device."""
+    """True if the link sends from and receives into memory of the computing device, and encodes and decodes there."""
 
     @property
     def busy(self) -> bool:
@@ -94,8 +94,8 @@ class Channel(Protocol):
     def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sends under the name ``action``, and return it.
 
-        A tensor that requires a gradient at the sender is a leaf that requires one here. Dtype, shape and strides are
-        the sender's, with any codec.
+        A tensor that requires a gradient at the sender becomes a leaf that requires a gradient here. Dtype, shape and
+        strides are equal to the sender's, whatever the codec.
 
         Raises:
             LinkError: no message within ``timeout_s``, a wrong header, or a link that was closed or aborted; names
@@ -115,10 +115,10 @@ class Channel(Protocol):
         """Let ``recv`` return encoded tensors as CodedTensor from now on, for a device that decodes them itself."""
 
     def abort(self, reason: str) -> None:
-        """End every wait on both sides now, from any thread; the channel stays unusable."""
+        """End every wait on both sides now; the channel is unusable afterwards. Callable from any thread."""
 
     def leave(self, reason: str) -> None:
-        """Send all messages of earlier ``send`` calls, and then abort the link with ``reason``; from any thread.
+        """Send all messages of earlier ``send`` calls, then abort the link with ``reason``; callable from any thread.
 
         A worker that fails calls this, so that others get the messages of its finished steps before the abort.
         """
@@ -208,7 +208,10 @@ class Inbox:
         self._waiting = still
 
     def _give_up(self, waiter: tuple[Action, threading.Lock]) -> None:
-        """Remove a waiting thread from the list after its timeout; if it was woken meanwhile, reset its lock."""
+        """Remove a thread from the list of waiting threads after its timeout; reset its lock if it was woken meanwhile.
+
+        ``waiter`` is the entry of the list: the action that the thread waits for, and the lock that wakes the thread.
+        """
         with self._lock:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
@@ -278,7 +281,7 @@ class InMemoryChannel:
             self._pool.submit([partial(self._carry_in_thread, *order)])
 
     def _carry_in_thread(self, *order: Any) -> None:
-        """Send a message by ``_carry`` in the link's thread; a failure aborts the link."""
+        """Call ``_carry`` with the arguments ``order`` in the link's thread; a failure aborts the link."""
         one_core()
         try:
             self._carry(*order)
@@ -299,7 +302,7 @@ class InMemoryChannel:
             self._other.inbox.deliver(head, received, arrived_at_s)
 
     def _sent(self) -> None:
-        """Wait until the link's thread has sent all messages, at most CLOSE_TIMEOUT_S seconds."""
+        """Wait until the link's thread has sent all messages, for at most CLOSE_TIMEOUT_S seconds."""
         if self._pool is not None:
             with suppress(Empty):
                 self._pool.submit([_nothing]).get(timeout=CLOSE_TIMEOUT_S)
@@ -333,4 +336,4 @@ class InMemoryChannel:
 
 
 def _nothing() -> None:
-    """Do nothing. As a task of a thread, its end shows that all earlier tasks have ended."""
+    """Do nothing. The end of this task in a thread shows that all earlier tasks of the thread have ended."""

@@ -67,7 +67,7 @@ def check_payload(head: Head, payload: Iterable[bytes | bytearray | memoryview],
 
 
 def _guessed_name(plain: bytes | bytearray | memoryview, form: FrameFormat) -> str:
-    """Return words for a message with a damaged header, with its action if that can still be parsed."""
+    """Describe a message whose header is damaged, by its action if the header can still be parsed."""
     try:
         action = frame.parse(plain, form).action
     except LinkError as error:

@@ -93,8 +93,8 @@ class FrameFormat(NamedTuple):
     """Format of the frames of a channel, equal on both ends.
 
     Attributes:
-        generation: number of the links, which grows whenever a run opens its links anew. The receiver drops messages of
-            a smaller number, and refuses those of a larger one.
+        generation: number that grows whenever a run opens its links anew. The receiver drops messages of a smaller
+            number, and refuses messages of a larger number.
         max_tensors: maximum number of tensors in a message, which determines the size of headers.
     """
 
@@ -195,7 +195,7 @@ def encode_on(
 def _described(
     device: Device, action: Action, tensors: Payload, codec: Codec
 ) -> tuple[list[Described | None], list[tuple[torch.Tensor, int]]]:
-    """Describe a message's tensors; return (descriptions, [(memory to send, its bytes)]). None is described by None."""
+    """Return (description of each tensor of a message or None for None, [(memory to send, its size in bytes)])."""
     described: list[Described | None] = []
     parts: list[tuple[torch.Tensor, int]] = []
     for place, tensor in enumerate(tensors):
@@ -375,7 +375,7 @@ def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
 
 
 def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:
-    """Decode the distinct elements of an encoded tensor into new memory; return the memory, uint8."""
+    """Decode the distinct elements of an encoded tensor into new memory (of ``allocate``); return the memory, uint8."""
     nbytes = record.elements * record.dtype.itemsize
     memory = torch.empty(nbytes, dtype=torch.uint8) if allocate is None else allocate(nbytes)
     wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]

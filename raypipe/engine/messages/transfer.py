@@ -32,7 +32,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class _Coding(NamedTuple):
-    """Codec of a tensor in a transfer, and the key of its stochastic rounding; None rounds to nearest."""
+    """Codec of a tensor in a transfer, and the key of stochastic rounding; without a key it rounds to nearest."""
 
     name: str
     key: int | None
@@ -60,7 +60,7 @@ class DeviceTransfer:
         """Start copying a message's tensors to host memory for a channel; return before the copies are complete.
 
         Tensors are encoded on the device if it supports the codec. Outputs that require no gradient are cloned on the
-        device first, because the next forward may change their memory, as that of a buffer.
+        device first: they may share memory that the next forward changes, such as the memory of a buffer.
 
         Args:
             what: OUTPUTS or INPUT_GRADS.
@@ -134,7 +134,7 @@ class DeviceTransfer:
             target.copy_(there)
 
     def copied(self, tensors: Mapping[str, torch.Tensor], what: TransferKind) -> dict[str, torch.Tensor]:
-        """Copy named tensors to new host memory, also if the device is the CPU; wait for the copies.
+        """Copy named tensors to new host memory, even if the device is the CPU; wait for the copies.
 
         The thread must have no other device work meanwhile.
         """
@@ -216,7 +216,7 @@ class DeviceTransfer:
         return copy
 
     def _take(self, nbytes: int, what: TransferKind) -> torch.Tensor:
-        """Return a staging buffer (host memory) of at least ``nbytes``; wait for a pending copy from it if needed."""
+        """Return a staging buffer (host memory) of at least ``nbytes``, after a pending copy from it has ended."""
         size = 1 << max(nbytes - 1, 63).bit_length()
         kept = self._staging.setdefault(size, deque())
         if len(kept) < KEPT:

@@ -54,10 +54,10 @@ class ReplicaLink(Protocol):
     """Exchange of messages between the replicas of a stage."""
 
     def send(self, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
-        """Send a message named ``action``, from any thread; all but the first ``in_host`` tensors are on the device."""
+        """Send ``worker`` a message named ``action``, in any thread; the first ``in_host`` tensors are on the host."""
 
     def recv(self, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
-        """Wait for the message named ``action``, in any thread; tensors from index ``in_host`` on are on the device."""
+        """Wait for ``worker``'s message ``action``, in any thread; its first ``in_host`` tensors stay on the host."""
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for replicas to the counters of the stage."""
@@ -67,7 +67,7 @@ class AllReduce:
     """All-reduce of one stage, on one of its replicas.
 
     Args:
-        placement: defines the replicas, and the lanes of each.
+        placement: assignment of stages to workers, with the stage's replicas and the lanes of each replica.
         sink: gradient sums of the stage.
         link: sends and receives messages of the stage's replicas.
         codec: "bf16" rounds the sums of lanes, and then their totals, to send half the bytes of fp32. Sums that are not
@@ -108,7 +108,7 @@ class AllReduce:
     def run(self, microbatch: int) -> None:
         """Compute the totals over all lanes after the last backward of an update, and store them in the sink.
 
-        If ``begin`` has started the exchange, wait until it ends.
+        If ``begin`` has started the exchange, wait until it ends. ``microbatch`` names the messages as in ``begin``.
 
         Raises:
             LinkError: a replica did not answer.
@@ -151,7 +151,7 @@ class AllReduce:
         self._link.waited(time.monotonic() - begin_s)
 
     def _named(self, op: Op, microbatch: int, number: int) -> Action:
-        """Return the action that names the message of the chunk with index ``number``."""
+        """Return the action, of operation ``op``, that names the messages of the chunk with index ``number``."""
         return Action(self._sink.program.index, op, microbatch - number % 2 if self._sharded else microbatch)
 
     def abandon(self) -> None:
@@ -219,7 +219,7 @@ class AllReduce:
         return reached, chunk.summed(me, [(slices[lane], reached[lane]) for lane in sorted(reached)])
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Round a floating-point tensor to the dtype of the codec; return it unchanged if the codec is "none"."""
+        """Round a floating-point tensor to the dtype of the codec; return ``x`` unchanged if the codec is "none"."""
         return x.to(torch.bfloat16) if self._rounds and x.dtype in (torch.float32, torch.float64) else x
 
 
@@ -259,7 +259,7 @@ class _ThreadedExchange:
                 self._completed(number)
 
     def _completed(self, number: int) -> None:
-        """Let the thread send chunk ``number``, whose gradients are all queued in the computing stream."""
+        """Let the thread send chunk ``number``, because all its gradients are queued in the computing stream."""
         self._marks[number] = self._device.mark()
         self._complete[number].set()
 
@@ -280,7 +280,7 @@ class _ThreadedExchange:
         return totals
 
     def abandon(self) -> None:
-        """End the thread's waits for gradients; its waits for messages end when the channel closes."""
+        """End the thread's wait for gradients; a wait for messages ends when the channel closes."""
         self._abandoned = True
         for event in self._complete:
             event.set()

@@ -18,8 +18,8 @@ import torch
 from raypipe.ir.report import Norms
 
 BLOCK = 1024
-"""Elements per block, a multiple of the elements in a vector register. If slices begin at a block, the optimizer's step
-of a slice gives the bits of a step of the whole parameter, even if scalar code computes a tensor's last elements."""
+"""Elements per block, a multiple of the elements in a vector register. If slices begin at a block, an optimizer's steps
+of slices and of the whole parameter are bitwise equal, even if scalar code computes a tensor's last elements."""
 
 
 def block_norms(elements: torch.Tensor) -> torch.Tensor:
@@ -46,12 +46,12 @@ def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(positions: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of ``norms``, shape (n,), in the order of the parameters' positions in named_parameters()."""
+    """Compute the norm of the parameters' norms, shape (n,), in the order of ``positions`` in named_parameters()."""
     return torch.linalg.vector_norm(norms[torch.argsort(positions)])
 
 
 def to_report_norms(positions: torch.Tensor, norms: torch.Tensor) -> Norms:
-    """Convert parameters' norms to the form in a report, from which ``norm_of`` computes the total."""
+    """Convert positions and norms of parameters to the form in reports, from which ``norm_of`` computes the total."""
     return Norms(tuple(positions.tolist()), tuple(norms.tolist()), str(norms.dtype).removeprefix("torch."))
 
 

@@ -19,11 +19,12 @@ Optimizer = torch.optim.Optimizer
 
 
 def as_one(optimizer: Any) -> Any:
-    """Return an optimizer with torch's ``param_groups`` and ``state_dict()``, for an object that holds several.
+    """Convert an object that holds several optimizers to one optimizer with ``param_groups`` and ``state_dict()``.
 
     Returns:
-        ``optimizer`` itself if it has these, if the optimizers in its attributes do not hold all its parameters, or if
-        it is an optimizer of torch that does more than hold others, as one around a single optimizer.
+        The new optimizer; or ``optimizer`` unchanged if it has these attributes in torch's form, if the optimizers in
+        its attributes do not hold all of its parameters, or if it is a torch optimizer that does more than hold several
+        others, such as a wrapper of a single optimizer.
     """
     if not callable(getattr(optimizer, "step", None)) or _is_like_torchs(optimizer):
         return optimizer
@@ -50,9 +51,10 @@ def _is_state_dict(saved: Any) -> bool:
 
 
 def _only_holds(optimizer: Optimizer, held: list[Optimizer]) -> bool:
-    """Return True if an optimizer's state_dict() is made of those of several, or it has none of its own.
+    """Return True if ``optimizer`` has no state of its own: its state_dict() consists of those of several optimizers.
 
-    None in it stands for an optimizer without parameters: a stage may have matrices only.
+    If its class does not define state_dict(), ``held`` must have several. An entry None is an optimizer without
+    parameters, such as the optimizer of biases in a stage that has matrices only.
     """
     inherits = type(optimizer).state_dict is Optimizer.state_dict
     saved = [one.state_dict() for one in held] if inherits else optimizer.state_dict()
@@ -63,12 +65,12 @@ def _only_holds(optimizer: Optimizer, held: list[Optimizer]) -> bool:
 class Together(Optimizer):
     """Optimizer around a user's object that holds several optimizers; ``step()`` calls the object's ``step()``.
 
-    Its state and groups are those of all held optimizers together. Each step first assigns them to these optimizers,
-    because ``load_state_dict`` makes new ones. Other attributes are those of the object.
+    State and groups are joined from all held optimizers. Each step first assigns them to the held optimizers again,
+    because ``load_state_dict`` makes new ones. All other attributes are read from the object.
 
     Args:
-        users: the object.
-        held: optimizers in it, each with other parameters.
+        users: object that holds the optimizers.
+        held: optimizers in the object, which have no parameter in common.
     """
 
     def __init__(self, users: Any, held: list[Optimizer]) -> None:
@@ -87,7 +89,7 @@ class Together(Optimizer):
         return getattr(self.users, name)
 
     def step(self, closure: Any = None) -> Any:
-        """Hand state and groups to the held optimizers, and call the object's ``step()``."""
+        """Assign state and groups to the held optimizers, and call the object's ``step()``."""
         groups = iter(self.param_groups)
         for one in self.held:
             one.state, one.param_groups = self.state, [next(groups) for _ in one.param_groups]

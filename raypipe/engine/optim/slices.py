@@ -78,7 +78,7 @@ def chunks_of(
 
 
 def once(chunks: Sequence[Chunk], sharded: Mapping[int, str]) -> list[Chunk]:
-    """Select sharded chunks in which each parameter occurs once: those with the parameters' first sites."""
+    """Select the sharded chunks of the parameters' first sites, so that each parameter occurs in one site only."""
     first = {name: place for place, name in reversed([*sharded.items()])}
     return [x for x in chunks if x.sharded and all(first[sharded[site]] == site for site in x.sites)]
 
@@ -115,7 +115,8 @@ class Chunk:
         sharded: True if each replica steps its slice.
 
     Args:
-        trained: parameters of the sink, one per site.
+        pieces: ranges of sites that form the chunk.
+        trained: parameter of each site of the stage.
         grain: slices begin at multiples of this number of elements of a site; more than 1 for a sharded chunk.
     """
 
@@ -169,12 +170,12 @@ class Chunk:
         return pieces
 
     def taken(self, worker: int, tensors: Tensors) -> torch.Tensor:
-        """Concatenate a replica's slice out of ``tensors``, one tensor per entry of ``GradientSink.trained``."""
+        """Concatenate the slice of the replica on ``worker`` from ``tensors``, one per site of the stage."""
         parts = [flat(tensors[site])[begin:end] for site, begin, end in self.pieces_of(worker)]  # type: ignore[arg-type]
         return torch.cat(parts) if parts else self._like.new_empty(0)
 
     def put(self, worker: int, slice_: torch.Tensor, into: Tensors) -> None:
-        """Copy a replica's slice into the tensors ``into``, one per entry of ``GradientSink.trained``; skip None."""
+        """Copy the slice of the replica on ``worker`` into the tensors ``into``, one per site of the stage or None."""
         pieces = self.pieces_of(worker)
         for (site, begin, end), part in zip(pieces, slice_.split([e - b for _, b, e in pieces]), strict=True):
             if (target := into[site]) is not None:
@@ -205,7 +206,7 @@ class Chunk:
         return total
 
     def write(self, totals: Tensors, into: Tensors) -> None:
-        """Copy the slices of all replicas, in order, into the tensors ``into``, as ``put`` does."""
+        """Copy the slices ``totals`` of all replicas, in order, into the tensors ``into``, as ``put`` copies one."""
         whole = torch.cat([x for x in totals if x is not None])
         for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
             if (target := into[site]) is not None:
@@ -241,7 +242,7 @@ def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor])
 def parts_of(
     program: StageProgram, parameters: Mapping[str, torch.Tensor], placement: Placement
 ) -> dict[int, list[ParameterSlice]]:
-    """Map the worker of each replica to the slices of parameters that its optimizer steps."""
+    """Return {worker: slices of parameters that its optimizer steps} for all replicas."""
     trained = [parameters[x.parameter].detach() for x in program.train.sites if x.parameter in program.trainable]
     names = sharded_names(program, parameters)
     chunks = once(chunks_of(trained, placement, names), names)
@@ -272,7 +273,7 @@ class Slices:
         """Tensors that the optimizer steps, by slice."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters in the groups and in the state of an optimizer by this replica's slices of them."""
+        """Replace whole parameters in an optimizer's groups and state by this replica's slices of these parameters."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         by_name: dict[str, list[tuple[ParameterSlice, torch.nn.Parameter]]] = {}
         for part, parameter in self.held.items():
@@ -296,11 +297,11 @@ class Slices:
                 group["param_names"] = [names_by_id[id(x)] for x in stepped]
 
     def part_of(self) -> dict[int, ParameterSlice]:
-        """Map the id of each tensor that the optimizer steps as a slice to the name and range of the slice."""
+        """Return {id of a tensor that the optimizer steps: the slice that the tensor is}."""
         return {id(parameter): part for part, parameter in self.held.items()}
 
     def take_gradients(self) -> None:
-        """Set the gradient of each slice as a view of its parameter's gradient, which is complete within the slice."""
+        """Set the gradient of each slice to a view of its parameter's gradient, which is complete within the slice."""
         for part, parameter in self.held.items():
             whole = self._parameters[part.name].grad
             parameter.grad = None if whole is None else flat(whole)[part.first : part.stop]
@@ -310,7 +311,7 @@ class Slices:
         return [x.grad for x in self.held.values() if x.grad is not None]
 
     def follow(self) -> None:
-        """Make slices views of their parameters again, with their new values, after a step.
+        """Copy new values of slices into the parameters after a step, and make the slices views of them again.
 
         This is needed only for an optimizer that assigns ``parameter.data`` instead of changing it in place.
         """

@@ -66,7 +66,7 @@ class Settings:
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:
-    """Read the learning rate of a parameter group; None if missing or not a number, as in lr=None of Adafactor."""
+    """Read the learning rate of a parameter group; None if it is missing or no number, such as Adafactor's lr=None."""
     rate: Any = group.get("lr")
     if (isinstance(rate, torch.Tensor) and rate.numel() != 1) or not hasattr(rate, "__float__"):
         return None

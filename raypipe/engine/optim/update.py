@@ -228,8 +228,9 @@ class Update:
     def _overflowed(self, *, finite: bool) -> bool:
         """Update the loss scale; return True if the step is skipped because the loss scale may have been too large.
 
-        True if the norm is not finite, and the scale is above 1 or the stage has no optimizer (and so no scale). False
-        for a non-finite norm at a scale of 1: the caller then follows ``on_nonfinite``. Always False without fp16.
+        Returns True for a norm that is not finite, if the scale is above 1 or if the stage has no optimizer (and so no
+        scale). At a scale of 1 it returns False, so that the caller follows ``on_nonfinite``. Without fp16 it always
+        returns False.
 
         Args:
             finite: True if the gradient norm of the model is finite.

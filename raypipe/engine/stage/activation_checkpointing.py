@@ -109,7 +109,10 @@ class Recomputation:
         return outputs
 
     def _copied(self, kind: str, tensors: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the tensors, with copies of those that a forward changes in place; in the first forward, copy all."""
+        """Return the tensors; clone each that a forward changes in place, and in the first forward clone all.
+
+        ``kind`` is "input", "column" or "buffer", as in ``_versions``.
+        """
         changed = self._changed
         return {
             name: _copy(x) if x is not None and (changed is None or (kind, name) in changed) else x
@@ -124,7 +127,7 @@ class Recomputation:
 
 
 def _versions(arguments: ForwardInputs) -> Iterator[tuple[tuple[str, Any], int]]:
-    """Yield the in-place version counter of each tensor, by kind and name."""
+    """Yield ((kind, name), in-place version counter) of each tensor; a kind is "input", "column" or "buffer"."""
     kinds = ("input", dict(enumerate(arguments.inputs))), ("column", arguments.columns), ("buffer", arguments.buffers)
     for kind, tensors in kinds:
         for name, x in tensors.items():
@@ -237,7 +240,7 @@ def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **k
 def _again(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Wrap a checkpointed function for its call in the backward, with the forward's random numbers and tensors.
 
-    None if no wrapper is needed, because random numbers are not keyed and no tensors are bound.
+    Returns None if no wrapper is needed, because random numbers are not keyed and no tensors are bound.
     """
     bind = _here.bind
     keyed = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, KeyedRandomness)]

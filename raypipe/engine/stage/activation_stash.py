@@ -119,7 +119,7 @@ class ActivationStash:
         self._ring.leave(microbatch)
 
     def _run_whole(self, microbatch: int, received: _Gradients) -> _Gradients:
-        """Run a whole backward: add the parameters' gradients to the sink; return those of the inputs ``received``."""
+        """Run a whole backward; add the parameters' gradients to the sink; return the gradients of ``received``."""
         roots, output_grads = self._roots(microbatch)
         own = self._ring.trained(microbatch)
         leaves = [*own, *received]

@@ -47,7 +47,7 @@ def gradients(
     """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``.
 
     Args:
-        roots, leaves: tensors, or edges of the graph where gradients enter and are taken.
+        roots, leaves: tensors or edges of the graph, where gradients enter the graph (roots) and are taken (leaves).
         output_grads: one per root, of its shape and dtype. The roots' graph is freed.
 
     Returns:
@@ -118,7 +118,7 @@ def _operand(node: Any, name: str) -> _Operand | None:
 
 
 def _unknown() -> None:
-    """Represent unknown unpack hooks, for releases of torch that do not expose them."""
+    """Serve as the value of a node's unpack hooks in releases of torch that do not expose the hooks."""
 
 
 def _matrix_product(node: Any, place: int, name: str) -> Product | None:
@@ -235,7 +235,12 @@ def input_gradients(
 
 @torch.no_grad()
 def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradient]:
-    """Run W, the weight part, with one call per island: hooks free a large gradient before the next is computed."""
+    """Run W, the weight part, one island at a time, so that hooks free a large gradient before the next is computed.
+
+    Args:
+        later: deferred islands; removed as they run.
+        position: index of each leaf in the result, by the id of the leaf.
+    """
     own: list[Gradient] = [None] * len(position)
     while later:
         island, make = later.pop()
@@ -249,7 +254,7 @@ def _finish(later: list[_Deferred], position: dict[int, int]) -> Sequence[Gradie
 
 
 def _deferred(island: _Island, entries: dict[_Edge, list[tuple[Any, int]]]) -> _Deferred | None:
-    """Defer an island to W if all edges into it come from one supported product; else return None."""
+    """Defer an island to W if all edges into it (``_entries``) come from one supported product; else return None."""
     users = [user for edge in island.edges for user in entries[edge]]
     node = users[0][0]
     if any(other is not node for other, _ in users) or not island.leaves:
@@ -295,7 +300,7 @@ def _on_path(begins: Iterable[Any], received: set[int]) -> dict[Any, bool]:
 
 
 def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
-    """Map each edge into an island (nodes with False in ``on_path``) to the (node, input index) that lead there."""
+    """Map each edge into an island (nodes with False in ``on_path``) to the (node, input index) that have the edge."""
     entries: dict[_Edge, list[tuple[Any, int]]] = {}
     for node, leads in on_path.items():
         if leads:
@@ -306,7 +311,7 @@ def _entries(on_path: dict[Any, bool]) -> dict[_Edge, list[tuple[Any, int]]]:
 
 
 def _groups(on_path: dict[Any, bool], entries: dict[_Edge, list[tuple[Any, int]]]) -> list[list[_Edge]]:
-    """List groups of edges into islands whose gradients one formula computes together, as the two of a convolution."""
+    """Group the edges whose gradients one formula computes together: those to weight and bias of a convolution."""
     groups = []
     for node, leads in on_path.items():
         if leads and len(places := PLACES.get(node.name(), ())) > 1:

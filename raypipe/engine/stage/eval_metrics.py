@@ -40,7 +40,7 @@ class MetricReads(NamedTuple):
     """Parts that the metrics of a model with its own loss read.
 
     Attributes:
-        outputs: keys of its output; the last stage's function returns them after the loss in evaluation.
+        outputs: keys of the parts of the output; in evaluation the last stage returns these parts after the loss.
         columns: columns of the data that are read.
         output_names, column_names: names of all parts, read or not, as ``names_of`` returns them.
     """
@@ -183,7 +183,11 @@ class EvalMetrics:
 
 
 def _parts(name: str, result: Any) -> dict[str, Any]:
-    """Return a metric's numbers by the names in reports; StageError if two have one name, or a dict is empty."""
+    """Split the result of a metric into numbers by their names in reports.
+
+    Raises:
+        StageError: two numbers have one name, or a dict is empty.
+    """
     if not isinstance(result, Mapping):
         return {name: result}
     parts = {f"{name}_{_NOT_OF_A_NAME.sub('_', str(key))}": value for key, value in result.items()}
@@ -210,7 +214,7 @@ def _own(metric: Any) -> Any:
 
 
 def _counted(name: str, result: Any, samples: int) -> tuple[float, float]:
-    """Convert the result of a metric that is a function to (total, count)."""
+    """Convert the result of a metric function, called on a micro-batch of ``samples`` samples, to (total, count)."""
     if isinstance(result, tuple | list):
         if len(result) != 2:
             raise StageError(

@@ -59,8 +59,8 @@ class _Minibatch(NamedTuple):
 class Feed:
     """Reader of mini-batches, which it splits into micro-batches.
 
-    ``prepare`` reads mini-batches in advance; any other is read when ``microbatch`` needs the first of its
-    micro-batches. Two threads may call these methods at once, but only one of them reads at a time.
+    ``prepare`` reads mini-batches in advance; ``microbatch`` reads any other mini-batch when it is called for its first
+    micro-batch. Two threads may call these methods at once, but only one of them reads at a time.
 
     Args:
         sources: data by mode: "train" and, for evaluation, "eval".
@@ -162,13 +162,13 @@ class Feed:
     def mark(self) -> Mark | None:
         """Return the position in the stream of train_data after the newest mini-batch, from which a run can resume.
 
-        None if train_data is no stream, or if this stage has read none of it.
+        Returns None if train_data is no stream, or if this stage has read nothing from it.
         """
         reader = self._sources.get("train")
         return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
 
     def learn(self, mark: Mark | None) -> None:
-        """Set the position in the stream of train_data from which the run resumes; None and other data are ignored."""
+        """Set the position from which to resume the stream of train_data; no effect if None, or without a stream."""
         reader = self._sources.get("train")
         if mark is not None and isinstance(reader, StreamReading):
             reader.learn(mark)
@@ -181,7 +181,7 @@ class Feed:
 
     @property
     def items(self) -> Weights:
-        """Number of items over which each part of the mini-batch's loss averages; last stage in evaluation only."""
+        """Number of items over which each part of the mini-batch's loss averages; on the last stage, in evaluation."""
         assert self._current is not None
         return self._current[1].items
 
@@ -235,7 +235,7 @@ def token_column(names: Sequence[Any], example: Mapping[Any, torch.Tensor]) -> A
 
     Args:
         names: column names of the data, in order.
-        example: some samples of each column; its keys, names or indices, are those that stages use.
+        example: some samples of each column, by the key of the column that stages use, a name or an index.
     """
     for name in NAMES:
         if name in names:

@@ -54,7 +54,7 @@ one at once, as stages in threads would, it raises "AST constructor recursion de
 
 
 def names_of(code: Any) -> dict[str, Any]:
-    """Return the globals to send with fx code (``Graph.python_code``): all but modules and TORCH_NAMES.
+    """Return the globals to send with fx code (``Graph.python_code``): all except modules and TORCH_NAMES.
 
     For each custom operation that the code calls, a record (Registered) is added under the text of the call.
     """
@@ -141,7 +141,7 @@ class Body:
 
 
 class Region:
-    """Subgraph of a model that is not partitioned. A call with its inputs runs the first of its bodies."""
+    """Subgraph of a model that is not partitioned. A call runs the first of its bodies on the inputs."""
 
     kind = "region"
 
@@ -178,7 +178,7 @@ class Conditional(Region):
 
 
 class _Operands(torch.autograd.Function):
-    """Identity of tensors, with one backward node: all their gradients are complete, and not None, when it runs."""
+    """Identity function of tensors, whose backward runs once all their gradients are complete; none of them is None."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -99,7 +99,10 @@ class GradientSink:
         self.use_lane(0 if at_once else lane_of(microbatch, interval, self.lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
-        """Register a hook that adds each gradient of the leaf once it is computed; small leaves get no hook."""
+        """Register a hook that adds each gradient of the leaf once it is computed; small leaves get no hook.
+
+        ``position``, here and in private methods, is the index of the parameter's use in ``StageFunction.sites``.
+        """
         # Size of the sum: leaves may be of 16 bits.
         if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # Replacement for a gradient that the hook has added: its shape, without its memory.
@@ -113,8 +116,8 @@ class GradientSink:
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of one micro-batch to the selected lane, in the order of the calls.
 
-        The first gradient of a use is copied into the layout of the parameter, as torch's AccumulateGrad does: it may
-        be a view or shared with another leaf, and rounding of the norm depends on the layout.
+        The first gradient of a use is copied into the layout of the parameter, as torch's AccumulateGrad does. The
+        gradient may be a view or shared with another leaf, and rounding of the norm depends on the layout.
 
         Args:
             gradients: one per leaf of ``WeightRing.trained``; None for a leaf without a gradient.
@@ -139,7 +142,7 @@ class GradientSink:
             torch._foreach_add_(*sums)
 
     def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a gradient, as the hook of a large leaf; return ``nothing`` instead, so that torch frees the gradient."""
+        """Add a large leaf's gradient, as its hook; return ``nothing`` instead, so that torch frees the gradient."""
         total, is_new = self._total(position)
         if is_new:
             total.copy_(gradient)
@@ -194,7 +197,7 @@ class GradientSink:
         return self._free(position) if reached and total is None else total
 
     def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
-        """Set the sums over all lanes (the filled tensors of ``total_of``), after the last gradient of this update."""
+        """Set the sums over all lanes to the tensors of ``total_of``, after the last gradient of this update."""
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):
             self._keep_lanes(position, total)
@@ -208,7 +211,7 @@ class GradientSink:
             sums[position] = None
 
     def _free(self, position: int) -> torch.Tensor:
-        """Return memory for the sum of a use, kept memory if there is any; its values are undefined."""
+        """Return memory for the gradient sum of a use, reused memory if possible; its values are undefined."""
         if kept := self._kept[position]:
             return kept.pop()
         return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
@@ -224,7 +227,7 @@ class GradientSink:
         """Set every ``parameter.grad`` to the sum over the parameter's uses, equal on all stages that hold it.
 
         Args:
-            imported: sums of each other stage by use, from the stage's ``exported``.
+            imported: for each other stage with shared parameters, the stage's ``exported`` sums, by use.
         """
         foreign: Accumulators = {}
         for sites in imported:

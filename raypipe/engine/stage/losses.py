@@ -53,7 +53,7 @@ class LossCounts:
 
     Attributes:
         program: function of the data columns that returns one divisor per counted term.
-        samples_too: True if the loss has a further term, its last, which averages over the samples.
+        samples_too: True if the loss has one more term at the end, which averages over the samples.
         words: description of what is counted, for error messages.
         parts: for each part of the loss, the index of its term, if the last stage returns the parts one by one; empty
             if it returns their sum, whose terms must then all have the same weights.
@@ -83,7 +83,7 @@ class LossCounts:
             divisor of the mini-batch).
 
         Raises:
-            DataError: the parts are summed, and micro-batches have other weights in one term than in another.
+            DataError: the parts are summed, but the weights of the micro-batches differ between the terms.
         """
         each = list(zip(*(self.divisors(some, size) for some, size in zip(columns, sizes, strict=True)), strict=True))
         if self.apart:
@@ -151,11 +151,12 @@ def update_weights(
     gradient of the loss over its own samples. The weights of an update without a valid target are 0.
 
     Args:
+        reduction, sizes, targets: see ``loss_weights``.
         interval: micro-batches per update; divides the number of micro-batches.
 
     Returns:
-        (weights in the gradients, shares in the loss of the mini-batch), both with one entry per micro-batch, a tuple
-        over the parts of the loss. They are equal if there is one update.
+        (weights in the gradients, shares in the loss of the mini-batch): two lists, with one tuple per micro-batch and
+        in it one number per part of the loss. The lists are equal if there is one update.
 
     Raises:
         DataError, ConfigError: as ``loss_weights``.
@@ -173,13 +174,13 @@ def update_weights(
 
 
 def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[Weights], Weights]:
-    """Compute the shares of micro-batches in the loss of an evaluation's mini-batch.
+    """Compute the shares of micro-batches in the loss of an evaluation's mini-batch; arguments as in ``loss_weights``.
 
     A part of the loss without items has shares of 0, so that it adds nothing to the evaluation.
 
     Returns:
-        (for each micro-batch, its share in every part of the loss; for every part, the number of items over which it
-        averages).
+        (for each micro-batch, its share in every part of the loss; for each part, the number of items over which the
+        part averages).
 
     Raises:
         DataError, ConfigError: as ``loss_weights``; but a mini-batch without a valid target is allowed.
@@ -189,7 +190,7 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
 
 
 def _shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[list[float]], list[float]]:
-    """Return (for each part of the loss, the share of each micro-batch; for each part, the items of the mini-batch)."""
+    """Return, for each part of the loss, (shares of the micro-batches, items in the mini-batch), as two lists."""
     if reduction == "sum" or isinstance(reduction, WholeMinibatch):
         return [[1.0] * len(sizes)], [float(sum(sizes))]
     if reduction == "mean":

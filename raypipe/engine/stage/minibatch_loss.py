@@ -27,7 +27,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class WholeMinibatch:
-    """Rule by which outputs of micro-batches become those of their mini-batch.
+    """Rule by which the outputs of micro-batches are joined to the outputs of their mini-batch.
 
     Attributes:
         joined: by mode ("train", "eval"), for each output tensor of the model, the dimension along which micro-batches
@@ -39,12 +39,12 @@ class WholeMinibatch:
     words = "the whole mini-batch"
 
     def join(self, mode: str, outputs: Sequence[Sequence[torch.Tensor]]) -> Tensors:
-        """Join the output tensors of micro-batches, given in their order, to those of the mini-batch."""
+        """Join the outputs of all micro-batches, in their order, to the outputs of the mini-batch."""
         by_output = zip(self.joined[mode], zip(*outputs, strict=True), strict=True)
         return tuple(parts[0] if dim is None else torch.cat(parts, dim) for dim, parts in by_output)
 
     def join_returned(self, returned: Sequence[Any]) -> Any:
-        """Join what a model returned for micro-batches in training mode, in its own structure."""
+        """Join the values that a model returned for micro-batches in training mode; their structure is kept."""
         leaves, specs = zip(*(pytree.tree_flatten(one) for one in returned), strict=True)
         whole = iter(self.join("train", [[x for x in some if isinstance(x, torch.Tensor)] for some in leaves]))
         return pytree.tree_unflatten([next(whole) if isinstance(x, torch.Tensor) else x for x in leaves[0]], specs[0])

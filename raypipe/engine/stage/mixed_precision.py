@@ -35,7 +35,7 @@ def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) 
 
     Args:
         kind: device type of the region. "cpu", on which models are traced, means the device of the operation's tensors.
-            For any other type than that of the tensors, autocast stays enabled.
+            If the tensors are on another type of device than ``kind``, autocast stays enabled.
     """
     device_type = next((x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), kind)
     if device_type == "meta" or kind not in ("cpu", device_type):

@@ -45,7 +45,7 @@ class Placement:
         return tuple(stage for stage, workers in enumerate(self.homes) if worker in workers)
 
     def first_stage(self, worker: int) -> int:
-        """Return the lowest stage of a worker. It is the stage in names of messages that belong to no single stage."""
+        """Return the lowest stage of a worker, by which messages are named that belong to all stages of the worker."""
         return self.stages_of(worker)[0]
 
     def home_of(self, stage: int, lane: int = 0) -> int:
@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def leads(self) -> bool:
-        """True if this worker is the first replica of its stages; it evaluates, and saves what replicas share."""
+        """True if this worker is the first replica of its stages, which evaluates and saves what all replicas share."""
         return self.replica == 0
 
     @property
@@ -83,11 +83,14 @@ class Placement:
         return tuple(s for s in (stage - 1, stage + 1) if 0 <= s < len(self.homes))
 
     def co_located(self, stage: int) -> frozenset[int]:
-        """Return the neighbour stages that the same worker holds."""
+        """Return the neighbour stages of ``stage`` that are on the same worker as ``stage``."""
         return frozenset(s for s in self.neighbour_stages(stage) if self.home_of(s) == self.home_of(stage))
 
     def sharing_workers(self, programs: Sequence[StageProgram], stage: int) -> dict[int, frozenset[int]]:
-        """Map each other leader to those of its stages that hold a parameter which ``stage`` holds too."""
+        """Return {worker: its stages that hold a parameter of ``stage``} for all other workers that have such stages.
+
+        Only leaders (first replicas) are included.
+        """
         home = self.home_of(stage)
         holders = {h for stages in programs[stage].shared_with.values() for h in stages}
         workers = sorted({self.home_of(h) for h in holders} - {home})
@@ -140,7 +143,7 @@ class Placement:
 
 
 def _shared_sites(program: StageProgram, stages: Collection[int]) -> int:
-    """Count this stage's uses of parameters that one of ``stages`` holds too."""
+    """Count the uses, in the stage of ``program``, of parameters that one of ``stages`` holds too."""
     shared = set(program.shared_names(stages))
     return sum(1 for site in program.train.sites if site.parameter in shared)
 

@@ -52,9 +52,9 @@ def key_conds() -> None:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Disable gradients inside the context, as for an evaluation.
+    """Disable gradients inside the context, to run or capture a model for evaluation.
 
-    A capture refuses torch.cond under torch.no_grad of the model, except inside this context.
+    A capture refuses torch.cond inside a torch.no_grad of the model itself, but not inside this context.
     """
     token = _without_gradients.set(True)
     try:
@@ -133,7 +133,7 @@ class RandomKey(NamedTuple):
 
 
 def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
-    """Return this thread's generator for the device, seeded for one draw; meta tensors use the CPU's."""
+    """Return this thread's generator for the device, seeded for draw ``index``; for meta tensors, that of the CPU."""
     device = torch.device("cpu") if device.type == "meta" else device
     pool = _local.__dict__.setdefault("generators", {})
     generator = pool.get(device)
@@ -144,13 +144,13 @@ def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Genera
 
 
 def _seed(key: RandomKey, index: int) -> int:
-    """Compute the seed of one draw; its low 32 bits, all that a CPU generator uses, depend on all parts of the key."""
+    """Compute the seed of draw ``index``. Its low 32 bits, which CPU generators use alone, depend on the whole key."""
     return mixed(*key, index) & 0x7FFFFFFFFFFFFFFF
 
 
 @contextmanager
 def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
-    """Seed the default generator of a GPU inside the context, for operations that take no generator.
+    """Seed the default generator of a GPU for draw ``index`` inside the context, for operations without a generator.
 
     These operations read seed and offset when they are queued. The generator's state is restored at the end. Other
     threads wait before they enter such a context.
@@ -167,7 +167,7 @@ def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterato
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:
-    """Compute ``aten::dropout`` of training, 0 < p < 1, from draw ``index``.
+    """Compute ``aten::dropout`` in training mode, 0 < p < 1, with the random numbers of draw ``index``.
 
     The result is bitwise equal to torch's own dropout in `KeyedRandomness`.
     """
@@ -192,7 +192,7 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of draws in a call of an aten operation. A recurrent network draws between layers."""
+    """Return the number of draws in a call of an aten operation; a recurrent network has several, between layers."""
     if not draws_randomness(op, args, kwargs):
         return 0
     bound = bind_arguments(op, args, kwargs)

@@ -47,7 +47,7 @@ class StageFunction(Protocol):
     """Function of a stage in one mode, training or evaluation.
 
     Attributes:
-        sites: the use of a parameter to which each tensor of the argument ``parameters`` belongs, in order.
+        sites: for each tensor of the argument ``parameters``, the use of a parameter to which the tensor belongs.
         buffers: names of the argument ``buffers``, which are updated in place.
         columns: names of the data columns that the stage reads itself.
         num_inputs, num_outputs: number of boundary tensors received and sent.
@@ -162,7 +162,7 @@ class StageProgram:
     def shared_sites(
         self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
     ) -> dict[Site, torch.Tensor | None]:
-        """Map each use of a parameter that this stage shares with ``stages`` to the gradient sum of that use.
+        """Return {use: gradient sum} of all uses of parameters that this stage shares with ``stages``.
 
         Args:
             stages: stages that hold some of the same parameters.
@@ -182,7 +182,7 @@ _TO_ONE_SIZE = (
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
-    """Evaluate a condition on sizes, by symbol; False if it cannot be evaluated."""
+    """Evaluate a Python expression over symbols; ``sizes`` has their values. Returns False if evaluation fails."""
     try:
         return bool(eval(condition, {"__builtins__": {}, "math": math, "torch": torch}, dict(sizes)))
     except Exception:  # noqa: BLE001  (functions of torch that only symbols have)
@@ -193,7 +193,7 @@ def holds(condition: str, sizes: Mapping[str, int]) -> bool:
 class ColumnSizes:
     """Sizes of data columns for which generated source is valid.
 
-    Sizes of the example may be constants of the source, which may fail or compute wrong values for others.
+    The source may contain sizes of the captured example as constants, so that other sizes fail or give wrong values.
 
     Attributes:
         shapes: shape of each column, by name. A size that may vary is the name of a symbol; any other text is an
@@ -253,6 +253,7 @@ class GraphFunction:
         constants: tensors that the model closed over, never trained and never changed.
         sizes: sizes of the columns for which the source is valid; None if it is valid for all.
         place: device of ``constants`` and of tensors that the source creates; None for host memory, as captured.
+        others: see StageFunction.
     """
 
     source: str
@@ -375,7 +376,7 @@ class StageBuffers:
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype are equal; NaN counts as equal to the same NaN."""
+    """Return True if two tensors of one shape and dtype have equal values, or equal bytes if they contain NaN."""
     return torch.equal(one, two) or torch.equal(_bits(one), _bits(two))
 
 

@@ -194,7 +194,7 @@ class WeightRing:
                     leaf.data = self._parameters[site.parameter].data
 
     def fill(self) -> None:
-        """Fill the newest slot, if it has another dtype, from newly loaded parameters; the pipeline must be empty."""
+        """Fill the newest slot, if its dtype is not the parameters', from loaded parameters, in an empty pipeline."""
         if self._dtype is not None:
             self._fill_newest()
             for name, tensor in self._constant.items():
@@ -213,7 +213,7 @@ class WeightRing:
         return self._base + max(0, (microbatch - self._first) // self._interval)
 
     def _needed(self, slot: _Slot) -> bool:
-        """Return True if a micro-batch in flight uses the version in this slot, or a later micro-batch may."""
+        """Return True if a micro-batch in flight uses the version in this slot, or a later micro-batch may use it."""
         return slot.users > 0 or (self._rule is not VersionRule.NEWEST and slot.version >= self._wanted)
 
     def _spare(self) -> _Slot | None:

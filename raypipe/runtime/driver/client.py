@@ -39,7 +39,7 @@ ANSWER_S = 5.0
 
 
 class _Question(NamedTuple):
-    """Pending request for news.
+    """Call of ``DriverActor.news`` that is not answered yet.
 
     Attributes:
         since: number of the first requested record.
@@ -113,10 +113,10 @@ class RayConnection:
         return News([], dataclasses.replace(self._status, message=message), None, None, self._question.since)
 
     def _comes_back(self, error: BaseException | None) -> bool:
-        """Return True if a call failed with ``error`` although Ray still has the driver, or restarts it.
+        """Return True if a call failed with ``error`` although Ray still has the driver, or is restarting the driver.
 
         When a draining node ends, pending calls fail with ActorDiedError although Ray restarts the actor. The actor's
-        name still exists then. All names are listed, because Ray caches the lookup of a single name.
+        name still exists then. To find the name, all names are listed, because Ray caches the lookup of a single name.
         """
         if not isinstance(error, RayActorError):
             return False
@@ -156,7 +156,7 @@ class RayConnection:
         return part
 
     def stop(self, reason: str) -> None:
-        """Request that the run stops; ``news`` repeats the request if Ray restarts the driver before that."""
+        """Request that the run stops; if Ray restarts the driver before the stop, ``news`` repeats the request."""
         self._stop_reason = reason
         try:
             self._answer(self._driver.stop.remote(reason))
@@ -225,7 +225,7 @@ class RayConnection:
 
 
 def find_run(name: str) -> RayConnection:
-    """Connect to a running run; a process that is not connected to Ray connects to RAY_ADDRESS first, else to "auto".
+    """Connect to the driver of a running run, and first to Ray (at RAY_ADDRESS, else "auto") if not connected yet.
 
     Raises:
         ConfigError: there is no cluster, or no run of this name on it; the message lists the runs of the cluster.
@@ -337,21 +337,21 @@ def _begun(driver: Any, charter: Charter, initial: Sequence[StateSource], *, det
 
 
 def _started(driver: Any) -> bool:
-    """Return True if this process may end, because the driver of a detached run no longer needs this process.
+    """Return True if the driver of a detached run no longer needs this process, so that this process may end.
 
-    The driver waits up to one second for that state. Returns False on timeout, and if the driver does not answer within
-    ANSWER_S.
+    The driver waits up to one second until this is so. Returns False after that second, or if the driver does not
+    answer within ANSWER_S.
     """
     call = driver.wait_started.remote(1.0)
     return bool(ray.wait([call], timeout=ANSWER_S)[0] and ray.get(call))
 
 
 def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
-    """Put the initial tensors into the object store; the tensors of a detached run outlive this process.
+    """Put the initial tensors into the object store, where those of a detached run outlive this process.
 
-    An object of the store dies with the process that put it there. So a detached driver makes a copy of each object (a
-    parcel of several tensors) and owns the copy. Parcels are copied one at a time: the store never holds more than the
-    model and one parcel.
+    An object in the store is freed when the process that put it there ends. So a detached driver copies each object (a
+    parcel of several tensors) and owns the copy. Parcels are copied one at a time, so that the store never holds more
+    than the model and one parcel.
     """
 
     def put(packed: Any) -> Any:

@@ -70,8 +70,8 @@ LOST = "the driver of this run was lost"
 LINGER_S = 60.0
 """Seconds for which a detached driver still answers calls after its run has ended."""
 FOLDER_SHARE = 0.5
-"""Timeout of a restarted driver's wait for the lease of the run's folder, as a share of driver_grace_s. The driver
-waits, because Ray would not restart it if it gave up. The share is below 1, because the stages must outlive the wait.
+"""Maximum wait of a restarted driver for the lease of the run's folder, as a share of driver_grace_s. The driver waits,
+because Ray does not restart a driver that gave up. The share is below 1, because the stages must outlive the wait.
 """
 
 
@@ -129,10 +129,9 @@ class _DriverActor:
     def _train(self, submission: Submission | None, lease: Lease) -> Outcome:
         """Train the run, on the stages of a lost driver if there are any, else on new stages; return the outcome.
 
-        Stages of a lost driver continue from their in-memory copies. In two cases new stages replace them, which resume
-        from
-        the newest checkpoint: if the submission has other settings (the old stages save a checkpoint first), and if
-        max_failures is 0, because stages then keep no copies.
+        Stages of a lost driver continue from their in-memory copies. In two cases, new stages replace them and resume
+        from the newest checkpoint: if the submission has other settings (the old stages first save a checkpoint), or if
+        max_failures is 0, so that stages have no copies.
 
         Args:
             submission: None in a driver that Ray has restarted, which cannot start new stages.
@@ -218,7 +217,8 @@ class _DriverActor:
             spec: settings of the run from now on.
             left: state of the lost driver.
             submission: new submission of the run, whose count of failures begins at 0; None in a restarted driver.
-            requests: requests of clients; another object, with a request to stop, if the stages only save a checkpoint.
+            requests: requests of clients. If the stages shall only save a checkpoint, a separate object with a request
+                to stop.
         """
         left.end_starting(owner.name)
         failures = left.charter.failures if submission is None else 0  # a new submission counts anew
@@ -261,7 +261,7 @@ class _DriverActor:
         return Waiting(fleet, requests, self._journal.waits, self._event, patience, lease.check)
 
     def _end(self, fleet: Fleet, owner: Owner) -> None:
-        """Close the meter of the run's cost, then end all stages, also those that were still starting."""
+        """Close the meter of the run's cost, then end all stages, including those that are still starting."""
         meter, self._meter = self._meter, None
         try:
             if meter is not None:
@@ -283,8 +283,8 @@ class _DriverActor:
 
         Args:
             made: plan in force, assembled.
-            growth: starts workers if the run may change their number; None for a fixed number, for which Spares are
-                created.
+            growth: starts workers in a run that may change their number. None for a fixed number of workers; Spares are
+                then created instead.
         """
         blueprint = charter.blueprint
         wanted = wanted_workers(blueprint.basis.request, made.plan, charter.requested)
@@ -409,7 +409,7 @@ def _copy(packed: Any) -> Any:
 
 
 def _leave(me: Any) -> None:
-    """End a detached driver LINGER_S seconds after its run has ended; until then clients can fetch the outcome."""
+    """End a detached driver (actor ``me``) LINGER_S seconds after its run; until then clients can fetch the outcome."""
     time.sleep(LINGER_S)
     ray.kill(me, no_restart=True)
 
@@ -426,15 +426,15 @@ NO_KERNELS = (
 def fit_devices(
     fleet: Fleet, blueprint: Blueprint, planned: Planned, waiting: Waiting, event: Callable[..., None]
 ) -> tuple[Blueprint, Planned, tuple[int, ...] | None] | None:
-    """Return a plan that fits the memory of the fleet's devices, and wait for more workers if that plan needs more.
+    """Make a plan that fits the memory of the fleet's devices; wait for more workers if the plan needs more.
 
     Args:
         planned: plan that is kept if it fits.
         event: called with (decision, reason, ...) to record an event of the run.
 
     Returns:
-        (blueprint, plan, indices into ``fleet.roster`` of workers 0, 1, ..., or None for the roster's order). None
-        instead of the tuple if the run was stopped.
+        (blueprint, plan, indices into ``fleet.roster`` of workers 0, 1, ..., or None for the roster's order); None if
+        the run was stopped.
 
     Raises:
         PlanError: no plan fits, or too few workers came in time.

@@ -70,10 +70,10 @@ class Left(NamedTuple):
     """Stages and inputs that a lost driver has left on the cluster.
 
     Attributes:
-        roster: its stage actors that answered and have opened their ports, so that they may have a part in the run.
+        roster: stage actors that have answered and have opened their ports, so that they may be part of the run.
         charter: inputs of the lost driver, with its last plan.
         tensors: initial tensors of the run that are in no checkpoint.
-        starting: stage actors that have not opened their ports yet, so that they have no part in the run.
+        starting: stage actors that have answered, but have not opened their ports yet, so that they are not part of it.
     """
 
     roster: list[Member]
@@ -82,7 +82,7 @@ class Left(NamedTuple):
     starting: list[Member]
 
     def end_starting(self, owner: str) -> None:
-        """End the actors in ``starting``, and remove placement groups of driver ``owner`` that have no living actor."""
+        """End the actors in ``starting``; remove the placement groups of driver ``owner`` without a living actor."""
         for member in self.starting:
             end_member(member)
         release_unused(owner)
@@ -91,8 +91,8 @@ class Left(NamedTuple):
 def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
     """Find the stages and the Charter (inputs and plan) of the lost driver of this name.
 
-    None if no stage has a Charter. Waits up to ``patience_s`` for an answer, as long as Ray lists living stages: a
-    broken link may cut them off.
+    Returns None if no stage has a Charter. Waits up to ``patience_s`` for a Charter, as long as Ray lists living
+    stages, because a broken network link may delay their answers.
     """
     deadline_s = time.monotonic() + patience_s
     while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
@@ -121,7 +121,7 @@ def known_to_stages(owner: str) -> Blueprint:
 def _answered(owner: str) -> Left | None:
     """Fetch facts and Charter of the living stages of the driver of this name.
 
-    None if no stage answers with a Charter.
+    Returns None if no stage answers with a Charter.
     """
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
     calls = [(member.actor.facts.remote(), member.actor.charter.remote()) for member in roster]
@@ -225,7 +225,7 @@ class Departure:
     def goes(self, deadline_s: float | None, stays: str) -> None:
         """Request that the driver moves to another node after a step; request checkpoints if the driver has to stay.
 
-        DrainWatch calls this method.
+        DrainWatch calls this method when the driver's node is about to go.
 
         Args:
             deadline_s: Unix seconds at which the node goes; None if unknown.

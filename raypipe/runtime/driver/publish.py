@@ -36,7 +36,7 @@ class Publisher:
 
     Args:
         run: value of the tag "run".
-        homes: numbers of the workers of each stage in the first plan; ``resized`` sets the workers of another plan.
+        homes: for each stage, the numbers of its workers in the first plan; ``resized`` sets those of another plan.
     """
 
     def __init__(self, run: str, homes: Homes) -> None:
@@ -47,7 +47,7 @@ class Publisher:
         self.resized(homes)
 
     def resized(self, homes: Homes) -> None:
-        """Set the workers of each stage of a new plan, and no longer repeat gauges of former stages and links."""
+        """Set the workers of each stage of a new plan, and stop repeating gauges of stages and links that are gone."""
         self._standing = {key: value for key, value in self._standing.items() if len(key[1]) == 1}
         stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]

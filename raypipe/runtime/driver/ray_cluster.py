@@ -109,7 +109,7 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
 def _warnings_left_to_this_process() -> Iterator[None]:
     """Remove PYTHONWARNINGS from the environment inside the context if it has "error".
 
-    Ray's daemons, which are started there, import modules that warn, and would end with an error.
+    Ray's daemons are started inside the context. They import modules that warn, and would end with an error.
     """
     warnings = os.environ.get("PYTHONWARNINGS", "")
     if "error" not in warnings:
@@ -124,7 +124,7 @@ def _warnings_left_to_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hang_up_blocked() -> Iterator[None]:
-    """Block SIGHUP inside the context, also in processes that are started there; later this process handles the signal.
+    """Block SIGHUP inside the context; processes that are started there inherit the block, and keep it.
 
     When the terminal is closed, the kernel sends SIGHUP to this process's group, which includes Ray's daemons (GCS and
     raylet). The stages need these daemons to save their state. Ray protects them from SIGINT in the same way.

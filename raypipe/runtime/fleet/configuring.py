@@ -37,8 +37,8 @@ from raypipe.runtime.worker.stage_process import holder_of
 
 SAVE_TIMEOUT_S, COME_TIMEOUT_S = 3600.0, 300.0
 COPIES_TIMEOUT_S = 10.0
-"""Seconds to wait for the workers' lists of copies. A worker starved of CPU needs as long: without its copies, all
-workers may have to roll back to a checkpoint."""
+"""Seconds to wait for the workers' lists of copies. The time is long enough for a worker starved of CPU, because
+without its copies all workers may have to roll back to a checkpoint."""
 
 
 class Configuring:
@@ -206,7 +206,7 @@ class Configuring:
         return frozenset(worker for worker, member in enumerate(self.in_use) if member.lost)
 
     def reached(self) -> list[WorkerProgress]:
-        """Return the progress of every living worker, by increasing worker number; call ``Fleet.settle`` before."""
+        """Return the progress of every living worker, by increasing number, after the caller has called ``settle``."""
         calls = [member.actor.reached.remote(self._term) for member in self.in_use if not member.lost]
         return results(calls, COME_TIMEOUT_S, "reporting how far they are")
 
@@ -235,8 +235,8 @@ class Configuring:
     def entries(self, folder: str) -> list[dict[str, Any]]:
         """Wait until all workers have written checkpoint ``folder``; return the entries for its manifest.
 
-        The first replica of a stage writes the stage. Other replicas write a part, and return entries, only if they
-        hold slices of the optimizer state.
+        The first replica of a stage writes the stage. Other replicas write and return entries only if they hold slices
+        of the optimizer state.
 
         Raises:
             CheckpointError: a worker failed to write its part, did not finish in time, or was configured anew.

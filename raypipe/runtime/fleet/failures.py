@@ -30,8 +30,8 @@ from raypipe.runtime.nodes.node_watch import Ended
 from raypipe.runtime.worker.orders import Attached
 
 SETTLE_S, ANSWER_S = 10.0, 10.0
-"""Limits in seconds before a worker counts as stuck: least time to finish an action (such as a forward), and time to
-answer a call. They are long, because killing a healthy worker would lose its copies of state."""
+"""Seconds after which a worker counts as stuck: minimum for an action (such as a forward), and limit for the answer to
+a call. Both are long, because killing a healthy worker would lose its copies of state."""
 ADOPTED = "being adopted by another driver"
 SETTLE_TIMES = 2.0
 """Time to finish an action, which cannot be interrupted, as a multiple of the longest action so far."""
@@ -50,7 +50,7 @@ def settle_s(workers: Sequence[Member], planned_s: float) -> float:
 def leave_work(
     workers: Sequence[Member], works: Mapping[Any, int], term: int, links: int, planned_s: float = 0.0
 ) -> None:
-    """Have workers end their calls of ``work``; kill workers that do not, and mark them lost.
+    """Have workers end their calls of ``StageActor.work``; kill workers that do not end them, and mark these lost.
 
     Args:
         works: reference of each call of ``work`` that may still be running -> number of its worker.
@@ -84,7 +84,7 @@ def adopted(members: Sequence[Member], term: int) -> list[tuple[Member, Attached
     Members that do not answer or do not end their work are killed and marked lost.
 
     Args:
-        term: number of this driver, higher than that of the lost one.
+        term: number of this driver, higher than the number of the lost driver.
 
     Returns:
         (member, numbers from its previous driver) of each member that was taken over.
@@ -119,12 +119,12 @@ def adopted(members: Sequence[Member], term: int) -> list[tuple[Member, Attached
 def root_cause(
     works: Mapping[Any, int], names: Sequence[str], segments: int, explain: Callable[[int, str], Diagnosis]
 ) -> RaypipeError:
-    """Return the failure that caused the others.
+    """Return the failure that caused the failures of the other workers.
 
     There are five kinds of failures, here with the likeliest cause first: an error in a stage, such as the user's; a
     death; a broken link; an aborted link; a worker that does not stop. The first kind that occurred is returned. If
-    several workers failed in this way, the failure of the highest worker number is returned: if the loss is not finite,
-    the gradients of all stages are not finite either, but only the last worker has the loss.
+    several workers have failures of this kind, that of the highest worker number is returned: if the loss is not
+    finite, the gradients of all stages are not finite either, but only the last worker has the loss.
 
     Args:
         works: reference of each call of ``work`` -> number of its worker; a running call counts as not stopping.
@@ -226,7 +226,7 @@ def ending(ended: Ended | None, message: str, host: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return the cause in Ray's message about a death: the first line that is neither the heading nor indented."""
+    """Return the cause from Ray's message about a death: the first line that is not indented and not the heading."""
     for line in message.splitlines():
         if not line.startswith(("\t", "The actor died unexpectedly")):
             return line.strip()

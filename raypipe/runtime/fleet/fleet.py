@@ -36,7 +36,7 @@ class Flight:
     """State of one ``Fleet.run`` in progress.
 
     Attributes:
-        run: number of this ``Fleet.run``, with which its calls of ``StageActor.work`` are made.
+        run: number of this call of ``Fleet.run``, which is passed to ``StageActor.work``.
         works: reference of each running call of ``StageActor.work`` -> number of its worker.
         polls: reference of each running call of ``StageActor.reports`` -> number of its worker.
         received: for each worker, the reports received so far, one item for each segment.
@@ -215,7 +215,7 @@ class Fleet(Configuring):
     def halt(self) -> None:
         """End the current ``run`` after the newest order that any worker has begun; callable from another thread.
 
-        Later calls of ``run`` carry out nothing until ``accept_orders`` or ``configure``, except with ``last=True``.
+        Later calls of ``run`` do nothing until ``accept_orders`` or ``configure`` is called, except with ``last=True``.
         """
         with self._halting:
             self._halted, flight = True, self._flight
@@ -281,7 +281,7 @@ class Fleet(Configuring):
         return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
-        """Let spares replace lost workers; before, start new members if fewer than ``count`` are living.
+        """Start new members until ``count`` are living, and let spares replace lost workers.
 
         Returns:
             Names of the lost workers ("Stage 1"), for messages.
@@ -298,7 +298,7 @@ class Fleet(Configuring):
         return tuple(self._names[worker] for worker in lost)
 
     def _dropped(self) -> list[int]:
-        """List the numbers of workers whose actor is no longer in the roster (list of the run's stage actors)."""
+        """List the numbers of the plan's workers whose actor is no longer in the roster (list of all stage actors)."""
         return [at for at, member in enumerate(self.in_use) if not any(member is one for one in self.roster)]
 
     @property
@@ -320,7 +320,7 @@ class Fleet(Configuring):
             self._halted = False
 
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
-        """Send an order to all workers; before, send each worker its actions (row) if their schedule is new."""
+        """Send an order to all workers; first send each worker its row (actions) of the schedule if it is a new one."""
         if order.rows not in self._rows:
             schedule = schedules(order.rows)
             for worker, actor in enumerate(self.actors):
@@ -397,7 +397,7 @@ class Fleet(Configuring):
         return [list(by_holder[holder]) for holder in sorted(by_holder)]
 
     def stop(self) -> None:
-        """Stop the watch, close the links, and end the actors within seconds, even those that are stuck or dead."""
+        """Stop the watch, close the links, and end the actors within seconds, even if some are stuck or dead."""
         self.watch.close()
         self.places.close()
 

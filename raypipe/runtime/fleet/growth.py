@@ -82,7 +82,7 @@ class Growth:
 
     @property
     def count(self) -> int:
-        """Number of members to have: the wanted workers, and a spare if the run survives failures, within the range."""
+        """Number of members to have: wanted workers, plus a spare if the run survives failures, within the range."""
         return target_workers(self._workers, self._wanted, spare=self._survives)
 
     def least(self) -> int:
@@ -90,12 +90,12 @@ class Growth:
         return min(self._workers.least, self._wanted)
 
     def resized(self, size: RequestedSize) -> None:
-        """Make the size of a resize the new maximum, beyond which the run does not grow; drop cached plans."""
+        """Limit the growth of the run to ``size.workers`` workers; drop cached plans."""
         self._wanted = size.workers
         self._planned.clear()
 
     def refill(self) -> None:
-        """Do nothing: the thread requests missing workers at its next check. A caller may have a Spares instead."""
+        """Do nothing, unlike ``Spares.refill``: the thread requests missing workers at its next check."""
 
     def plan(self, make: Callable[[int], Planned]) -> Planned | None:
         """Wait for enough workers and return a plan for them; return None if the run was stopped.
@@ -272,7 +272,7 @@ class Spares:
     Args:
         count: number of workers and spares to keep; 0 for a run without spares.
         event: called with (decision, reason) when a spare is ready, or could not be started.
-        join: called when a spare is ready, to request that spares become replicas. Then the wait for placement groups
+        join: called when a spare is ready, to request that spares become replicas; the wait for placement groups then
             has no timeout. None for a run without replicas.
         offered: smallest value of ``count`` after a resize.
     """

@@ -38,8 +38,8 @@ class Shortage(NamedTuple):
         reason: clause for messages: the cluster's resources and their largest holders.
         fits: number of workers for which the cluster would have room if it were empty; None if Ray does not answer.
         scaled: True if an autoscaler may add nodes.
-        yields: True if this run should release its placement groups. Then another run, whose name sorts before this
-            run's, has a part of the groups that it needs and waits for the others.
+        yields: True if this run should release its placement groups, because another run, whose name sorts before the
+            name of this run, has only some of the groups that it needs and waits for the others.
     """
 
     reason: str
@@ -89,7 +89,7 @@ def wait_for(
         places: placement groups, by the number of the member.
         needs, owner: see ``shortage``.
         patience_s: timeout of the whole wait; None for PLACE_TIMEOUT_S.
-        stopped: polled during the wait, which ends once this returns True.
+        stopped: polled during the wait; the wait ends once ``stopped`` returns True.
 
     Raises:
         PlanError: a group was not created in time; all of them are removed. The message names the cluster's resources
@@ -145,8 +145,8 @@ def holders(needs: Mapping[str, float], owner: str) -> list[str]:
 def _yields(owner: str) -> bool:
     """Return True if another run, whose driver's name sorts before ``owner``, waits with a part of its groups.
 
-    Such a run has pending placement groups, and created ones without an actor. Two such runs would wait for each other
-    for ever, so one of them has to release its groups.
+    Such a run has pending placement groups, and created groups without an actor. Two such runs would wait for each
+    other for ever, so one of them has to release its groups.
     """
     actors = {row["name"] for row in ray.util.list_named_actors(all_namespaces=True)}
     held, waits = set(), set()
@@ -165,7 +165,7 @@ def _held(by: Sequence[str]) -> str:
 
 
 def _fits(needs: Mapping[str, float]) -> int:
-    """Return for how many workers with these ``needs`` the living nodes would have room if they were empty."""
+    """Return the number of workers with these ``needs`` for which the living nodes would have room if empty."""
     totals = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [min(total.get(name, 0.0) / amount for name, amount in needs.items()) for total in totals if needs]
     return sum(math.floor(count + 1e-6) for count in each)
@@ -176,7 +176,7 @@ Row = tuple[tuple[str, str, str], Mapping[str, float]]
 
 
 def _groups(owner: str) -> list[Row]:
-    """List created placement groups and the resources that they hold, except those of this driver."""
+    """List created placement groups, except this driver's, with the resources that they hold."""
     jobs = {group.placement_group_id: group.creator_job_id for group in _listed("list_placement_groups")}
     rows: list[Row] = []
     for group in placement_group_table().values():
@@ -250,7 +250,7 @@ _COUNTS_ONLY = "node_"
 
 
 def has_autoscaler() -> bool:
-    """Return True if an autoscaler may add nodes to the cluster; False also if that cannot be determined."""
+    """Return True if an autoscaler may add nodes to the cluster, and False if not, or if this cannot be determined."""
     try:
         address = ray.get_runtime_context().gcs_address
         return any(not name.startswith(_COUNTS_ONLY) for name in _of_monitor(address) | _of_second_version(address))

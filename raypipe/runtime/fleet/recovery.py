@@ -57,7 +57,7 @@ BETWEEN_STEPS = "the stages themselves"
 
 
 class Recovery:
-    """Implementation of the protocol Transitions for one run.
+    """Implementation of the protocol Transitions for one run. ``step`` counts optimizer steps in all methods.
 
     Args:
         fleet: fleet, configured for the plan in force.
@@ -100,7 +100,7 @@ class Recovery:
         self._fleet.keep_copy(step)
 
     def lighten(self, ran_out: RanOut) -> None:
-        """Plan less memory for the worker that ran out of it; the next rollback uses this plan; see Transitions."""
+        """Make a plan that needs less memory on the worker that ran out; the next rollback uses it; see Transitions."""
         made = self._plans.made
         decision = self._plans.limits.lighter(made.plan, ran_out)
         self._lighter = self._plans.of_stages(len(made.setup.programs), made.setup.num_workers, decision)
@@ -142,7 +142,10 @@ class Recovery:
         return steps if len(steps) == newer - step and all(steps) else None
 
     def roll_back(self, steps: Collection[int]) -> Recovered:
-        """Roll all stages back to the newest state that all of them can have; see Transitions."""
+        """Roll all stages back to the newest state that all of them can load; see Transitions.
+
+        The state is that of in-memory copies of one of ``steps``, or else that of the newest checkpoint.
+        """
         clock = Laps()
         fleet = self._fleet
         fleet.settle()
@@ -212,8 +215,8 @@ class Recovery:
     def _smaller_replicas(self) -> PlanInForce | None:
         """Make a plan for the remaining replicas if the optimizer state is sharded over replicas; else return None.
 
-        New processes join later. Returns None also if a stage has no replica left, if spares can replace all lost
-        workers, if the number of workers may change, or if ``lighten`` has made a plan.
+        New processes join later. The result is None, too, if a stage has no replica left, if spares can replace all
+        lost workers, if the number of workers may change, or if ``lighten`` has made a plan.
         """
         fleet, made = self._fleet, self._plans.made
         # A run that may change its number of workers chooses it itself; after running out of memory it has another.
@@ -299,6 +302,7 @@ class Recovery:
         earlier transition, which failed after it had configured the workers.
 
         Args:
+            source: description of the place from which the state of ``step`` was read.
             clock: durations of the transition's phases.
             fields: further fields of Recovered.
         """
@@ -309,7 +313,7 @@ class Recovery:
         )
 
     def _plan_avoiding(self, nodes: Collection[str]) -> PlanInForce:
-        """Start missing workers outside these nodes, and return the plan in force, or else a plan for fewer workers.
+        """Start missing workers outside these nodes, and return the plan in force; if that fails, plan fewer workers.
 
         Raises:
             PlanError: workers cannot be started, and there is no plan for the workers on other nodes.
@@ -327,7 +331,7 @@ class Recovery:
                 raise PlanError(str(impossible)) from None
 
     def _copies(self, steps: Collection[int]) -> list[Copy]:
-        """List the in-memory copies on living workers, as far as their plans are known, with only these ``steps``."""
+        """List the in-memory copies of ``steps`` on living workers; leave out copies made under unknown plans."""
         copies = []
         for actor, facts in self._fleet.copies():
             if num_stages := self._plans.num_stages(facts.generation):
@@ -418,10 +422,7 @@ class Recovery:
         return None if planned is None else self._plans.assembled(planned)
 
     def _stopped(self, clock: Laps) -> Recovered:
-        """Return the result for a run that was stopped while it waited for workers.
-
-        Its position is that of the last checkpoint.
-        """
+        """Return the result for a run that was stopped while it waited for workers: the last checkpoint's position."""
         self._fleet.in_use = []
         newest = find_checkpoint(self._blueprint.spec.place)[0]
         at, source = (
@@ -430,7 +431,7 @@ class Recovery:
         return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
 
     def _planned_for(self, workers: int, error: PlanError) -> PlanInForce:
-        """Make a plan for ``workers`` workers: with fewer replicas, or with as many stages on each worker as before.
+        """Make a plan for ``workers`` workers: with fewer replicas if the run has replicas, else with fewer stages.
 
         Raises:
             StageError: no worker is left, or no such plan exists; the message includes ``error``.

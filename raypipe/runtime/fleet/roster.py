@@ -110,7 +110,7 @@ class Roster:
         waiting: requested placement groups of members that are not started yet, by member number.
         starting: number of members whose processes are starting; their groups are no longer in ``waiting``.
         patience_s: timeout of a wait for placement groups; None for PLACE_TIMEOUT_S.
-        stopped: polled during such a wait, which ends once this returns True.
+        stopped: function that is polled during a wait for placement groups; the wait ends once it returns True.
 
     Raises:
         ConfigError, PlanError: see Fleet.
@@ -244,7 +244,7 @@ class Roster:
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources of one member, by name, without resources of which it needs 0.
+        """Resources of one member: amounts above 0, by name.
 
         Raises:
             ConfigError: all amounts are 0.
@@ -258,7 +258,7 @@ class Roster:
         return needs
 
     def _start(self, places: Mapping[int, PlacementGroup]) -> list[Member]:
-        """Start an actor in each of these placement groups, which are given by member number; return the new members.
+        """Start an actor in each of these placement groups (by member number), and return the new members.
 
         If an actor does not start, all these actors are ended, all these groups are removed, and the error is raised.
         """
@@ -318,7 +318,7 @@ def _introduce(roster: Sequence[Member], refs: list[Any], others: Sequence[Mappi
 
     Args:
         roster: the new members; their ``facts`` are set in place.
-        refs: their calls of StageActor.listen.
+        refs: references of the new members' calls of StageActor.listen.
         others: facts of the members that were started before.
 
     Raises:

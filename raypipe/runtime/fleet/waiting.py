@@ -31,7 +31,7 @@ TELL_S = 1.0
 LOOK_S = 30.0
 """Seconds between queries for the holders of resources; a change of the number of available workers causes one too."""
 ANSWER_S = 10.0
-"""Timeout in seconds of such a query, after which the cluster is reported as not answering."""
+"""Timeout in seconds of a query for the holders of resources; then the cluster is reported as not answering."""
 SETTLE_S = 0.5
 """Seconds to wait for further placement groups, once enough for the run to begin have been created."""
 YIELD_S = 3.0

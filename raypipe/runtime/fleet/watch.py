@@ -118,7 +118,7 @@ class Watch:
         return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, message: str) -> Diagnosis:
-        """Find out why a member died, also from Ray's message; mark it lost and call ``on_event`` at the first call."""
+        """Find out why a member died, also from Ray's message; the first call marks it lost and calls ``on_event``."""
         with self._explaining:
             if member.finding is not None:
                 return member.finding
@@ -227,7 +227,7 @@ class Watch:
         self._notice(member, finding)
 
     def _end(self, member: Member) -> None:
-        """Kill a member's process through its node's watcher, as Ray cannot end a stopped process; then its actor."""
+        """Kill a member's process through its node's watcher, as Ray cannot end a stopped one; then kill its actor."""
         self._nodes[member.facts["node"]].end(member.facts["process"])
         with contextlib.suppress(RayError):
             ray.kill(member.actor, no_restart=True)

@@ -164,7 +164,7 @@ class Processes:
         }
 
     def ended(self, pid: int, now_s: float) -> Ended | None:
-        """Return how a process ended, given ``time.monotonic()``; None if the process is running or not watched."""
+        """Return how a process ended; None if it is running or not watched. ``now_s`` is ``time.monotonic()`` now."""
         process = self._known.get(pid)
         if process is None:
             return None
@@ -173,7 +173,7 @@ class Processes:
         return None if process.gone_s is None else _ended(process, now_s - process.gone_s)
 
     def end(self, pid: int) -> None:
-        """Send SIGKILL to a watched process, also if it is stopped; a later process with the same id is never hit."""
+        """Send SIGKILL to a watched process, even if it is stopped, but never to a later process with the same id."""
         process = self._known.get(pid)
         if process is not None:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def _read(pid: int) -> tuple[str, float, int] | None:
 
 
 def _fields(pid: int | str) -> list[str] | None:
-    """Read the fields of /proc/<pid>/stat from the process's state on; None if there is no such process."""
+    """Read the fields of /proc/<pid>/stat, beginning with the process's state; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -158,7 +158,7 @@ def azure(server: str = SERVER, clock: Callable[[], float] = time.time) -> Notic
     """Create a reader of the scheduled events for an Azure machine; events of other machines in its group are left out.
 
     Args:
-        clock: returns the time in Unix seconds; it is the deadline of an event that has begun.
+        clock: returns the time in Unix seconds, which becomes the deadline of an event that has begun.
     """
     headers = {"Metadata": "true"}
     name = ""
@@ -415,9 +415,9 @@ class DrainWatch:
             self._move_away({node}, refused and "Ray does not take the node for one that goes")
 
     def _move_away(self, nodes: Collection[str], stays: str) -> None:
-        """Call ``leave`` for these nodes, so that stages move.
+        """Call ``leave`` with those ``nodes`` that have workers, and ``driver_goes`` if one is the driver's node.
 
-        Then ``driver_goes`` (``stays``: see there) for the driver's.
+        ``stays`` is the reason that is passed to ``driver_goes``.
         """
         if with_workers := self._nodes() & set(nodes):
             self._leave(with_workers)

@@ -24,7 +24,7 @@ def is_checked(checksum: str, *, same_host: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinkSetup:
-    """Settings with which a worker opens its links once; every ``StageActor.configure`` opens new links.
+    """Settings for one opening of a worker's links; every ``StageActor.configure`` opens new links.
 
     Attributes:
         me: number of this worker in the plan.
@@ -57,7 +57,7 @@ class LinkSetup:
         """Create the settings of the links between a worker and its neighbours.
 
         Args:
-            placement: the worker's number, its stages and its neighbours.
+            placement: assignment of stages to workers, with the worker's number and neighbours.
             programs: stage programs of the plan, from which the sizes of messages follow.
             addresses: addresses of the endpoints of all workers, by worker number.
             generation: see LinkSetup.
@@ -92,4 +92,4 @@ class Endpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Stop accepting peers. Open channels are closed by their owners."""
+        """Stop accepting connections of peers; channels stay open until their owners close them."""

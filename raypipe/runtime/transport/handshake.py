@@ -112,8 +112,8 @@ def answer(mine: Mapping[int, LinkIdentity], secret: bytes) -> Conversation:
     """Run the answerer's side of the conversation.
 
     Args:
-        mine: identity of the direction from this worker to each peer, by worker number; the peer's greeting must agree
-            with it.
+        mine: identity of the direction from this worker to each peer, by worker number. The greeting of a peer must
+            have the same values, with sender and receiver exchanged.
         secret: the run's secret.
 
     Raises:
@@ -137,7 +137,7 @@ def answer(mine: Mapping[int, LinkIdentity], secret: bytes) -> Conversation:
 
 
 def _proof(secret: bytes, role: bytes, greeting: bytes, challenge: bytes) -> bytes:
-    """Compute the HMAC by which one role (caller, answerer, other plan) proves that it has the secret.
+    """Compute the HMAC that proves that an end has the secret; ``role`` is caller, answerer or other plan.
 
     Its input is unambiguous: greeting and challenge have fixed sizes, and the role ends with a zero byte. The key is a
     digest of the secret, because HMAC pads short keys with zeros: secrets that differ in trailing zeros would be equal.

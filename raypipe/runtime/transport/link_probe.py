@@ -112,7 +112,7 @@ class _Prober:
         return self._host, self._endpoint.address
 
     def open(self, me: int, addresses: Sequence[Any], generation: int, secret: bytes) -> None:
-        """Open the link to the other end; ``me`` is the side of this end, 0 or 1, and the index of its address."""
+        """Open the link between the ends ``me`` (0 or 1, the index of this actor's address) and 1 - ``me``."""
         peer = 1 - me
         opening = LinkSetup(
             me=me,

@@ -80,7 +80,7 @@ def same_machine(one: Address, other: Address) -> bool:
 
 
 def check_reachable(me: int, mine: Address, peers: Mapping[int, Address]) -> None:
-    """Raise LinkError if this worker or a peer listens at a loopback address although they are on different machines.
+    """Raise LinkError if this worker or a peer listens at a loopback address, but the two are on different machines.
 
     The message has the workers' numbers, usable addresses, and how to configure Ray with such an address.
 
@@ -127,7 +127,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def _is_local(host: str) -> bool:
-    """Return True for loopback and wildcard addresses, which reach only the machine that uses them."""
+    """Return True if ``host`` is a loopback or wildcard address, by which a peer would reach only its own machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -140,7 +140,7 @@ _BACKLOG = 128
 
 
 class SocketListener(contextlib.AbstractContextManager["SocketListener"]):
-    """Listening sockets of one worker; all its links use them until the worker ends.
+    """Listening sockets of one worker, which all links of the worker use until it ends.
 
     Args:
         host: address to listen on; IPv4 or IPv6.
@@ -211,7 +211,7 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def _listen_within(host: str, low: int, high: int) -> socket.socket:
-    """Listen on the first free port, lowest first, so that a firewall's small range fills without gaps."""
+    """Listen on the lowest free port of a range, so that a firewall's small range is used without gaps."""
     for port in range(low, high + 1):
         try:
             return _listen_tcp(host, port)
@@ -246,7 +246,7 @@ _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
 def choose_congestion_control(sock: socket.socket, environment: Mapping[str, str] | None = None) -> str:
-    """Select the congestion control of a TCP connection: the value of RAYPIPE_CONGESTION, or else any other than BBR.
+    """Set the congestion control of a TCP connection to RAYPIPE_CONGESTION; if not set, replace BBR if possible.
 
     Args:
         environment: environment variables; None for os.environ.

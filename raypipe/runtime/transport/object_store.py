@@ -48,7 +48,7 @@ WINDOW_MESSAGES = 8
 
 
 class SendWindow:
-    """Limit of the messages and bytes of one direction that are not acknowledged yet; the sender waits for room."""
+    """Limit of the messages and bytes sent in one direction and not acknowledged yet; the sender waits for room."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -172,7 +172,10 @@ class ObjectStoreChannel(QueuedChannel):
             self._window.drain(CLOSE_TIMEOUT_S)
 
     def _call_acked(self, method: Any, *arguments: object) -> bool:
-        """Make a call whose answer acknowledges all messages since the last such call; False if the link has ended."""
+        """Make a call whose answer acknowledges all messages since the last such call; False if the link has ended.
+
+        Waits for room in the window. ``method`` is a method of the peer's actor.
+        """
         counted = (self._unacked, self._unacked_bytes)
         self._unacked = self._unacked_bytes = 0
         if not self._window.enter(*counted):
@@ -225,7 +228,7 @@ class ObjectStoreChannel(QueuedChannel):
     def receive(self, pieces: Sequence[object], *, checked: bool = False) -> str:
         """Put a message, given in one or several pieces, into the inbox, and return "taken".
 
-        An invalid one ends the link.
+        An invalid message ends the link. ``checked`` is True for a message with checksums.
         """
         try:
             self._take(pieces, checked=checked)
@@ -277,7 +280,7 @@ def _pieces(data: bytes) -> Sequence[bytes | np.ndarray]:
 
 
 def _array(piece: object) -> np.ndarray:
-    """View one argument of a message as an array; LinkError if it is neither bytes nor an array of bytes."""
+    """View one argument of a message as a uint8 array; raise LinkError if it is neither bytes nor such an array."""
     if isinstance(piece, bytes) and piece:
         return np.frombuffer(piece, np.uint8)
     if isinstance(piece, np.ndarray) and piece.dtype == np.uint8 and piece.ndim == 1:
@@ -300,7 +303,7 @@ class _Address(NamedTuple):
 
 
 class ObjectStoreEndpoint:
-    """Endpoint of one StageActor, whose methods ``link_...`` call it; opens new links at each ``configure``."""
+    """Endpoint of one StageActor, called by the actor's methods ``link_...``; ``configure`` opens new links with it."""
 
     def __init__(self) -> None:
         self._channels: dict[int, ObjectStoreChannel] = {}
@@ -346,7 +349,12 @@ class ObjectStoreEndpoint:
         return channels
 
     def message(self, packed: object, *pieces: object) -> str:
-        """Receive a message; return "taken" once its memory is no longer used here, or "gone" without such a link."""
+        """Receive a message; return "taken" when it is copied and its objects may be freed, "gone" without such a link.
+
+        Args:
+            packed: result of ``packed_link``.
+            pieces: bytes of the message, in order.
+        """
         unpacked = unpacked_link(packed)
         channel = None if unpacked is None else self._channel(unpacked[0])
         if unpacked is None or channel is None or channel.shut:
@@ -357,8 +365,8 @@ class ObjectStoreEndpoint:
         """Receive a control message.
 
         Returns:
-            For a goodbye "taken", or "gone" without such a link. For a hello "welcome", "wait", or the reason of a
-            refusal. For an abort "".
+            answer to a goodbye: "taken", or "gone" if there is no such link; to a hello: "welcome", "wait" (try again)
+            or the reason of a refusal; to an abort: "".
         """
         channel = self._channel(letter.link)
         if letter.kind == "goodbye":
@@ -396,7 +404,7 @@ class ObjectStoreEndpoint:
         self._channels = {}
 
     def _channel(self, link: LinkIdentity) -> ObjectStoreChannel | None:
-        """Return this end's channel of a link, which is given as the peer sees it; None if there is no such link."""
+        """Return this end's channel of ``link``, the link as the peer sees it; None if there is no such link."""
         channel = self._channels.get(link.sender)
         same = channel is not None and channel.link == link._replace(sender=link.receiver, receiver=link.sender)
         return channel if same else None

@@ -331,7 +331,12 @@ class NcclGroup:
 
 
 def _await_peer(store: Any, me: int, peer: int, incoming: socket.socket, deadline_s: float) -> None:
-    """Wait until the peer is about to create the groups too; it may fail before, while it waits for another worker.
+    """Wait until the peer is about to create the groups too; the peer may fail before, in a wait for another worker.
+
+    Args:
+        store: rendezvous of the link, in which each end announces itself by its worker number, ``me`` or ``peer``.
+        incoming: connection from the peer, watched for its end.
+        deadline_s: ``time.monotonic()`` by which the peer has to come.
 
     Raises:
         ConnectionError: the peer closed its connection, or did not come in time.

@@ -40,10 +40,10 @@ class PayloadGroup(Protocol):
     """Group of two ranks (torch.distributed) that moves bytes in one direction."""
 
     def send(self, payload: torch.Tensor) -> None:
-        """Send a tensor; return once its memory may be changed. ConnectionError if the link broke or was aborted."""
+        """Send a tensor, and return once its memory may be changed; raise ConnectionError if the link has ended."""
 
     def recv(self, payload: torch.Tensor) -> None:
-        """Fill ``payload`` with received bytes; ConnectionError if the link broke or was aborted."""
+        """Fill ``payload`` with received bytes; raise ConnectionError if the link has ended."""
 
     def abort(self) -> None:
         """End every wait at this end; callable from any thread, returns soon."""
@@ -106,7 +106,7 @@ class ProcessGroupChannel(SocketChannel):
 
 
 class _Marked(tuple[Any, ...]):
-    """Tensors of a message, with ``mark``: the device mark after the work that computes them; None in host memory."""
+    """Tensors of a message; ``mark`` is the device mark after the work that computes them, None in host memory."""
 
     mark: Mark | None = None
 

@@ -29,10 +29,10 @@ from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
 CLOSE_TIMEOUT_S = 5.0
-"""Longest wait of ``close`` for the peer to take messages that were sent."""
+"""Maximum seconds for which ``close`` waits until the peer has taken all messages that were sent."""
 _Order = tuple[Action, Payload, int, Codec]
 END_TIMEOUT_S = 1.0
-"""Longest wait of ``close`` for a thread whose waits were interrupted: a medium may have lost one of them."""
+"""Maximum seconds for which ``close`` waits for a thread to end after ``interrupt``, which a medium may have missed."""
 
 
 class QueuedChannel(ABC):
@@ -46,7 +46,7 @@ class QueuedChannel(ABC):
 
     on_device = False
     linger_s = 0.0
-    """Wait of ``close`` for the peer's goodbye, for a medium that may lose messages if one side ends first."""
+    """Seconds for which ``close`` waits for the peer's goodbye; above 0 if the medium loses messages on a close."""
 
     def __init__(self, name: str, form: FrameFormat) -> None:
         self.name, self.form = name, form
@@ -87,7 +87,7 @@ class QueuedChannel(ABC):
 
     @abstractmethod
     def goodbye(self, reason: str | None) -> None:
-        """Send the peer a goodbye after all messages, with the reason why this end leaves; None for an ordinary end."""
+        """Send the peer a goodbye after all messages; ``reason`` is why this end leaves, None for an ordinary end."""
 
     @abstractmethod
     def interrupt(self, reason: str | None) -> None:
@@ -172,9 +172,9 @@ class QueuedChannel(ABC):
             self._orders.put(None)
 
     def peer_ended(self, reason: str | None) -> None:
-        """End the link after the peer's goodbye, whose reason is None for an ordinary end.
+        """End the link after the peer's goodbye; earlier messages may still be taken from the inbox.
 
-        Earlier messages are in the inbox.
+        ``reason`` is why the peer leaves; None for an ordinary end.
         """
         if reason is not None:
             self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)

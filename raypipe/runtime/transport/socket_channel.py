@@ -69,7 +69,7 @@ class BufferPool:
         self._free: deque[torch.Tensor] = deque(maxlen=kept_blocks)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return an unused uint8 tensor of ``nbytes``, aligned to 64 bytes; it cannot be resized if it is reused."""
+        """Return an unused uint8 tensor of ``nbytes``, aligned to 64 bytes; reused memory cannot be resized."""
         if nbytes < self._reuse_bytes:
             return torch.empty(nbytes, dtype=torch.uint8)
         block = self._pop(nbytes)
@@ -80,7 +80,7 @@ class BufferPool:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def _pop(self, nbytes: int) -> torch.Tensor | None:
-        """Return a free block of ``nbytes`` to twice as many, or None; release the free blocks that do not fit."""
+        """Return a free block of ``nbytes`` to twice that size, or None; drop blocks that do not fit until one does."""
         while self._free:
             try:
                 block = self._free.pop()
@@ -92,14 +92,14 @@ class BufferPool:
 
 
 class RecvBuffer(NamedTuple):
-    """Memory to receive one message into, and the tensors over it, made before its contents arrive.
+    """Memory for one message, and tensors that are views of the memory, created before the payload arrives.
 
-    A message in a codec is received into memory of its own, and is decoded once it is complete.
+    An encoded message is received into separate memory, and is decoded once it is complete.
 
     Attributes:
         records: shapes and types of the message's tensors.
         memory, payload: the memory, as a memoryview and as a uint8 tensor.
-        tensors: tensors over the memory; None for a message in a codec.
+        tensors: tensors of the message, as views of the memory; None for an encoded message.
     """
 
     records: tuple[frame.TensorRecord | None, ...]
@@ -116,9 +116,9 @@ class RecvBuffer(NamedTuple):
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors once all bytes have arrived.
+        """Return the tensors of a message whose bytes have all arrived; ``coded`` leaves them encoded.
 
-        ``coded`` leaves them in their codec, see ``frame.decode``.
+        ``memory`` allocates the decoded tensors, see ``frame.decode``.
         """
         if self.tensors is not None:
             return self.tensors
@@ -180,12 +180,12 @@ class SocketChannel(QueuedChannel):
         return checked_frame.sealed(message) if self._checked[0] else message.header
 
     def write(self, header: bytes, *buffers: memoryview) -> None:
-        """Send these bytes; ConnectionError if the connection broke."""
+        """Send these bytes; raise ConnectionError if the connection broke."""
         with _as_broken():
             _send_all(self._out, deque((memoryview(header), *buffers)))
 
     def goodbye(self, reason: str | None) -> None:
-        """End the outgoing connection after the messages; before, write the reason, if any, for the peer to read."""
+        """End the outgoing connection after all messages; first write the reason, if any, to the other connection."""
         if reason is not None:
             self._notify(_LEFT + reason)
         with _as_broken():
@@ -214,7 +214,7 @@ class SocketChannel(QueuedChannel):
             sock.close()
 
     def _notify(self, reason: str) -> None:
-        """Write the reason to the incoming connection's way back, which the peer reads when its connection ends."""
+        """Write the reason to the way back of the incoming connection; the peer reads it when that connection ends."""
         with contextlib.suppress(OSError):
             self._in.send(reason.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
 
@@ -251,7 +251,7 @@ class SocketChannel(QueuedChannel):
             self.lost(LinkError(f"{self.name}: {ending}"))
 
     def _receive(self, header: bytearray) -> bool:
-        """Receive one message, with ``header`` as memory for its header, into the inbox; return False at the end."""
+        """Receive one message into the inbox; return False if the connection ended. ``header`` is reused memory."""
         if not receive_exactly(self._in, memoryview(header)):
             return False
         head, payload_checksum = checked_frame.parse(memoryview(header), self.form, checked=self._checked[1])

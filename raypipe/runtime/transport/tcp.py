@@ -47,7 +47,7 @@ from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 RETRY_S = 0.02
 
 CONNECT_AGAIN_S = 0.25
-"""Time after which a connection that was not accepted is retried, doubled each time: a listener whose queue is full
+"""Seconds after which a connection that was not accepted is retried, doubled each time: a listener whose queue is full
 drops connections, and the system itself retries only after 1, 3 and 7 s."""
 
 ACCEPTED_AT_ONCE = 16
@@ -59,8 +59,8 @@ DOUBT_S = 5.0
 """Time limit for a peer to connect or answer again after a reset."""
 
 GUESTS = 64
-"""Maximum number of unproven incoming connections, in addition to one for each peer. One more closes the oldest that
-has not sent a peer's greeting; if all have, the oldest."""
+"""Maximum number of unproven incoming connections, in addition to one for each peer. If there is one more, the oldest
+that has not sent a peer's greeting is closed, or the oldest of all if every one has sent a greeting."""
 
 _PENDING = (0, errno.EINPROGRESS, errno.EINTR)
 
@@ -88,8 +88,8 @@ def open_links(
         The channels, by worker number of the peer.
 
     Raises:
-        LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
-            address that reaches no other machine; no connection is left open.
+        LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or has an
+            address by which other machines cannot reach it; no connection is left open.
     """
     me, generation, limits = opening.me, opening.generation, opening.capacity
     places = {peer: Address(*address) for peer, address in (opening.addresses if peers is None else peers).items()}
@@ -144,7 +144,7 @@ class _Handshake:
     def step(self) -> Answer | None:
         """Continue the conversation with the bytes read, and send its next message.
 
-        Return the Answer at the end, else None.
+        Returns the Answer at the end of the conversation, else None.
 
         Raises:
             OSError: the connection broke, or does not accept even the few bytes of a handshake.
@@ -164,9 +164,9 @@ class _Handshake:
             received = b""
 
     def read(self) -> Answer | None:
-        """Read available bytes; continue the conversation once it has all that it wants.
+        """Read available bytes; continue the conversation once all the bytes that it needs have come.
 
-        Return the Answer at the end, else None.
+        Returns the Answer at the end of the conversation, else None.
 
         Raises:
             OSError: the connection ended or broke.

@@ -155,7 +155,7 @@ class WorkerCopies:
         ]
 
     def forget_after(self, step: int) -> None:
-        """Drop all copies of steps after ``step``, to which the run has rolled back; also copies from other workers."""
+        """Drop all copies, own and received, of steps after ``step``, because the run has rolled back to ``step``."""
         self._sender.stop()
         for own in (*self._own, *self._older):
             own.copies.forget_after(step)
@@ -212,9 +212,9 @@ class WorkerCopies:
             own.state.wait_until_read()
 
     def noted(self, reports: Reports, begin_s: float) -> Reports:
-        """Return the reports of a segment with ``copying`` and ``copied`` set.
+        """Return a segment's reports with ``copying`` and ``copied`` set, from copies made and sent since ``begin_s``.
 
-        It began at ``begin_s`` (monotonic clock).
+        ``begin_s`` is the monotonic time at which the segment began.
         """
         copying = self._sender.at_work_since(begin_s)
         at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
@@ -228,7 +228,7 @@ class WorkerCopies:
     def hold(self, generation: int, header: CopyHeader) -> bool:
         """Begin to receive a copy of another worker's stage; return True if this copy is complete already.
 
-        If there is a copy of an earlier step of this stage and plan here, received copies of older plans are dropped.
+        If this worker has an earlier copy of this stage under this plan, it drops the received copies of older plans.
 
         Args:
             generation: number of the plan under which the copy was made.
@@ -303,7 +303,7 @@ class WorkerCopies:
         return held.header, held.block
 
     def _find(self, generation: int, stage: int, step: int, piece: int) -> StageCopies | None:
-        """Return the copies of this worker's own stage if such a copy is among them, else None; see ``copy``."""
+        """Return the copies of a stage of this worker that include the one described, else None; see ``copy``."""
         for own in (*self._own, *self._older):
             if (own.generation, own.program.index) == (generation, stage) and any(
                 (header.step, header.piece) == (step, piece) for header in own.copies.headers

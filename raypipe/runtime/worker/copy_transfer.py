@@ -51,8 +51,8 @@ SHARE = 0.25
 LEAST_SHARE = 0.02
 """Share of the time in which copies are sent if boundary messages always wait; above 0, so that a copy arrives."""
 PARCEL_S = 0.25
-"""Target duration of a parcel: short, because boundary messages share the link with it, but no shorter. On busy nodes,
-a call takes 0.05 to 0.2 s regardless of its size, and a copy of 96 MB in small parcels took 20 s."""
+"""Target seconds of a parcel. A parcel is short, because boundary messages share the link with it, but not shorter: on
+busy nodes a call takes 0.05 to 0.2 s regardless of its size, and a copy of 96 MB in small parcels took 20 s."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 16 << 20
 """Limits of a parcel's size in bytes. An actor call costs 4 or 5 ms of CPU time: 100 MB took 0.1 s of CPU time in
 parcels of 4 MiB, 0.5 s in parcels of 1 MiB, 1.6 s in parcels of 256 KiB."""
@@ -104,7 +104,7 @@ class RateLimiter:
 ANSWER_S = 0.05
 """Interval at which a wait for an answer checks if sending was stopped."""
 PATIENCE_S, MOST_S = 5.0, 30.0
-"""Limits of ``CopySender.hurry`` in seconds until the copy is given up: without an arrived parcel, and in total."""
+"""Seconds after which ``CopySender.hurry`` gives up the copy: since the last parcel that arrived, and in total."""
 END_S = 30.0
 """Seconds to wait for the thread to stop sending."""
 
@@ -192,7 +192,10 @@ class CopySender:
         return (self._job is not None and not self._job.done()) or self._worked_s >= begin_s
 
     def acknowledged(self, stage: int) -> CopyReport | None:
-        """Return the report on a stage's newest copy that has arrived at the holder (if any); None before the first."""
+        """Return the report on the stage's newest copy that is complete at the holder, or here without a holder.
+
+        Returns None before the first copy.
+        """
         return self._acknowledged.get(stage)
 
     def give_up(self) -> None:

@@ -52,7 +52,7 @@ class Heartbeat(NamedTuple):
         longest_s: seconds of the longest earlier computation, as seen by heartbeats.
         segments: number of segments that the current call of ``StageActor.work`` has completed.
         cpu_s: processor seconds of all threads since the process began.
-        resident_bytes: resident memory of the process; on a GPU, the peak of the memory of its tensors; 0 if unknown.
+        resident_bytes: resident bytes of the process; for a worker on a GPU, peak bytes of its tensors; 0 if unknown.
     """
 
     process: int
@@ -159,7 +159,7 @@ class Vitals:
         self._lease = LeaseClock(lease_s, self._end, self._on_tick)
 
     def heartbeat(self, lease_s: float, executor: Executor | None, segments: int) -> Heartbeat:
-        """Renew the lease for ``lease_s`` seconds, and return the heartbeat; ``executor`` is None without stages."""
+        """Renew the lease for ``lease_s`` seconds, and return the heartbeat; without stages ``executor`` is None."""
         self._lease.renew(lease_s)
         if executor is None:
             return heartbeat_of(self._actions, None, segments, reads=False)

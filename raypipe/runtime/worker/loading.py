@@ -29,7 +29,7 @@ def names_of(stage: StageProgram | StageState) -> tuple[str, ...]:
 
 
 def rehearse(make_optimizer: MakeOptimizer) -> None:
-    """Create an optimizer for a dummy parameter and step it once, so that its modules are imported."""
+    """Create an optimizer for a dummy parameter and step it once, so that the optimizer's modules are imported."""
     stand_in = torch.nn.Parameter(torch.zeros(1))
     stand_in.grad = torch.zeros(1)
     with contextlib.suppress(Exception):  # imports are done even if it cannot be made for such a parameter
@@ -49,8 +49,8 @@ def load_states(
 
     Args:
         sources: see StageActor.load.
-        present: present states. They are overwritten and returned if they have the same parameters and buffers, and
-            ``sources`` are copies.
+        present: present states of the worker. They are overwritten and returned if they have the parameters and buffers
+            of the new stages, and ``sources`` are copies.
         own: all copies in this process.
 
     Returns:

@@ -136,13 +136,13 @@ class OrderGate:
             return order
 
     def halt(self, run: int) -> int:
-        """Let no further order of this run begin until ``finish_after``; return the number of orders begun so far."""
+        """Keep orders of this run from beginning until ``finish_after``; return the number of orders begun so far."""
         with self._changed:
             self._halted.add(run)
             return self._begun[run]
 
     def finish_after(self, run: int, count: int) -> None:
-        """Undo ``halt``, but let ``next`` end the run after ``count`` orders, counted from the run's beginning."""
+        """Undo ``halt``, and end the run after ``count`` orders, counted from the beginning of the run."""
         with self._changed:
             self._limits[run] = count
             self._halted.discard(run)
@@ -179,7 +179,7 @@ class WorkReports:
         return self._done.end
 
     def begin(self, run: int) -> None:
-        """Begin call number ``run``, and drop the reports of the call before."""
+        """Begin call number ``run``, and drop the reports of the previous call."""
         with self._grown:
             self.run, self._done = run, Window(KEPT_REPORTS)
 
@@ -220,7 +220,7 @@ T = TypeVar("T")
 
 
 class Window(Generic[T]):
-    """Newest items of a growing list; dropping older items does not change the indices of the others.
+    """Newest items of a growing list. Items keep their indices when older items are dropped.
 
     Args:
         most: maximum number of items in memory; None keeps all until ``take`` drops them.
@@ -256,7 +256,7 @@ class Window(Generic[T]):
         return self._items[place - self.first]
 
     def take(self, place: int) -> T:
-        """Return the item at index ``place``; drop this item and all before it. IndexError if it is not in memory."""
+        """Return the item at index ``place``, and drop it and all before it; raise IndexError if not in memory."""
         item = self[place]
         while self.first <= place:
             self._items.popleft()

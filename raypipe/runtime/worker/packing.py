@@ -145,9 +145,9 @@ HAND_OVER_TIMEOUT_S = 300.0
 
 
 class ActorOutputs:
-    """Collector of an evaluation's outputs, in an actor: stages call ``give`` with each output.
+    """Collector of an evaluation's outputs, in an actor of its own.
 
-    ``take`` fetches all.
+    The last stage calls ``give`` with each output; ``take`` returns all outputs.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class ActorOutputs:
 
 
 def _give(actor: Any, output: Any) -> torch.Tensor:
-    """Send an output of the last stage to the collecting actor; return a scalar, which takes the place of the loss."""
+    """Send an output of the last stage to the collecting actor; return its answer, a scalar in place of the loss."""
     # One at a time, so that at most one output waits in memory and they arrive in order.
     answer: torch.Tensor = ray.get(actor.give.remote(output), timeout=HAND_OVER_TIMEOUT_S)
     return answer

@@ -75,7 +75,7 @@ def created(places: Mapping[int, PlacementGroup]) -> dict[int, PlacementGroup]:
 
 
 def room(needs: Mapping[str, float]) -> str:
-    """Describe how much the cluster has in total and free of each resource in ``needs``, for messages."""
+    """Describe the cluster's total and free amount of each resource in ``needs``, for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in needs)
 
@@ -113,7 +113,7 @@ def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
 
 
 def first_unused(owner: str) -> int:
-    """Return a number above those of the stage actors and placement groups of this driver, ending ones included."""
+    """Return a number above all numbers of this driver's stage actors and placement groups, even of ending ones."""
     return 1 + max((*_named(owner), *_places(owner)), default=-1) if owner else 0
 
 
@@ -136,7 +136,7 @@ def release_orphans(owner: str) -> None:
 
 
 def release_ended(owner: str) -> None:
-    """Remove the groups of the driver of this name that have no living stage actor, if the driver is dead."""
+    """Remove a driver's placement groups without a living stage actor; do nothing if the driver is alive."""
     with contextlib.suppress(RayError):
         try:
             ray.get_actor(owner, namespace=NAMESPACE)
@@ -157,13 +157,13 @@ def release_abandoned() -> None:
 
 
 def release_unused(owner: str) -> None:
-    """Remove the placement groups of the driver of this name that have no living stage actor, pending ones included."""
+    """Remove a driver's placement groups without a living stage actor, including pending groups."""
     here = living(owner)
     release([place for number, place in _places(owner).items() if number not in here])
 
 
 def owner_of(actor: str | None) -> str:
-    """Return the driver's name, with which the name of its stage actor begins; "" if ``actor`` is None."""
+    """Return the name of the driver of a stage actor, given Ray's name of the actor; "" if ``actor`` is None."""
     return (actor or "").partition(f"/{_ACTOR}")[0]
 
 

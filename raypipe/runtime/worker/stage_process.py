@@ -31,7 +31,7 @@ from raypipe.run.lease import read_lease
 
 
 def enter(folder: str) -> None:
-    """Change to this working directory, so that relative paths in the user's code mean the same on all nodes.
+    """Change to the working directory ``folder``, so that relative paths in the user's code are equal on all nodes.
 
     The directory is not changed on a node that lacks it, or if Ray's runtime environment has a working_dir.
     """
@@ -40,13 +40,13 @@ def enter(folder: str) -> None:
 
 
 def holder_of(place: Place | None) -> str:
-    """Return generation and holder of the lease in a run's folder, as text; "" without a lease or a local folder."""
+    """Return generation and holder of the lease in a run's folder, as text; "" if no lease, or if it is not local."""
     lease = read_lease(place) if place is not None and place.is_local else None
     return "" if lease is None else f"{lease.generation} {lease.holder.id}"
 
 
 def refuse_another_folder(place: Place, held_by: str) -> None:
-    """Raise PlanError if this path is another folder here than on the driver's node, as on two nodes' own disks.
+    """Raise PlanError if the run's path is another folder on this node than on the driver's, as with separate disks.
 
     Args:
         place: local folder of the run.

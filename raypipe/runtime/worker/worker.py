@@ -62,7 +62,7 @@ REPORTS_WAIT_S = 10.0
 
 
 class _StageActor:
-    """Actor of one worker. Ray calls only methods of this class, so most of them forward to a member object."""
+    """Actor of one worker. Ray calls methods of this class only, so most methods forward to an attribute."""
 
     def __init__(self, lease_s: float = math.inf, folder: str = "") -> None:
         """Start a lease of ``lease_s`` seconds (see LeaseClock), and change to the working directory ``folder``."""
@@ -123,17 +123,17 @@ class _StageActor:
 
     @ray.method(concurrency_group="control")
     def term(self) -> int:
-        """Return the highest term that any call of a driver has had here; -1 before the first call."""
+        """Return the highest term of all drivers that have called this actor; -1 before the first call."""
         return self._fence.term
 
     @ray.method(concurrency_group="control")
     def fence(self, term: int) -> Attached:
-        """Obey the driver of this term, reject lower terms from now on, and return the previous driver's numbers."""
+        """Obey the driver of this term, and reject lower terms from now on; return the numbers of its predecessor."""
         with self._fence.passing(term):
             return Attached(self._worker, self._links, self._work.run)
 
     def keep_charter(self, term: int, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
-        """Store a pickled Charter, and the initial tensors of these names, with which another driver can resume."""
+        """Store a pickled Charter and the initial tensors of these names, so that another driver can resume the run."""
         self._fence.check(term)
         self._charter, self._initial = charter, dict(tensors.read(names))
 
@@ -332,7 +332,7 @@ class _StageActor:
     ) -> list[list[StepReport]] | None:
         """Bring this worker to ``step`` completed optimizer steps, after ``work`` has failed.
 
-        If it has completed fewer, the step in progress is finished. Gradients of a later step in progress are dropped.
+        A worker with fewer completed steps finishes the step in progress. Gradients of a later step are dropped.
 
         Args:
             totals: gradient norm and loss of step number ``step``, from a worker that has completed it; else None.
@@ -358,7 +358,7 @@ class _StageActor:
         self._copies.wait_until_taken()
 
     def _mark(self, stage: int) -> Mark | None:
-        """Return a stage's position in the stream of train_data, between two steps; None without a stream."""
+        """Return a stage's position in the stream of train_data; call between two steps. None without a stream."""
         return None if self._executor is None else self._executor.works[stage].feed.mark()
 
     def _sends(self) -> bool:
@@ -401,7 +401,7 @@ class _StageActor:
 
     @property
     def _store_links(self) -> ObjectStoreEndpoint:
-        """Endpoint of links through Ray's object store; with another transport, a new endpoint without links."""
+        """Endpoint for links through Ray's object store; a new one without links if the transport is another one."""
         endpoint = self._endpoint
         return endpoint if isinstance(endpoint, ObjectStoreEndpoint) else ObjectStoreEndpoint()
 

@@ -78,7 +78,7 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
 
 
 def find_for_reading(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]:
-    """Return the result of ``find_checkpoint``, with a warning if newer checkpoints than the found one are damaged."""
+    """Return the result of ``find_checkpoint``; warn if checkpoints that are newer than its result are damaged."""
     checkpoint, refusals = find_checkpoint(run)
     damaged = [(name, reason) for name, reason in refusals if (run / name).exists(MANIFEST)]
     if checkpoint is not None and damaged:
@@ -148,7 +148,7 @@ def _check_shard(place: Place, shard: Shard) -> None:
 
 
 def _check_doubles(place: Place, manifest: Manifest) -> None:
-    """Raise CheckpointError if a constant buffer of several stages differs between the files of these stages."""
+    """Raise CheckpointError if a tensor that several stages have saved differs between their files."""
     stored = manifest.stored
     for entry in manifest.stages:
         for name in entry.tensors.names:
@@ -169,7 +169,7 @@ def _damaged(file: Place, reason: str) -> CheckpointError:
 
 
 def _rank(manifest: Manifest, metric: str | None, mode: str) -> float:
-    """Return a sort key of checkpoints that puts the best one last, and those without the metric first."""
+    """Return a sort key: the best checkpoint comes last; checkpoints without the metric come first, and are equal."""
     score = manifest.metrics.get(metric) if metric else None
     if score is None:
         return float("-inf")
@@ -276,7 +276,7 @@ def checkpoint_at(place: Place, nor: str = "") -> Checkpoint:
     """Open the checkpoint in the folder ``place``, or the newest good one if ``place`` is a run's folder.
 
     Args:
-        nor: text for the error message, about other files that the caller has looked for in vain.
+        nor: text for the error message about other files that the caller did not find there.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged; names the file.

@@ -138,7 +138,7 @@ class Manifest:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Index of the first stage whose file holds a parameter or buffer, by the name of the parameter or buffer."""
+        """{name of a parameter or buffer: index of the first stage whose file holds it}."""
         return {name: entry.stage for entry in reversed(self.stages) for name in entry.tensors.names}
 
 
@@ -264,7 +264,7 @@ def check_position(manifest: Manifest, order: SampleOrder) -> None:
 
 
 def _check_entry(entry: StageEntry, what: str) -> None:
-    """Check a stage's file names, and that its option groups and optimizer state are of parameters in its file."""
+    """Check a stage's file names, and that it has options and optimizer state only of parameters in its file."""
     what = f"{what}, stage {entry.stage}"
     kinds = ["tensors", "optimizer", *(f"optimizer.{replica}" for replica in range(1, 1 + len(entry.pieces)))]
     for kind, shard in zip(kinds, (entry.tensors, entry.optimizer, *entry.pieces), strict=True):

@@ -62,7 +62,7 @@ def load_stage(
     fresh: FreshOptions = FreshOptions(),  # noqa: B008  (immutable)
     crossing: DeviceTransfer | None = None,
 ) -> None:
-    """Restore the state of a stage. Files of a checkpoint that hold none of its tensors are not opened.
+    """Restore the state of a stage. Files of a checkpoint that hold no tensor of the stage are not opened.
 
     Parameters and buffers are filled in place. The scheduler takes as many steps as it had taken in the saved run; then
     the saved options of the optimizer are set.
@@ -191,7 +191,7 @@ def _load_optimizer(state: StageState, source: StoredState, fresh: FreshOptions,
 def _refuse_incomplete(title: str, optimizer: torch.optim.Optimizer, fresh: FreshOptions) -> None:
     """Refuse new options, such as amsgrad=True, that need optimizer state which the saved run did not have.
 
-    This is tried in a step of a copy of the optimizer with one parameter.
+    To find out, a copy of the optimizer makes a step of a copy of its smallest parameter.
 
     Raises:
         CheckpointError: the step lacks state; names its key.
@@ -238,7 +238,7 @@ def _saved_states(state: StageState, source: StoredState) -> tuple[list[torch.nn
 
 
 def _read_state(trained: Mapping[str, torch.nn.Parameter], source: StoredState) -> Kept:
-    """Read the saved optimizer state of whole parameters, by name, into new tensors.
+    """Read the saved optimizer state of the whole parameters ``trained``, by name, into new tensors.
 
     A tensor of the parameter's shape gets the parameter's strides, as if a step of the optimizer had created it.
     """
@@ -307,7 +307,7 @@ def _decoded(options: Mapping[str, Any], fresh: Mapping[str, Any], title: str) -
 
 
 def _as_lists(read: Any, like: Any) -> Any:
-    """Make lists of the tuples in ``read`` where ``like`` has lists, as in a buffer that steps write to."""
+    """Convert tuples in ``read`` to lists where ``like`` has lists; steps of an optimizer may write to lists."""
     if not isinstance(read, tuple) or not isinstance(like, list | tuple):
         return read
     parts = like if len(like) == len(read) else [None] * len(read)

@@ -166,7 +166,7 @@ def clear(place: Place, folder: str) -> None:
 
 
 def discard(place: Place, folder: str, files: str) -> None:
-    """Delete the files of a failed checkpoint. If its folder has a manifest, of an earlier save of this step, keep all.
+    """Delete the files of a failed checkpoint, unless its folder has a manifest, from an earlier save of the step.
 
     Args:
         files: folder to which the stages wrote: ``folder``, or one below it, as in ``files_folder``.
@@ -338,7 +338,7 @@ def write_mark(folder: Place, stage: int, mark: Mark) -> None:
 
 
 def read_mark(checkpoint: Place) -> Mark | None:
-    """Read the position in a data stream that any stage has written into a checkpoint; None if no valid file has it."""
+    """Read the position in the data stream from the first valid file of any stage in a checkpoint; None without one."""
     try:
         entries = checkpoint.list()
         folders = [checkpoint, *(checkpoint / entry.name for entry in entries if entry.is_folder)]
@@ -381,7 +381,7 @@ class ShardWriter:
     def begin(self, folder: str) -> None:
         """Take a snapshot now, and write it in the background to ``folder``, a path below the run's folder.
 
-        Waits until the snapshot before is written.
+        First waits until the previous snapshot is written.
         """
         if self._last is not None:
             self._last.exception()  # waits for the one before; ``entry`` raises its error
@@ -389,15 +389,15 @@ class ShardWriter:
         self._last = self._entries[folder] = self._pool.submit(self._write, folder, snapshot)
 
     def wait(self, folder: str, wait_s: float) -> bool:
-        """Wait until the write to ``folder`` ends or fails. False after ``wait_s`` seconds, or without such a write."""
+        """Wait until the write to ``folder`` ends or fails; return False on timeout, or if there is no such write."""
         future = self._entries.get(folder)
         return future is not None and not wait([future], wait_s).not_done
 
     def entry(self, folder: str, wait_s: float) -> dict[str, Any] | None:
-        """Return this stage's manifest entry of the snapshot in ``folder``, when its files are written.
+        """Wait until the snapshot in ``folder`` is written, and return this stage's entry for the manifest.
 
-        None if they are not written within ``wait_s`` seconds, if ``begin`` was not called for this folder, or if the
-        entry was returned before.
+        Returns None if the files are not written within ``wait_s`` seconds, if ``begin`` was not called for this
+        folder, or if the entry was returned before.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -424,7 +424,7 @@ def entries_of(writers: Sequence[ShardWriter], folder: str, wait_s: float) -> li
     """Return the result of ``ShardWriter.entry`` of each writer, waiting up to ``wait_s`` seconds for each.
 
     Raises:
-        CheckpointError: a writer has failed; the error of the first one, after all others have been waited for.
+        CheckpointError: a writer has failed. All writers are waited for, and then the first failure is raised.
     """
     entries, failure = [], None
     for writer in writers:

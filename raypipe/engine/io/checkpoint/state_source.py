@@ -346,5 +346,5 @@ def read_all(sources: Iterable[StateSource], names: Collection[str]) -> dict[str
 
 
 def opened(source: StateSource | Checkpoint | Place) -> AbstractContextManager[StateSource]:
-    """Return a context with a source of state: ``source`` itself, or the source of state of a checkpoint."""
+    """Return a context that gives a source of state: ``source`` itself, or a checkpoint's files, closed at the end."""
     return checkpoint_source(source) if isinstance(source, Checkpoint | Place) else nullcontext(source)

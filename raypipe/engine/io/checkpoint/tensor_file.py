@@ -209,7 +209,7 @@ def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, A
 
 
 def read_table(table: Any, size_bytes: int) -> dict[str, TensorInfo]:
-    """Parse a table of tensors, as in ``table_of``, which must fill ``size_bytes`` without gaps or overlaps.
+    """Parse a table as ``table_of`` creates it; its tensors must fill ``size_bytes`` without gaps or overlaps.
 
     Raises:
         ValueError: the table is not valid; the message is the reason, without the name of the file.
