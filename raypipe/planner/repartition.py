@@ -268,8 +268,8 @@ class Offer(NamedTuple):
         decision: decision with the new cut.
         speeds: speeds of the workers that it was made for.
         generation: number of the plan that it was made for.
-        gain: expected gain of the move.
-        why: reason for messages.
+        gain: seconds of a step before and after the move, and the seconds that the move itself takes.
+        why: reason of the move in words, for messages and events.
     """
 
     decision: Decision

@@ -325,14 +325,15 @@ def step_done(
 ) -> StepDone:
     """Build the controller's event for a step.
 
-    The event has no measurements of stages and links if a copy of a stage's state was sent during the step.
+    The event has no measurements of stages and links if a copy of a stage's state was sent during the step, or if
+    ``alike`` is False.
 
     Args:
         seconds: duration, from the end of the previous step to the end of this one.
         setting: settings with which the step ran; its choice is not None.
         reports: reports of all workers on the step.
-        counts: as in ``Control.on_step``.
-        alike: False if the mini-batch is padded to another length than most; then too the event has no measurements.
+        counts: False if ``seconds`` are not representative, for example because a checkpoint was saved.
+        alike: False if the mini-batch is padded to another length than most mini-batches.
     """
     assert setting.choice is not None
     step = reports[0].step

@@ -160,7 +160,7 @@ class Journal:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """Alerts of this submission so far."""
+        """All alerts since this run was last submitted, oldest first."""
         return self.status.alerts
 
     def stopping(self, reason: str) -> None:

@@ -227,9 +227,10 @@ class ParameterSlice(NamedTuple):
 
 
 def sharded_names(program: StageProgram, parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Find the parameters whose optimizer state is sharded; return {index of a site: name of its parameter}.
+    """Find the parameters whose optimizer state is sharded; return {index: name}.
 
-    Indices count the sites of trained parameters.
+    The index is the position among the places in the stage's modules that hold a trained parameter. A parameter that
+    several modules share has several places.
     """
     names = [site.parameter for site in program.train.sites if site.parameter in program.trainable]
     return {

@@ -94,7 +94,8 @@ class Measured:
         """Compute the seconds of one message forward and one backward on the slowest link of a hop, without queueing.
 
         Args:
-            quantile: quantile of the measured occupancies that is used, from 0 to 1.
+            hop: 0 for the boundary between stages 0 and 1, and so on. With replicas a hop has several links.
+            quantile: which quantile of the measured seconds per message is used, from 0 to 1.
         """
         return max(self._round_trip_s(link, quantile) for link in self.routes.links_of(hop))
 

@@ -110,9 +110,9 @@ def expected_sends(schedule: Schedule, sender: int, receiver: int, repeats: int 
     """Return the sends from worker ``sender`` to worker ``receiver``, in order of arrival.
 
     Args:
-        schedule: lowered.
-        sender, receiver: workers.
-        repeats: repetitions of the body.
+        schedule: schedule that has messages already, see ``lower``.
+        sender, receiver: numbers of the workers.
+        repeats: how often the repeated part of the schedule (its body) is run.
     """
     step = {Op.SEND_F: 1, Op.SEND_B: -1}
     return tuple(

@@ -75,9 +75,14 @@ class Replanning:
     def on_step(
         self, step: int, seconds: float, reports: Sequence[StepReport], spec: ScheduleSpec | None
     ) -> RepartitionQuery | None:
-        """Process the reports of a step with schedule ``spec``; return the query of a search if one is due.
+        """Add the measurements of a step; return a query if a search for another partition is to start now.
 
-        Steps that send copies are ignored.
+        Steps during which a copy of a stage's state was sent are ignored.
+
+        Args:
+            seconds: duration of the step.
+            reports: reports of all workers on the step.
+            spec: schedule of the step; None if it is that of the plan.
         """
         samples = [report.sample for report in reports if report.sample is not None]
         if not self.measures or len(samples) < len(reports) or any(report.copying for report in reports):

@@ -180,7 +180,7 @@ class Published:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """Alerts of this submission so far."""
+        """All alerts since this run was last submitted, oldest first."""
         return self._journal.alerts
 
     def close(self) -> None:

@@ -192,9 +192,10 @@ class CopySender:
         return (self._job is not None and not self._job.done()) or self._worked_s >= begin_s
 
     def acknowledged(self, stage: int) -> CopyReport | None:
-        """Return the report on the stage's newest copy that is complete at the holder, or here without a holder.
+        """Return the report on the stage's newest complete copy; None if no copy is complete yet.
 
-        Returns None before the first copy.
+        A copy is complete when the worker that keeps it has received all of it. If no other worker keeps it, it is
+        complete when this worker has made it.
         """
         return self._acknowledged.get(stage)
 
