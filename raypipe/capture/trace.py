@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from raypipe.capture.analyse import Traced
+from raypipe.capture.blocks import watched_blocks
 from raypipe.capture.branches import trace_past_checks
 from raypipe.capture.explain import Inputs, untraceable
 from raypipe.capture.flatten import flatten
@@ -57,6 +58,7 @@ def trace(
     fixed: str = "",
     one_size: bool = False,
     kept: Sequence[Any] = (),
+    progress: Callable[[str], None] = lambda _text: None,
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
 
@@ -67,6 +69,7 @@ def trace(
         fixed: reason to trace for the example's sizes, without trying to leave any open; "" tries it.
         one_size: True to trace for the example's number of samples only.
         kept: keys of outputs that a model with its own loss returns after the loss.
+        progress: takes a text such as "tracing layer 7 of 24" before each block of the model, see ``blocks_of``.
 
     Raises:
         OneSizeError: the model takes the example's number of samples only, and ``one_size`` is False.
@@ -75,9 +78,11 @@ def trace(
     # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
     key_conds()
     conditions: tuple[str, ...] = ()
+    suffix = "" if training else " for evaluation"
+    blocks = watched_blocks(model, lambda number, count: progress(f"tracing layer {number} of {count}{suffix}"))
     try:
         mode, named = in_mode(model, training=training), _columns_named(model, inputs.kwargs)
-        with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
+        with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss), blocks:
             with watched_forward(model) as changed:
                 exported = None
                 if inputs.free_sizes and not fixed:
