@@ -172,12 +172,12 @@ def progress_shown(progress: bool) -> Iterator[None]:
 
 
 @contextmanager
-def shown_while(text: str) -> Iterator[None]:
-    """Show ``text`` in a ProfilingBar while the context lasts."""
+def shown_while(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` in a ProfilingBar while the context lasts; yields a function that replaces the text."""
     bar = ProfilingBar()
     bar.say(text)
     try:
-        yield
+        yield bar.say
     finally:
         bar.close()
 

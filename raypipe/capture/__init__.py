@@ -226,7 +226,8 @@ class Capture:
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
             loss_fn: LossFn | None, *, evaluates: bool = True, metric_reads: MetricReads = NO_METRIC_READS,
             precision: Precision = FP32, parts: bool = True,
-            varying: frozenset[tuple[Any, int]] = frozenset()) -> Capture:  # fmt: skip
+            varying: frozenset[tuple[Any, int]] = frozenset(),
+            progress: Callable[[str], None] = lambda _text: None) -> Capture:  # fmt: skip
     """Turn a model into a graph that can be cut into stages. The model is not changed.
 
     Args:
@@ -240,6 +241,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         parts: True to let the captured model return the terms of its own loss one by one if they average over
             different items; False to let it return their sum.
         varying: (column, dimension) of the sizes that differ between mini-batches, besides the number of samples.
+        progress: takes a text that shows how far a trace is, see ``trace``.
 
     Raises:
         CaptureError: the model cannot be traced or trained; names the line or module, and the fix.
@@ -261,8 +263,9 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             graph = sequential_graph(source.train, held, frozen)
         else:
             source, terms = _traced(
-                model, taken, metric_reads.outputs, returns_loss=loss_fn is None, evaluates=evaluates, parts=parts
-            )
+                model, taken, metric_reads.outputs, returns_loss=loss_fn is None, evaluates=evaluates, parts=parts,
+                progress=progress,
+            )  # fmt: skip
             graph = model_graph(source.train, taken.samples, held, frozen)
             stages = _recipe_of(source, taken.samples, held, type(model).__name__)
     _refuse_rounded(model, source, precision)
@@ -365,8 +368,9 @@ def _children_captured(model: nn.Sequential, inputs: Inputs, *, evaluates: bool)
 
 
 def _traced(
-    model: nn.Module, taken: _Example, kept: Sequence[Any], *, returns_loss: bool, evaluates: bool, parts: bool
-) -> tuple[TracedModel, LossTerms | None]:
+    model: nn.Module, taken: _Example, kept: Sequence[Any], *, returns_loss: bool, evaluates: bool, parts: bool,
+    progress: Callable[[str], None],
+) -> tuple[TracedModel, LossTerms | None]:  # fmt: skip
     """Trace the model with torch.export in training mode, and in evaluation mode if anything is evaluated.
 
     Args:
@@ -377,7 +381,7 @@ def _traced(
     """
     if taken.samples < 2:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
-    run = partial(trace, model, taken.inputs, returns_loss=returns_loss)
+    run = partial(trace, model, taken.inputs, returns_loss=returns_loss, progress=progress)
     # A caller that passes meta tensors wants the whole capture on the meta device.
     with nullcontext() if any(tensor.is_meta for tensor in taken.inputs.tensors) else stand_ins(model):
         modes = None

@@ -74,11 +74,17 @@ class Opened:
     evaluated: tuple[str, ...] = ()
 
 
-def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
+def open_arguments(
+    arguments: Arguments,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> Opened:
     """Open the data, build and capture the model, and try one forward and backward.
 
     Args:
         num_workers: number of workers to plan for; None leaves it open.
+        progress: takes a text that shows how far the trace of the model is.
 
     Raises:
         RaypipeError: an argument is not possible; the message has the fix.
@@ -114,6 +120,7 @@ def open_arguments(arguments: Arguments, pipeline: PipelineConfig, num_workers: 
     captured = capture(
         built, example, columns, loss_fn, evaluates=evaluates, metric_reads=outputs, precision=precision,
         parts=pipeline.loss_reduction != "per_microbatch", varying=varying,
+        progress=progress,
     )  # fmt: skip
     refuse_unfit_shapes(captured, sizes)
     if captured.one_size is not None and wants_curve(pipeline):

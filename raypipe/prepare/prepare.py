@@ -82,8 +82,8 @@ def prepare(
     Raises:
         RaypipeError: no run is possible with these arguments; the message has the fix.
     """
-    with shown_while("tracing the model"):
-        opened = open_arguments(arguments, pipeline, None if cluster else num_workers)
+    with shown_while("tracing the model") as show:
+        opened = open_arguments(arguments, pipeline, None if cluster else num_workers, show)
     with shown_while("finding what the loss averages over"):
         rows = _rows(opened, pipeline)
         found = find_reduction(opened.model, arguments.loss_fn, opened.captured, rows, pipeline)
