@@ -35,7 +35,7 @@ from raypipe.profiling.measure import (
 )
 from raypipe.profiling.steps import fingerprint
 
-MEASURING = 7
+MEASURING = 8
 """Version of the measuring method, a part of the cache key: profiles of other versions are not read."""
 
 MOST_FILES = 256
