@@ -119,6 +119,7 @@ class Prediction:
             the share ``epsilon``; 0 if the number was given.
         decided_by: the bound that decided the number of micro-batches: "model", "memory", "simulation", "given" or
             "rule".
+        loss_s: part of ``step_s``: seconds of a loss over the whole mini-batch, between forwards and backwards.
     """
 
     step_s: float
@@ -136,6 +137,7 @@ class Prediction:
     high: float = 0.0
     epsilon: float = 0.0
     decided_by: str = "given"
+    loss_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
