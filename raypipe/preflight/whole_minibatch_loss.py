@@ -93,11 +93,24 @@ def minibatch_rule(
     if any(p.is_meta for p in model.parameters()):
         return untried
     whole = LossTrial(model, loss_fn, seed).losses(rows)
-    parts = LossTrial(model, loss_fn, seed, rule).losses(rows)
     if whole is None:  # it draws random numbers, or fails
         return untried
-    joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
-    return None if joined is None or misfit(whole, joined, [1.0]) else rule
+    for one in (rule, replace(rule, blocks=_most_blocks(captured, rule))):
+        parts = LossTrial(model, loss_fn, seed, one).losses(rows)
+        joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
+        if joined is not None and not misfit(whole, joined, [1.0]):
+            return one
+    return None
+
+
+def _most_blocks(captured: Capture, rule: WholeMinibatch) -> dict[str, tuple[int, ...]]:
+    """Return the blocks (``join_blocks``) of outputs that hold several views of all samples, one after the other."""
+    found, evaluates = {}, not isinstance(captured.model, TracedModel) or captured.model.eval is not None
+    for mode, dims in rule.joined.items():
+        outputs = _outputs(captured, 4, mode if evaluates else "train") or ()
+        sizes = [4 if dim is None else x.shape[dim] for x, dim in zip(outputs, dims, strict=True)]
+        found[mode] = tuple(size // 4 if size % 4 == 0 else 1 for size in sizes)
+    return found
 
 
 def over_minibatch(
@@ -144,7 +157,10 @@ def _over_tail(
             evaluation = _dims(divided, "eval")
         if train is None or evaluation is None:
             raise CaptureError("what the loss compares has no dimension of samples")
-        rule = WholeMinibatch({"train": train, "eval": evaluation})
+        dims, tail = {"train": train, "eval": evaluation}, divided.recipe.loss
+        assert isinstance(tail, LossTail)
+        one = {mode: (1,) * (len(by_output) - len(tail.blocks[mode])) for mode, by_output in dims.items()}
+        rule = WholeMinibatch(dims, {mode: (*tail.blocks[mode], *one[mode]) for mode in dims})
         if any(p.is_meta for p in model.parameters()):
             model = with_random_weights(model)
         whole = LossTrial(model, None, pipeline.seed).losses(few)
