@@ -210,7 +210,8 @@ class Capture:
             evaluation = divide(self.model.eval, stages.eval, tensors, rows, recipe.precision, kept)
         bodies = TracedModel(analyse(train.body), None if evaluation is None else analyse(evaluation.body))
         columns = dict.fromkeys((*train.tail.columns, *(evaluation.tail.columns if evaluation else ())))
-        loss = LossTail(train.tail, None if evaluation is None else evaluation.tail, tuple(columns))
+        blocks = {"train": train.blocks, "eval": (evaluation or train).blocks}
+        loss = LossTail(train.tail, None if evaluation is None else evaluation.tail, tuple(columns), blocks)
         held = {name: x.nbytes for name, x in (*self.parameters.items(), *self.buffers.items())}
         samples = min((shape[0] for shape, _ in self.columns.values() if shape), default=1)
         changed = replace(

@@ -9,8 +9,9 @@ The model without its tail computes the same for a mini-batch as for its micro-b
 therefore be computed once, over the joined inputs of all micro-batches (``engine.stage.minibatch_loss``).
 
 A value mixes samples if it is neither computed without data, as a temperature, nor for all rows what it is for the
-parts of these rows, joined. All operations run side by side, in fp32, on some rows and on both halves of them, to
-compare; and once more on made-up rows, since labels or masks of the real ones may be equal.
+parts of these rows, joined; views of all samples, one after the other, are joined view by view. All operations run side
+by side, in fp32, on some rows and on both halves of them, to compare; and once more on made-up rows, since labels or
+masks of the real ones may be equal.
 
     reads a value that mixes samples   mixes them too, whatever the numbers are: a mask of what exceeds a capacity has
                                        the same numbers as long as few rows exceed none
@@ -34,7 +35,7 @@ from raypipe.capture.analyse import Analysis, Traced, is_open, line_of, mutated_
 from raypipe.capture.cut import stage_function
 from raypipe.capture.flatten import as_output
 from raypipe.capture.source_lines import Lines
-from raypipe.engine.stage.minibatch_loss import held_by
+from raypipe.engine.stage.minibatch_loss import held_by, join_blocks
 from raypipe.engine.stage.randomness import bind_arguments, draws_randomness, dropout, keyed_call
 from raypipe.engine.stage.stage import GraphFunction
 from raypipe.errors import CaptureError
@@ -59,6 +60,9 @@ _OF_SHAPES = (
     "aten::new_ones", "aten::new_full", "aten::sym_size",
 )  # fmt: skip
 """Operations that read no values of their tensors."""
+_REPEATING = ("aten::cat", "aten::repeat")
+"""Operations that place blocks of all samples one after the other."""
+_ONE, _MIXED = frozenset({1}), frozenset[int]()
 _RELATIVE = 1e-4
 """Difference, as a fraction of a value or of the median magnitude, that is rounding in fp32."""
 _LOWER = (torch.float16, torch.bfloat16)
@@ -73,10 +77,12 @@ class Halves(NamedTuple):
         body: the model without its tail. It returns the tail's inputs, then the parameters and buffers that the tail
             reads (``held_by``), then the outputs that metrics read.
         tail: function from the inputs of the tail to the terms of the loss.
+        blocks: for each input of the tail, how it is joined (``join_blocks``).
     """
 
     body: Traced
     tail: GraphFunction
+    blocks: tuple[int, ...]
 
 
 def divide(
@@ -94,7 +100,8 @@ def divide(
     Raises:
         CaptureError: the model cannot be divided; the message is the reason, a clause.
     """
-    mixed = _mixing(analysis, tensors, rows) | _mixing(analysis, tensors, _made_up(rows))
+    blocks = _blocks(analysis, *(_ways(analysis, tensors, some) for some in (rows, _made_up(rows))))
+    mixed = {node for node, number in blocks.items() if number == 0}
     count = len(analysis.outputs) - num_kept
     terms, kept = analysis.outputs[:count], analysis.outputs[count:]
     operations, inputs = _tail(analysis, terms, mixed)
@@ -105,7 +112,8 @@ def divide(
     of = lambda nodes: [numbers[node.name] for node in nodes]  # noqa: E731
     tail = stage_function(lines, of(operations), of(inputs), of(terms), "loss over the mini-batch")
     tail.precision, tail.sizes = precision, None  # of a whole mini-batch; the first stage has checked its parts
-    return Halves(_body(analysis, operations, inputs, held_by(tail), kept), tail)
+    joined = tuple(blocks.get(node, 1) for node in inputs)
+    return Halves(_body(analysis, operations, inputs, held_by(tail), kept), tail, joined)
 
 
 def _made_up(rows: Columns) -> Columns:
@@ -123,14 +131,35 @@ def _made_up(rows: Columns) -> Columns:
     return made
 
 
-def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns) -> set[fx.Node]:
-    """Return the nodes whose values mix samples, and those that no stage could send, such as tuples of them."""
-    traced, half = analysis.traced, len(next(iter(rows.values()))) // 2
+def _blocks(analysis: Analysis, *ways: Mapping[fx.Node, frozenset[int]]) -> dict[fx.Node, int]:
+    """Return the number of blocks by which each value is joined (``join_blocks``); 0 for a value that mixes samples.
+
+    If the numbers are the same in either way, they are blocks behind a concatenation and behind blocks.
+
+    Args:
+        ways: results of ``_ways`` for several sets of rows.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in analysis.traced.graph.nodes:
+        known = [some[node] for some in ways if node in some]
+        fitting = frozenset.intersection(*known) if known else _ONE
+        behind = _name(node) in _REPEATING or any(found[used] > 1 for used in node.all_input_nodes)
+        found[node] = (max if behind else min)(fitting, default=0)
+    return found
+
+
+def _ways(analysis: Analysis, tensors: Tensors, rows: Columns) -> dict[fx.Node, frozenset[int]]:
+    """Return the numbers of blocks by which each node's values for both halves of the rows join to that of all rows.
+
+    Values that mix samples have no such number, nor have those that no stage could send, such as tuples of them.
+    """
+    traced, count = analysis.traced, len(next(iter(rows.values())))
+    half = count // 2
     parts = [rows, *({name: x[cut] for name, x in rows.items()} for cut in (slice(half), slice(half, None)))]
     live = {*analysis.nodes, *analysis.rebuildable}
     nodes = [node for node in traced.graph.nodes if node in live]
     last = {used: node for node in nodes for used in node.all_input_nodes}
-    roots, mixed = storage_roots(traced.graph), set[fx.Node]()
+    roots, mixed, ways = storage_roots(traced.graph), set[fx.Node](), dict[fx.Node, frozenset[int]]()
     of_data = {*traced.columns, traced.key}  # draws of micro-batches differ, as data do
     with torch.no_grad():
         runs = [_placeholders(traced, tensors, part) for part in parts]
@@ -144,8 +173,8 @@ def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns) -> set[fx.Node]
             if _name(node) not in _OF_SHAPES and not of_data.isdisjoint(inputs):
                 of_data.add(node)
             reads = any(used in mixed and used not in own and not _is_size(runs[0][used]) for used in inputs)
-            values = [known[node] for known in runs]
-            if reads or crosses or is_open(node.meta.get("val")) or _differs(values, of_data=node in of_data):
+            ways[node] = _joins([known[node] for known in runs], count, of_data=node in of_data)
+            if reads or crosses or is_open(node.meta.get("val")) or not ways[node]:
                 mixed.add(node)
                 changed = {roots[one] for one in mutated_args(node)}
                 mixed |= {one for one, root in roots.items() if root in changed}
@@ -153,7 +182,7 @@ def _mixing(analysis: Analysis, tensors: Tensors, rows: Columns) -> set[fx.Node]
                 if last[used] is node:
                     for known in runs:
                         del known[used]
-    return mixed
+    return ways | dict.fromkeys(mixed, frozenset())
 
 
 def _is_size(value: Any) -> bool:
@@ -249,31 +278,30 @@ def _name(node: fx.Node) -> str:
     return node.target._schema.name if hasattr(node.target, "_schema") else ""
 
 
-def _differs(values: Sequence[Any], *, of_data: bool) -> bool:
-    """Return True if a value for all rows is not that of their halves, joined.
+def _joins(values: Sequence[Any], rows: int, *, of_data: bool) -> frozenset[int]:
+    """Return the numbers of blocks by which values for both halves of some rows join to the value for all rows.
 
     Args:
         values: value for all rows, for their first half and for their second half.
+        rows: number of all rows.
         of_data: True if the value is computed from data or random numbers.
     """
-    if isinstance(values[0], tuple | list):
-        return any(not _joins(*items, of_data=of_data) for items in zip(*values, strict=False))
-    return not _joins(*values, of_data=of_data)
-
-
-def _joins(whole: Any, first: Any, second: Any, *, of_data: bool) -> bool:
-    """Return True if a value for all rows is that of both halves joined, or the same for any rows."""
+    whole, first, second = values
+    if isinstance(whole, tuple | list):
+        return _ONE if all(_joins(items, rows, of_data=of_data) for items in zip(*values, strict=False)) else _MIXED
     if not isinstance(whole, torch.Tensor):
-        return not of_data and bool(whole == first == second)
+        return _ONE if not of_data and bool(whole == first == second) else _MIXED
     if not whole.dim() == first.dim() == second.dim():
-        return False
+        return _MIXED
     changed = [dim for dim, size in enumerate(whole.shape) if (size, size) != (first.shape[dim], second.shape[dim])]
-    if len(changed) > 1:
-        return False
     if not changed:
-        return not of_data and _close(whole, first) and _close(whole, second)
-    joined_size = first.shape[changed[0]] + second.shape[changed[0]]
-    return whole.shape[changed[0]] == joined_size and _close(whole, torch.cat([first, second], changed[0]))
+        return _ONE if not of_data and _close(whole, first) and _close(whole, second) else _MIXED
+    dim, size = changed[0], whole.shape[changed[0]]
+    if len(changed) > 1 or size != first.shape[dim] + second.shape[dim]:
+        return _MIXED
+    known = {1} if size % rows else {1, size // rows}
+    known = {number for number in known if first.shape[dim] % number == 0 == second.shape[dim] % number}
+    return frozenset(number for number in known if _close(whole, join_blocks([first, second], dim, number)))
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -118,6 +118,7 @@ class Prediction:
         low, high, epsilon: between ``low`` and ``high`` micro-batches, the step is longer than the shortest by at most
             the share ``epsilon``; 0 if the number was given.
         decided_by: origin of the number of micro-batches: "model", "memory", "simulation", "given" or "rule".
+        loss_s: part of ``step_s``: seconds of a loss over the whole mini-batch, between forwards and backwards.
     """
 
     step_s: float
@@ -135,6 +136,7 @@ class Prediction:
     high: float = 0.0
     epsilon: float = 0.0
     decided_by: str = "given"
+    loss_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Profile:
         notes: warnings, one sentence each.
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None if
             nodes were measured at one size only.
+        whole_loss: True if the loss is not among the nodes, because it is computed over the whole mini-batch.
     """
 
     graph: ModelGraph
@@ -45,6 +46,7 @@ class Profile:
     device: str = ""
     notes: tuple[str, ...] = ()
     small: tuple[int, tuple[float, ...]] | None = None
+    whole_loss: bool = False
 
     @property
     def forward_s(self) -> float:

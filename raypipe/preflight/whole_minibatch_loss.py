@@ -12,7 +12,8 @@ then take the place of the loss_fn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from raypipe.capture import Capture, TracedModel
 from raypipe.config.combinations import last_is_replicated, replicated
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.data.item_randomness import own_generators
 from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import GraphFunction
@@ -40,6 +42,8 @@ from raypipe.preflight.loss_on_rows import (
     without_dropout,
 )
 from raypipe.preflight.random_outputs import bare_outputs, with_random_weights
+from raypipe.profiling.held_outputs import HeldOutputs
+from raypipe.profiling.operations import Moment, seconds_between
 from raypipe.profiling.workspace import LiveBytes
 from raypipe.user_lines import short
 
@@ -51,6 +55,10 @@ NOTE = (
     "its backwards (schedule 'gpipe'), and eval_loss is a mean over the mini-batches of an evaluation"
 )
 _LOWER = (torch.float16, torch.bfloat16)
+TIMED_BYTES = 1 << 27
+"""Most bytes of a loss that is timed; it then takes at most tenths of a second."""
+TIMES = 4
+"""Runs of a loss that is timed, of which the first warms up."""
 WHY = ", because no weights of micro-batches make it"
 
 
@@ -85,11 +93,24 @@ def minibatch_rule(
     if any(p.is_meta for p in model.parameters()):
         return untried
     whole = LossTrial(model, loss_fn, seed).losses(rows)
-    parts = LossTrial(model, loss_fn, seed, rule).losses(rows)
     if whole is None:  # it draws random numbers, or fails
         return untried
-    joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
-    return None if joined is None or misfit(whole, joined, [1.0]) else rule
+    for one in (rule, replace(rule, blocks=_most_blocks(captured, rule))):
+        parts = LossTrial(model, loss_fn, seed, one).losses(rows)
+        joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
+        if joined is not None and not misfit(whole, joined, [1.0]):
+            return one
+    return None
+
+
+def _most_blocks(captured: Capture, rule: WholeMinibatch) -> dict[str, tuple[int, ...]]:
+    """Return the blocks (``join_blocks``) of outputs that hold several views of all samples, one after the other."""
+    found, evaluates = {}, not isinstance(captured.model, TracedModel) or captured.model.eval is not None
+    for mode, dims in rule.joined.items():
+        outputs = _outputs(captured, 4, mode if evaluates else "train") or ()
+        sizes = [4 if dim is None else x.shape[dim] for x, dim in zip(outputs, dims, strict=True)]
+        found[mode] = tuple(size // 4 if size % 4 == 0 else 1 for size in sizes)
+    return found
 
 
 def over_minibatch(
@@ -136,7 +157,10 @@ def _over_tail(
             evaluation = _dims(divided, "eval")
         if train is None or evaluation is None:
             raise CaptureError("what the loss compares has no dimension of samples")
-        rule = WholeMinibatch({"train": train, "eval": evaluation})
+        dims, tail = {"train": train, "eval": evaluation}, divided.recipe.loss
+        assert isinstance(tail, LossTail)
+        one = {mode: (1,) * (len(by_output) - len(tail.blocks[mode])) for mode, by_output in dims.items()}
+        rule = WholeMinibatch(dims, {mode: (*tail.blocks[mode], *one[mode]) for mode in dims})
         if any(p.is_meta for p in model.parameters()):
             model = with_random_weights(model)
         whole = LossTrial(model, None, pipeline.seed).losses(few)
@@ -244,8 +268,20 @@ def _generic(model: torch.nn.Module, captured: Capture) -> dict[str, torch.Tenso
     return tensors
 
 
+def without_loss(captured: Capture, rule: WholeMinibatch) -> Capture:
+    """Return a capture to be profiled: its loss only holds what the last stage holds of each micro-batch."""
+    return replace(captured, recipe=replace(captured.recipe, loss=HeldOutputs(rule.joined["train"])))
+
+
+def held_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int:
+    """Compute the bytes of outputs and targets of ``samples`` samples, which the last stage holds until the loss."""
+    columns, outputs = _columns(captured, samples), _outputs(captured, samples, "train") or ()
+    of_samples = [x for x, dim in zip(outputs, rule.joined["train"], strict=True) if dim is not None]
+    return sum(x.nbytes for x in (*of_samples, *(columns[name] for name in captured.recipe.targets)))
+
+
 def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | None:
-    """Compute the peak bytes of the loss over the whole mini-batch: joined outputs, forward and backward of the loss.
+    """Compute the peak bytes of the loss over the whole mini-batch: joined outputs and targets, forward and backward.
 
     The bytes are counted on the meta device; None if the loss does not run there.
 
@@ -253,7 +289,6 @@ def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | N
         samples: number of samples of the mini-batch.
     """
     columns = _columns(captured, samples)
-    targets = [columns[name] for name in captured.recipe.targets]
     outputs = [[x.requires_grad_(x.is_floating_point())] for x in _outputs(captured, samples, "train") or ()]
     live, loss_of = LiveBytes(), captured.recipe.loss
     if isinstance(loss_of, LossTail):
@@ -261,11 +296,59 @@ def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | N
     try:
         with torch.device("meta"), live:
             joined = rule.join("train", [[x for (x,) in outputs]])
+            targets = [torch.cat([columns[name]]) for name in captured.recipe.targets]
             loss: Any = loss_of(joined, targets)
             torch.autograd.grad(loss, [x for (x,) in outputs if x.requires_grad], allow_unused=True)
     except Exception:  # noqa: BLE001  (the user's code may read values)
         return None
     return max(live.log, default=0)
+
+
+def loss_seconds(captured: Capture, rule: WholeMinibatch, samples: int, rows: Columns) -> float:
+    """Measure the seconds of the loss over the whole mini-batch on this CPU, forward and backward.
+
+    It is computed on random outputs, of as many samples as take at most TIMED_BYTES; the seconds of more samples grow
+    as its bytes do.
+
+    Args:
+        samples: number of samples of the mini-batch.
+        rows: columns by name, of which the targets are taken, repeatedly.
+
+    Returns:
+        the seconds; 0 if the loss fails on these outputs, or does not run on the meta device.
+    """
+    timed = samples
+    if not (nbytes := loss_bytes(captured, rule, samples)):
+        return 0.0
+    while timed > 2 and (loss_bytes(captured, rule, timed) or 0) > TIMED_BYTES:
+        timed //= 2
+    at = torch.arange(timed)
+    targets = [x[at % len(x)] if x.dim() else x for x in (rows[name] for name in captured.recipe.targets)]
+    for draw in (torch.randn, torch.rand):  # a probability is not negative
+        try:
+            with one_thread(), own_generators():
+                torch.manual_seed(0)
+                shapes = _outputs(captured, timed, "train") or ()
+                outputs = [
+                    draw(x.shape, dtype=x.dtype).requires_grad_()
+                    if x.is_floating_point()
+                    else torch.zeros_like(x, device="cpu")
+                    for x in shapes
+                ]
+                seconds = [_seconds(captured.recipe.loss, rule, outputs, targets) for _ in range(TIMES)]
+        except Exception:  # noqa: BLE001  (the user's code, on values that are not the model's)
+            continue
+        return statistics.median(seconds[1:]) * nbytes / (loss_bytes(captured, rule, timed) or 1)
+    return 0.0
+
+
+def _seconds(
+    loss: Any, rule: WholeMinibatch, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> float:
+    begin = Moment.now()
+    value = loss(rule.join("train", [outputs]), [torch.cat([x]) for x in targets])
+    torch.autograd.grad(value, [x for x in outputs if x.requires_grad], allow_unused=True)
+    return seconds_between(begin, Moment.now())
 
 
 def _on_meta(function: GraphFunction) -> GraphFunction:

@@ -14,7 +14,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.device_functions import notes_of
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.stage.minibatch_loss import WholeMinibatch
-from raypipe.errors import ConfigError, DataError, PlanError
+from raypipe.errors import CaptureError, ConfigError, DataError, PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import pruned
 from raypipe.ir.plan import Plan
@@ -29,7 +29,7 @@ from raypipe.preflight.loss_reduction import check_per_replica, find_reduction
 from raypipe.preflight.metric_trial import try_on_smallest
 from raypipe.preflight.module import note_on_modes, turned_on
 from raypipe.preflight.optimizer import try_optimizers
-from raypipe.preflight.whole_minibatch_loss import loss_bytes
+from raypipe.preflight.whole_minibatch_loss import held_bytes, loss_bytes, loss_seconds, without_loss
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
@@ -90,18 +90,26 @@ def prepare(
         reduction, counted = found.reduction, found.note
         opened = dataclasses.replace(opened, captured=found.captured or opened.captured)
     check_per_replica(pipeline, reduction)
-    whole = isinstance(reduction, WholeMinibatch)
+    if profiled is not None and profiled.whole_loss and not isinstance(reduction, WholeMinibatch):
+        raise PlanError(
+            "The profile is without the loss, as for a loss over the whole mini-batch, but this plan computes it for "
+            "every micro-batch. Make it anew with `raypipe profile`."
+        )
+    whole, loss_s = isinstance(reduction, WholeMinibatch), 0.0
     if whole:
         opened = _flushed_before_loss(opened, pipeline)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
-        profiled = _measured(opened, pipeline, rates, by_size=wants_curve(pipeline))
+        profiled = _measured(opened, pipeline, rates, reduction, by_size=wants_curve(pipeline))
     if isinstance(reduction, WholeMinibatch) and profiled is not None:
-        profiled = _with_loss(profiled, opened, reduction)
+        profiled = _with_loss(profiled, opened, reduction, bounded=cluster is not None)
+        if profiled.whole_loss and rates is None:
+            loss_s = loss_seconds(opened.captured, reduction, _minibatch_size(opened), rows)
     basis = dataclasses.replace(
         _basis(arguments, opened, pipeline, cluster, profiled),
         loss_words=counted,
         whole_loss=whole,
+        loss_s=loss_s,
         processors=shared_processors() if here and rates is None else None,
     )
     with shown_while("planning"):
@@ -132,13 +140,25 @@ def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
     return dataclasses.replace(opened, request=dataclasses.replace(request, schedule=schedule, changing=alone))
 
 
-def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch) -> Profile:
-    """Count the bytes of the loss over a mini-batch as workspace of the last operation, when all outputs are held."""
-    samples, _, _ = microbatches(opened.request, opened.request.requested_stages or 1)
+def _minibatch_size(opened: Opened) -> int:
+    return microbatches(opened.request, opened.request.requested_stages or 1)[0]
+
+
+def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch, *, bounded: bool) -> Profile:
+    """Count the bytes of the loss over a mini-batch as workspace of the last operation, when all outputs are held.
+
+    Args:
+        bounded: True if devices may have memory limits.
+    """
+    request, samples = opened.request, _minibatch_size(opened)
     nbytes = loss_bytes(opened.captured, rule, samples)
     if nbytes is None:
         note = "the loss does not run on the meta device, so that its memory over a mini-batch is not planned."
         return dataclasses.replace(profiled, notes=(*profiled.notes, note))
+    again = request.recompute[-1] if isinstance(request.recompute, tuple) else request.recompute
+    if again or (again is None and (bounded or request.memory_limit_bytes is not None)):
+        # A stage that recomputes counts as holding one micro-batch, but holds the outputs of all.
+        nbytes += held_bytes(opened.captured, rule, samples)
     *others, last = profiled.graph.nodes
     last = dataclasses.replace(last, workspace=pruned((*last.workspace, (nbytes, 0))))
     return dataclasses.replace(profiled, graph=dataclasses.replace(profiled.graph, nodes=(*others, last)))
@@ -221,18 +241,23 @@ def profile(
         RaypipeError: the model cannot be captured or run; the message has the fix.
     """
     opened = open_arguments(arguments._replace(eval_data=None), pipeline, num_workers)
-    if arguments.loss_fn is None:  # the plan may be of the model without the tail that computes its loss
-        with contextlib.suppress(ConfigError, DataError):
-            found = find_reduction(opened.model, None, opened.captured, _rows(opened, pipeline), pipeline)
-            opened = dataclasses.replace(opened, captured=found.captured or opened.captured)
-    return _measured(opened, pipeline, rates, by_size=True)
+    reduction = None
+    with contextlib.suppress(ConfigError, CaptureError, DataError):  # the plan may be of a loss over the mini-batch
+        found = find_reduction(opened.model, arguments.loss_fn, opened.captured, _rows(opened, pipeline), pipeline)
+        opened, reduction = dataclasses.replace(opened, captured=found.captured or opened.captured), found.reduction
+    return _measured(opened, pipeline, rates, reduction, by_size=True)
 
 
-def _measured(opened: Opened, pipeline: PipelineConfig, rates: Rates | None, *, by_size: bool) -> Profile:
-    return profile_of(
-        opened.captured, opened.example, opened.larger,
+def _measured(
+    opened: Opened, pipeline: PipelineConfig, rates: Rates | None, reduction: Any = None, *, by_size: bool
+) -> Profile:
+    """Measure a profile; without the loss if ``reduction`` computes that over the whole mini-batch."""
+    whole = isinstance(reduction, WholeMinibatch)
+    profiled = profile_of(
+        without_loss(opened.captured, reduction) if whole else opened.captured, opened.example, opened.larger,
         by_size=by_size and opened.captured.one_size is None, budget_s=pipeline.profile_budget_s, rates=rates,
     )  # fmt: skip
+    return dataclasses.replace(profiled, whole_loss=whole)
 
 
 def _basis(

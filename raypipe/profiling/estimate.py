@@ -23,6 +23,7 @@ from raypipe.engine.stage.weight_ring import WeightRing
 from raypipe.errors import ConfigError
 from raypipe.ir.graph import Lines, Node
 from raypipe.ir.profile import Profile
+from raypipe.profiling.held_outputs import HeldOutputs
 from raypipe.profiling.rates import Rates, measure_rates
 from raypipe.profiling.steps import Columns, Steps, steps_of
 from raypipe.profiling.workspace import KeptBytes, Loss, Passes, kept_bytes, tensors_in, workspaces
@@ -50,7 +51,7 @@ def estimate_graph(
     rates, meta = rates or measure_rates(), _OnMeta.of(captured)
     here, there = _counted(meta, microbatch_size), _twice(meta, microbatch_size)
     spaces = workspaces(
-        Passes(meta.steps, meta.leaves, meta.buffers, _stand_in_loss),
+        Passes(meta.steps, meta.leaves, meta.buffers, meta.loss),
         meta.columns(microbatch_size),
         None if there is None else meta.columns(there.samples),
         {counts.samples: counts.kept_besides_data for counts in (here, there) if counts is not None},
@@ -274,7 +275,9 @@ def _counted(meta: _OnMeta, samples: int) -> _Counts:
         counter = _Counter(KeptBytes((*meta.leaves, *meta.buffers)), flops)
         outputs = meta.steps.run(meta.leaves, meta.buffers, columns, counter)
     kept = [counter.kept.bytes_of.get(i, 0) for i in range(count)]
-    counter.kept(count - 1, _stand_in_loss, (outputs, columns), {})
+    counter.kept(count - 1, meta.loss, (outputs, columns), {})
+    if meta.holds_outputs:
+        kept[-1] = counter.kept.bytes_of.get(count - 1, 0)
     besides = counter.kept.besides(columns.values())
     return _Counts(samples, counter.work, counter.passes, kept, [besides.get(i, 0) for i in range(count)])
 
@@ -303,12 +306,19 @@ def _picking(model: TracedModel) -> Any:
 
 
 class _OnMeta(NamedTuple):
-    """A model on the meta device: a parameter for each use, and shape and dtype of every data column."""
+    """A model on the meta device: a parameter for each use, and shape and dtype of every data column.
+
+    Attributes:
+        loss: function in place of the user's loss.
+        holds_outputs: True if ``loss`` is ``HeldOutputs``, whose kept bytes count as the last operation's.
+    """
 
     steps: Steps
     leaves: list[torch.Tensor]
     buffers: list[torch.Tensor]
     shapes: Mapping[Any, tuple[tuple[int, ...], torch.dtype]]
+    loss: Loss
+    holds_outputs: bool
 
     @classmethod
     def of(cls, captured: Capture) -> _OnMeta:
@@ -319,7 +329,13 @@ class _OnMeta(NamedTuple):
         }
         leaves = list(WeightRing(program, parameters).newest_leaves())
         buffers = [captured.buffers[name].detach().to("meta") for name in program.train.buffers]
-        return cls(steps_of(captured, program), leaves, buffers, captured.columns)
+        holds = isinstance(program.loss, HeldOutputs)
+
+        def held(outputs: Any, columns: Columns) -> torch.Tensor:
+            return program.whole_loss(outputs, [columns[name] for name in program.targets])
+
+        loss = held if holds else _stand_in_loss
+        return cls(steps_of(captured, program), leaves, buffers, captured.columns, loss, holds)
 
     def columns(self, samples: int) -> Columns:
         """Make data columns with this number of samples, on the meta device."""

@@ -108,7 +108,7 @@ class _Bytes:
 
     Attributes:
         samples: number of samples for which ``kept`` was counted.
-        kept: bytes that the operation keeps for its backward.
+        kept: bytes that are kept for backwards, see ``KeptBytes``.
         spaces: workspace as lines over the number of samples, (fixed bytes, bytes per sample), of which the largest
             counts.
     """
@@ -338,7 +338,7 @@ class Bench:
         return Passes(self.steps, self.leaves, self.buffers, self.loss)
 
     def kept(self, columns: Columns) -> list[int]:
-        """Count the bytes that every operation keeps for its backward."""
+        """Count the kept bytes of every operation; see ``kept_bytes``."""
         return kept_bytes(self.passes(), columns, (*self.leaves, *self.buffers))
 
     def loss(self, outputs: Any, columns: Columns) -> torch.Tensor:

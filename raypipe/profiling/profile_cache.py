@@ -24,6 +24,7 @@ from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
+from raypipe.profiling.held_outputs import HeldOutputs
 from raypipe.profiling.measure import (
     PROFILE_BUDGET_S,
     REPEATS,
@@ -35,7 +36,7 @@ from raypipe.profiling.measure import (
 )
 from raypipe.profiling.steps import fingerprint
 
-MEASURING = 7
+MEASURING = 8
 """Version of the measuring method, a part of the cache key: profiles of other versions are not read."""
 
 MOST_FILES = 256
@@ -91,7 +92,7 @@ def profile_key(
         "graph": captured.graph.to_json(),
         "precision": captured.recipe.precision.name,
         "code": _code(program),
-        "loss": _code(program.loss) if isinstance(program.loss, LossTail) else fingerprint(captured.loss_fn),
+        "loss": _loss_code(program.loss, captured.loss_fn),
         "tensors": {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()},
         "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
         "sizes": list(sizes),
@@ -100,6 +101,12 @@ def profile_key(
         "measuring": MEASURING,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _loss_code(loss: Any, loss_fn: Any) -> Any:
+    if isinstance(loss, LossTail):
+        return _code(loss)
+    return ["held", loss.joined] if isinstance(loss, HeldOutputs) else fingerprint(loss_fn)
 
 
 def _code(program: StageProgram | LossTail) -> Any:

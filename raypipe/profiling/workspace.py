@@ -80,18 +80,20 @@ class BackwardSplit:
 class KeptBytes:
     """Observer of Steps that counts the bytes that autograd keeps for the backward.
 
-    Each storage counts once, at the first operation that keeps it.
+    Each storage counts once, at the operation that returned it. A stage holds what it sends until its own backward, and
+    what it receives counts as messages. Other storages, such as data, count at the first operation that keeps them.
 
     Args:
         held: tensors that do not count, because they exist anyway: parameters, buffers.
 
     Attributes:
-        bytes_of: position of an operation -> bytes that it keeps.
+        bytes_of: position of an operation -> bytes of its outputs that are kept, and of what it keeps besides outputs.
     """
 
     held: Sequence[torch.Tensor]
     bytes_of: dict[int, int] = field(default_factory=dict)
-    _keepers: dict[int, int] = field(default_factory=dict)  # by storage, the operation that keeps it
+    _keepers: dict[int, int] = field(default_factory=dict)  # by storage, the operation whose bytes it is among
+    _makers: dict[int, int] = field(default_factory=dict)  # by live storage, the operation that returned it first
     _seen: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,12 +104,18 @@ class KeptBytes:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 self._seen[storage._cdata] = storage  # kept alive, so that no address comes twice
-                self._keepers[storage._cdata] = position
-                self.bytes_of[position] = self.bytes_of.get(position, 0) + storage.nbytes()
+                maker = self._keepers[storage._cdata] = self._makers.get(storage._cdata, position)
+                self.bytes_of[maker] = self.bytes_of.get(maker, 0) + storage.nbytes()
             return tensor.detach()
 
+        taken = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+        for storage in (t.untyped_storage() for t in tensors_in(outputs)):
+            if storage._cdata not in taken and storage._cdata not in self._makers:
+                self._makers[storage._cdata] = position
+                weakref.finalize(storage, self._makers.pop, storage._cdata)
+        return outputs
 
     def besides(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Copy ``bytes_of`` without the storages of these tensors."""
@@ -270,7 +278,7 @@ def _readings(passes: Passes, columns: Columns, own: Sequence[int] | None) -> li
 
 
 def kept_bytes(passes: Passes, columns: Columns, held: Sequence[torch.Tensor]) -> list[int]:
-    """Count the bytes that each operation keeps for its backward; the bytes of the loss are added to the last one.
+    """Count the kept bytes of each operation (``KeptBytes``); what only the loss keeps is added to the last one.
 
     Args:
         held: tensors that do not count, because they exist anyway.

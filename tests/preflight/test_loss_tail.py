@@ -122,7 +122,15 @@ def filled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.softplus((hidden * other)[:, :WIDE].sum(-1)).mean()
 
 
+def views(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """SimCLR: two views of each sample, one view of all samples after the other."""
+    near, count = unit(model, torch.cat([x, x.flip(-1)])), x.size(0)
+    alike = (near @ near.T).masked_fill(torch.eye(2 * count, dtype=torch.bool), -1e9)
+    return functional.cross_entropy(alike, torch.arange(2 * count).roll(count))
+
+
 TERMS: dict[Term, set[str]] = {
+    views: set(),
     contrastive: set(),
     sigmoid: {"bias"},
     triplets: set(),
@@ -212,7 +220,13 @@ def selected(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return functional.cross_entropy(model.head(unit(model, x)) * own.std(), labels)
 
 
-@pytest.mark.parametrize("term", [neighbours, opposite, selected])
+def supervised(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Two views whose labels are repeated: equal labels hide where those of the second view begin."""
+    near, own = unit(model, torch.cat([x, x.flip(-1)])), labels.repeat(2)
+    return functional.binary_cross_entropy_with_logits(near @ near.T, (own[:, None] == own[None]).to(x.dtype))
+
+
+@pytest.mark.parametrize("term", [neighbours, opposite, selected, supervised])
 def test_equal_labels_hide_no_mixing(term: Term) -> None:
     rows = rows_of()
     _, rule, captured = divided(term, rows | {"labels": torch.zeros_like(rows["labels"])})

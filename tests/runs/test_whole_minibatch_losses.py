@@ -16,7 +16,7 @@ from raypipe.data.open_data import open_data
 from tests.exactness import Recorder
 from tests.trainers import trainer_of
 from tests.zoo.cases.dense import perceptron
-from tests.zoo.cases.losses import batch_hard, contrastive, dice, segmenter
+from tests.zoo.cases.losses import Views, batch_hard, contrastive, dice, nt_xent, segmenter
 from tests.zoo.samples import masks, numbers, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -48,6 +48,17 @@ class Own(nn.Module):
         return {"loss": self.loss_fn(self.model(x), target)}
 
 
+class Stacked(Views):
+    """Returns both views of all samples, one after the other."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.encode(torch.cat([x, x.flip(-1)]))
+
+
+def nt_xent_of_stacked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nt_xent(output.chunk(2), target)
+
+
 def margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     angle = output.clamp(-1 + 1e-6, 1 - 1e-6).acos() + 0.3 * functional.one_hot(target, CLASSES)
     return functional.cross_entropy(8 * angle.cos(), target)
@@ -70,6 +81,8 @@ def listed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], TensorDataset]]] = {
     "InfoNCE": (perceptron, contrastive, numbers),
+    "SimCLR": (Views, nt_xent, numbers),
+    "SimCLR, stacked": (Stacked, nt_xent_of_stacked, numbers),
     "triplets": (perceptron, batch_hard, vectors),
     "Dice": (segmenter, dice, masks),
     "ArcFace": (Margin, margin, vectors),

@@ -14,7 +14,7 @@ The loss is the user's loss_fn, or the tail of a model that returns its own loss
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,16 @@ from raypipe.engine.stage.stage import GraphFunction
 Tensors = tuple[torch.Tensor, ...]
 
 
+def join_blocks(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+    """Join tensors of micro-batches along ``dim``, where each has ``blocks`` equal blocks with all of its samples.
+
+    Two views of each sample are two blocks: a0 a1 b0 b1 and a2 a3 b2 b3 become a0 a1 a2 a3 b0 b1 b2 b3.
+    """
+    if blocks == 1:
+        return torch.cat(list(parts), dim)
+    return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class WholeMinibatch:
     """Rule by which the outputs of micro-batches are joined to the outputs of their mini-batch.
@@ -32,16 +42,19 @@ class WholeMinibatch:
     Attributes:
         joined: by mode ("train", "eval"), for each output tensor of the model, the dimension along which micro-batches
             are joined; None for an output without samples, such as a temperature, which all micro-batches have alike.
+        blocks: by mode, for each output tensor, see ``join_blocks``; a mode that is missing has one block everywhere.
     """
 
     joined: Mapping[str, tuple[int | None, ...]]
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     words = "the whole mini-batch"
 
     def join(self, mode: str, outputs: Sequence[Sequence[torch.Tensor]]) -> Tensors:
         """Join the outputs of all micro-batches, in their order, to the outputs of the mini-batch."""
-        by_output = zip(self.joined[mode], zip(*outputs, strict=True), strict=True)
-        return tuple(parts[0] if dim is None else torch.cat(parts, dim) for dim, parts in by_output)
+        dims = self.joined[mode]
+        by_output = zip(dims, self.blocks.get(mode, (1,) * len(dims)), zip(*outputs, strict=True), strict=True)
+        return tuple(parts[0] if dim is None else join_blocks(parts, dim, blocks) for dim, blocks, parts in by_output)
 
     def join_returned(self, returned: Sequence[Any]) -> Any:
         """Join the values that a model returned for micro-batches in training mode; their structure is kept."""
@@ -63,11 +76,13 @@ class LossTail:
         train, eval: functions of the tail by mode, which return the terms of the loss; ``eval`` is None if nothing is
             evaluated.
         targets: names of the data columns that they read.
+        blocks: by mode, for each input of the tail, see ``join_blocks``.
     """
 
     train: GraphFunction
     eval: GraphFunction | None
     targets: tuple[Any, ...]
+    blocks: Mapping[str, tuple[int, ...]]
 
     def __call__(self, outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor:
         function, columns = self.train, dict(zip(self.targets, targets, strict=True))

@@ -275,6 +275,29 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     )
 
 
+def with_whole_loss(plan: Plan, loss_s: float) -> Plan:
+    """Add the seconds of a loss over the whole mini-batch to all predicted steps of a plan.
+
+    All workers wait for it: forwards precede it, backwards follow it. It therefore changes no choice of the planner.
+    """
+    before = plan.prediction
+    if before is None or not loss_s:
+        return plan
+    step_s, workers = before.step_s + loss_s, plan.schedule.num_workers
+    busy_s = (1.0 - before.bubble_fraction) * before.step_s * workers + loss_s
+    prediction = dataclasses.replace(
+        before,
+        step_s=step_s,
+        bubble_fraction=max(0.0, 1.0 - busy_s / (step_s * workers)),
+        samples_per_s=plan.minibatch_size / step_s,
+        one_f_one_b_s=None,  # 1F1B cannot compute such a loss
+        curve=tuple(dataclasses.replace(point, predicted_s=point.predicted_s + loss_s) for point in before.curve),
+        loss_s=loss_s,
+    )
+    candidates = (dataclasses.replace(x, step_s=x.step_s + loss_s) if x.step_s else x for x in plan.candidates)
+    return dataclasses.replace(plan, prediction=prediction, candidates=tuple(candidates))
+
+
 def seconds_of(decision: Decision) -> float:
     """Predict the seconds of one training step of the plan that ``decision`` describes.
 

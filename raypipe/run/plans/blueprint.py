@@ -145,7 +145,9 @@ def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
     """
     if plan.prediction is None or predicted is None:
         return 0.0
-    return plan.prediction.step_s if overlaps or plan.weights.interval is not None else predicted.makespan_s
+    if overlaps or plan.weights.interval is not None:
+        return plan.prediction.step_s
+    return predicted.makespan_s + plan.prediction.loss_s
 
 
 def codecs_of(pipeline: PipelineConfig) -> Codecs:

@@ -24,11 +24,13 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.profile import Profile
+from raypipe.ir.units import human_s
 from raypipe.ir.weights import VersionRule
 from raypipe.planner.controller import MemoryBudget, budgets_of, unknown_budgets
 from raypipe.planner.cost.columns import workspace_lines
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.search import Decision, Request, decide, make_partition, make_plan, plan_of, seconds_by_count
+from raypipe.planner.search.predict import with_whole_loss
 from raypipe.run.spec import Planned
 
 
@@ -104,6 +106,7 @@ class PlanBasis:
         module_classes: class name of every module of the model, by path.
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
         whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
+        loss_s: seconds of that loss, once per mini-batch; 0 if unknown.
         processors: number of processors of the machine that all workers will share; None if they share none, or
             unknown.
         notes: further sentences for every plan.
@@ -118,6 +121,7 @@ class PlanBasis:
     module_classes: Mapping[str, str] = field(default_factory=dict)
     loss_words: str = ""
     whole_loss: bool = False
+    loss_s: float = 0.0
     processors: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -206,7 +210,8 @@ def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
     programs = basis.recipe.programs(decision.partition.cuts, decision.partition.order)
     decision = dataclasses.replace(decision, request=dataclasses.replace(decision.request, ties=_ties(programs)))
     notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
-    plan = plan_of(decision, programs[0].first_trainable, notes)
+    speeds = [decision.cluster.devices[i].speed for i in decision.partition.stages[-1].devices[:1]]
+    plan = with_whole_loss(plan_of(decision, programs[0].first_trainable, notes), basis.loss_s / (*speeds, 1.0)[0])
     counts: tuple[tuple[int, float], ...] = ()
     if basis.retunes_microbatches:
         assert basis.profile is not None
@@ -400,7 +405,8 @@ def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
 
 def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
     """List further entries of Plan.reasons: what the loss averages over, shared parameters, notes of the profile."""
-    reasons = [("loss", basis.loss_words)] if basis.loss_words else []
+    takes = f"; it takes {human_s(basis.loss_s)} of each step" if basis.loss_s else ""
+    reasons = [("loss", f"{basis.loss_words}{takes}")] if basis.loss_words else []
     shared = sorted({name for program in programs for name in program.shared_with})
     if shared:
         reasons.append(("shared", f"several stages use {', '.join(shared)} and add up its gradients before every step"))

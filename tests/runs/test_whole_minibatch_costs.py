@@ -1,0 +1,130 @@
+"""What a loss over the whole mini-batch costs: planned bytes against counted ones, and seconds once per mini-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineTrainer
+from raypipe.engine.stage_work import StageWork
+from raypipe.errors import PlanError
+from raypipe.ir.schedule import Action, Op
+from raypipe.ir.units import human_s
+from raypipe.preflight.whole_minibatch_loss import loss_seconds
+from raypipe.profiling.workspace import LiveBytes
+from raypipe.run.plans.blueprint import predicted_step
+from tests.runs.test_whole_minibatch_losses import Own
+from tests.trainers import trainer_of
+from tests.zoo.cases.losses import contrastive, dice
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+COUNT, PASSING = 4, ("activations", "messages", "workspace", "gradients")
+"""Number of micro-batches; memory that comes and goes within a run."""
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+def segmenter() -> nn.Module:
+    layers = (nn.Conv2d(2, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 2, 1))
+    return nn.Sequential(*layers)
+
+
+def vectors(count: int) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 64), torch.randn(count, 64))
+
+
+def masks(count: int) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 2, 16, 16), torch.randint(0, 2, (count, 16, 16)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[int], TensorDataset], int]] = {
+    "InfoNCE": (perceptron, contrastive, vectors, 256),
+    "InfoNCE of its own": (lambda: Own(perceptron(), contrastive), None, vectors, 256),
+    "Dice": (segmenter, dice, masks, 32),
+}
+
+
+def trainer(folder: Path, name: str, **config: Any) -> PipelineTrainer:
+    make, loss_fn, data, samples = CASES[name]
+    fields = {"partitioner": "auto", "num_microbatches": COUNT, "loss_over": "minibatch", "verify": "off"} | config
+    return trainer_of(
+        make(), folder, loss_fn=loss_fn, train_data=data(2 * samples), minibatch_size=samples, **fields
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_are_those_that_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both stages, within a tenth, and on the last one not less; received messages were allocated by the sender."""
+    live: dict[int, LiveBytes] = {}
+    do = StageWork.do
+
+    def counted(self: StageWork, action: Action) -> None:
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            return do(self, action)
+        with live.setdefault(self.stage, LiveBytes()):
+            return do(self, action)
+
+    made = trainer(tmp_path, name)
+    plan = made.plan()
+    monkeypatch.setattr(StageWork, "do", counted)
+    made.fit(num_steps=2, local=True, progress=False)
+    assert plan.prediction is not None
+    for stage, least in ((0, 0.95), (1, 1.0)):
+        memory = dict(plan.prediction.stages[stage].memory)
+        planned = sum(nbytes for what, nbytes in memory.items() if what.startswith(PASSING))
+        received = memory["messages"] * COUNT // (COUNT + 1) if stage else 0
+        assert least <= planned / (max(live[stage].log) + received) <= 1.1, stage
+
+
+def test_seconds_of_the_loss_count_once_per_mini_batch(tmp_path: Path) -> None:
+    for count in (2, 8):
+        plan = trainer(tmp_path / str(count), "Dice", num_microbatches=count).plan()
+        prediction, alone = plan.prediction, predicted_step(plan)
+        assert prediction is not None
+        assert alone is not None
+        assert prediction.loss_s > 0
+        assert prediction.step_s == pytest.approx(alone.makespan_s + prediction.loss_s)
+        assert prediction.samples_per_s == pytest.approx(plan.minibatch_size / prediction.step_s)
+        assert f"it takes {human_s(prediction.loss_s)} of each step" in dict(plan.reasons)["loss"]
+
+
+def test_a_loss_is_timed_on_the_whole_mini_batch(tmp_path: Path) -> None:
+    sizes = []
+
+    def noted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if not output.is_meta:
+            sizes.append((len(output), len(target)))
+        return contrastive(output, target)
+
+    job = trainer_of(
+        perceptron(), tmp_path, loss_fn=noted, train_data=vectors(64), minibatch_size=32, loss_over="minibatch"
+    )._prepared()
+    rule: Any = job.settings.loss_reduction
+    sizes.clear()
+    rows = dict(zip((0, 1), vectors(5).tensors, strict=True))
+    assert loss_seconds(job.opened.captured, rule, 32, rows) > 0
+    assert set(sizes) == {(32, 32)}
+
+
+def test_a_profile_without_the_loss_is_not_one_of_its_micro_batches(tmp_path: Path) -> None:
+    without = trainer(tmp_path / "a", "Dice").profile()
+    assert without.whole_loss
+    assert trainer(tmp_path / "b", "Dice").plan(profiled=without).prediction is not None
+    other = trainer(tmp_path / "c", "Dice", loss_over="auto", loss_reduction="per_microbatch")
+    with pytest.raises(PlanError, match="The profile is without the loss"):
+        other.plan(profiled=without)
+    # Its bytes then count twice, which is safe.
+    before = dataclasses.replace(other.profile(), whole_loss=False)
+    planned = trainer(tmp_path / "d", "Dice").plan(profiled=before).prediction
+    assert planned is not None
+    assert planned.loss_s == 0
