@@ -172,10 +172,7 @@ class Capture:
         lines = self.recipe.stages.train if mode == "train" else self.recipe.stages.eval
         if self.one_size is not None:
             shapes = {name: (self.one_size, *shape[1:]) if shape else () for name, shape in shapes.items()}
-        wrong = "" if lines is None else lines.column_sizes.misfit(shapes, of_minibatch=True)
-        analysis = self.model.train if mode == "train" or self.model.eval is None else self.model.eval
-        cause = analysis.traced.fixed
-        return f"{wrong} One shape is needed because {cause}" if wrong and cause else wrong
+        return "" if lines is None else lines.column_sizes.misfit(shapes, of_minibatch=True)
 
     @property
     def loss_fn(self) -> LossFn | None:
