@@ -410,8 +410,14 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
             "A batch of named columns becomes keyword arguments of a model that returns its own loss; with a loss_fn, "
             "give tuples (input, ..., target) instead."
         )
-    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
+    learned = next((name for name, _ in loss_fn.named_parameters()), "") if isinstance(loss_fn, nn.Module) else ""
+    if learned:
+        kind = type(loss_fn).__name__
+        raise CaptureError(
+            f"loss_fn, {kind}, has parameters of its own ({learned!r}), and stages train those of the model. Put it "
+            f"into the model and leave loss_fn out: self.loss = {kind}(...) in its __init__, and a forward that takes "
+            "the target too and returns self.loss(output, target)."
+        )
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:

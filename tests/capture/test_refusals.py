@@ -126,6 +126,16 @@ def test_a_model_without_loss_needs_a_loss_fn() -> None:
         capture(nets.ManyOutputs(), (X,), (0,), None)
 
 
+class Learned(nn.Linear):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return functional.cross_entropy(super().forward(output), target)
+
+
+def test_a_loss_with_parameters_is_refused_with_the_way_to_train_it() -> None:
+    with pytest.raises(CaptureError, match=r"Learned, has parameters of its own \('weight'\).*self\.loss = Learned"):
+        captured_here(nets.Mlp(), Learned(3, 3))
+
+
 def test_nothing_to_train() -> None:
     made = captured_here(nets.frozen(nets.sequential(), ""))
     with pytest.raises(CaptureError, match=r"nothing to train.*requires_grad=True"):
