@@ -95,8 +95,8 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
         )
     if "fake tensor in the exported program" in str(error):
         return CaptureError(
-            f"{name} makes or changes a tensor in a way that a trace does not see, as x.data and torch.tensor(x) do. "
-            f"Take x.detach(), or {blocks}."
+            f"{name} makes or changes a tensor in a way that a trace does not see, as x.as_subclass(kind) does. Take "
+            f"an operation of torch, such as x.detach(), or {blocks}."
         )
     if isinstance(model, nn.Sequential):
         return CaptureError(f"{name} could not be captured{where}: {text} Change that line, or that module.")

@@ -21,6 +21,7 @@ from io import StringIO
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from raypipe.capture.own_loss import own_forward
@@ -62,6 +63,64 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
+def data_detached() -> Iterator[None]:
+    """Let a trace follow ``x.data``, and conversions of modules that change nothing; restored afterwards.
+
+    torch.export fails at both. For a traced tensor ``x.data`` is ``x.detach()``. An assignment of the tensor's own
+    values (``self.weight.data = self.weight.data.to(device)``) and a conversion to the dtype and device that a module
+    has (``self.head = self.head.to(x.dtype)``) do nothing, as in plain PyTorch.
+
+    Raises:
+        CaptureError: forward assigns other values to ``x.data``, or converts a module to another dtype or device; names
+            the line.
+    """
+    held: Any = torch.Tensor.data
+    convert = torch.nn.Module._apply
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() if isinstance(x, FakeTensor) else held.__get__(x)
+
+    def write(x: torch.Tensor, values: torch.Tensor) -> None:
+        if not isinstance(x, FakeTensor):
+            held.__set__(x, values)
+        elif not _unchanged(x, values):
+            of, cure = "a tensor", "Write x = x + (new - x).detach(), which has the same values and gradients"
+            if isinstance(x, torch.nn.Parameter):
+                of, cure = "a parameter", "Make new values in __init__ or in the optimizer's step"
+            raise CaptureError(
+                f"forward replaces the values of {of} by assigning to its .data{users_line(sys._getframe(1))}, which a "
+                f"trace forgets. {cure}."
+            )
+
+    def converted(self: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if not any(isinstance(x, FakeTensor) for x in tensors):
+            return convert(self, fn, recurse)
+        with _disable_current_modes():  # a call that is traced would take the place of the parameter in the graph
+            kinds = {(x.dtype, x.device) for x in tensors}
+            made = [(fn(torch.empty(0, dtype=dtype, device=device)), dtype, device) for dtype, device in kinds]
+        if all(one.dtype == dtype and one.device == device for one, dtype, device in made):
+            return self
+        raise CaptureError(
+            f"forward converts a {type(self).__name__} to another dtype or device{users_line(sys._getframe(1))}, which "
+            "a trace forgets. Convert it before the run, or leave it out: stages convert by precision=."
+        )
+
+    torch.Tensor.data = property(read, write)  # type: ignore[assignment]  # the original is an attribute of its base
+    try:
+        with _patched(torch.nn.Module, "_apply", converted):
+            yield
+    finally:
+        del torch.Tensor.data
+
+
+def _unchanged(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if ``values`` is the memory of ``x`` in its dtype and shape."""
+    aliases = torch._C._is_alias_of(x, values)  # type: ignore[attr-defined]
+    return bool(values.dtype == x.dtype and values.shape == x.shape and aliases)
+
+
+@contextmanager
 def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
     """Let ``len(x)`` of a traced tensor be its symbolic first size, as ``x.shape[0]`` is; restored afterwards.
 
@@ -88,8 +147,13 @@ def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Set every module to training or evaluation mode; modes and contents of buffers are restored afterwards."""
+    """Set every module to training or evaluation mode.
+
+    Modes, contents of buffers and dtypes of parameters (``self.weight.data = self.weight.data.to(x.dtype)``) are
+    restored afterwards.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     model.train(training)
     try:
@@ -97,6 +161,9 @@ def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
         with torch.no_grad():
             for buffer, content in buffers:
                 if not buffer.is_meta and not same_bits(buffer, content):

@@ -73,6 +73,25 @@ class Seeded(nets.Mlp):
         return super().forward(x + torch.randn(6, generator=torch.Generator().manual_seed(0)))
 
 
+class Replaced(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+class Rounded(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        x.data = x.data.round()
+        return x
+
+
+class Widened(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[1].double()
+        return super().forward(x)
+
+
 class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
@@ -86,6 +105,9 @@ class Pair(nn.Module):
         (nn.Sequential(nn.Linear(6, 3), Pair()), r"Child '1' \(Pair\) of the nn\.Sequential returns tuple"),
         (Generator(), r"is not a tensor, and stages are given tensors only.*without generator="),
         (nn.Sequential(Generator(), nn.Linear(3, 3)), r"changes model\.0\.own with every call"),
+        (Replaced(6, 3), r"replaces the values of a parameter .* \.data at \S+:\d+.*or in the optimizer's step"),
+        (Rounded(6, 3), r"replaces the values of a tensor .* \.data at \S+:\d+.*x = x \+ \(new - x\)\.detach\(\)"),
+        (Widened(), r"forward converts a Linear to another dtype or device at \S+:\d+.*Convert it before the run"),
         (Seeded(), r"is not a tensor, and stages are given tensors only.*without generator="),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -110,11 +132,11 @@ def test_hooks_that_no_stage_would_call_are_refused(model: Any, message: str) ->
 
 
 def test_tracing_leaves_torch_as_it_was() -> None:
-    before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook)
+    before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data)
     model = Custom()
     with pytest.raises(CaptureError):
         captured_here(model)
-    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook) == before
+    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data) == before
     assert model.training
     assert "forward" not in vars(model)
 

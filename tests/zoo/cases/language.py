@@ -179,9 +179,9 @@ ROWS = (
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
         masked_translations, "translations, masks, -100", Refused(
-            'SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward, "self.classifier = '
-            "self.classifier.to(self.dtype)\": RuntimeError: _apply(): Couldn't swap Linear.weight. Change that line, "
-            "or build the model as an nn.Sequential of blocks, which are not traced.",
-            "its router converts its own weights in forward")),
+            "SwitchTransformersForConditionalGeneration decides by values of its data at {line}, in forward, \"for "
+            "expert_idx in expert_hit:\". A graph of stages has one way only: use torch.where or torch.cond, move the "
+            "branch out of forward, or build the model as an nn.Sequential of blocks, which are not traced.",
+            "it runs the experts that the data choose")),
 )  # fmt: skip
 """From transformers and peft."""
