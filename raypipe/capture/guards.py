@@ -1,7 +1,7 @@
 """Context managers around a capture, which refuse what stages would not reproduce and restore what forward changes.
 
-    dropped by torch.export  backward of a custom autograd function, gradient hooks, settings of torch that forward
-                             switches, torch.autocast("cuda") on a machine without CUDA
+    dropped by torch.export  gradient hooks, settings of torch that forward switches, torch.autocast("cuda") on a
+                             machine without CUDA
     not shared by stages     numpy's and Python's random generators, Python state that changes with every call
 
 Whatever else a trace drops changes the loss, the gradients or the buffers, which preflight/verify.py compares.
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from raypipe.capture.own_loss import own_forward
 from raypipe.capture.python_state import Memory, read_memory, refuse_change
 from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
+from raypipe.engine.stage.autograd_functions import as_operation
 from raypipe.engine.stage.stage import same_bits
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import CaptureError
@@ -175,18 +176,21 @@ def nothing_lost() -> Iterator[None]:
     """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
 
     Raises:
-        CaptureError: the code inside calls a custom autograd function, registers a gradient hook, enters CUDA autocast,
-            or switches a setting of torch; names the call.
+        CaptureError: the code inside registers a gradient hook, enters CUDA autocast, switches a setting of torch, or
+            calls a custom autograd function that cannot be one operation of the graph; names the call.
     """
     functions = torch.autograd.Function.__dict__["apply"]
+    inside = False
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] == "torch":
+        nonlocal inside
+        if inside or cls.__module__.split(".")[0] == "torch":
             return functions.__get__(None, cls)(*args, **kwargs)  # since torch 2.14 it is no classmethod of Python's
-        raise CaptureError(
-            f"The model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose backward tracing "
-            f"would lose. {_UNTRACED.format(otherwise='write the function with differentiable operations')}"
-        )
+        inside = True
+        try:
+            return as_operation(cls, args)
+        finally:
+            inside = False
 
     def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(

@@ -22,9 +22,32 @@ def captured_here(model: nn.Module, loss_fn: Any = functional.cross_entropy) -> 
     return capture(model, (X, Y), (0, 1), loss_fn)
 
 
+class Jittered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return x * len(scale)
+
+
 class Custom(nets.Mlp):
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nets.Double.apply(super().forward(x))
+        return self.function.apply(super().forward(x), *self.arguments)
 
 
 class HookInside(nets.Mlp):
@@ -100,7 +123,9 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Custom(), r"custom autograd function tests\.nets\.Double, whose backward tracing would lose.*nn\.Sequential"),
+        (Custom(Jittered), r"custom autograd function \S+\.Jittered at \S+:\d+, which draws random .*nn\.Sequential"),
+        (Custom(DoubledInPlace), r"custom autograd function \S+\.DoubledInPlace.*, which changes its input in place"),
+        (Custom(Scaled, {"a": 1}), r"custom autograd function \S+\.Scaled at .*, which takes an argument of type dict"),
         (HookInside(), r"forward registers a gradient hook on a tensor.*drop the hook"),
         (nn.Sequential(nn.Linear(6, 3), Pair()), r"Child '1' \(Pair\) of the nn\.Sequential returns tuple"),
         (Generator(), r"is not a tensor, and stages are given tensors only.*without generator="),
@@ -133,7 +158,7 @@ def test_hooks_that_no_stage_would_call_are_refused(model: Any, message: str) ->
 
 def test_tracing_leaves_torch_as_it_was() -> None:
     before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data)
-    model = Custom()
+    model = Custom(Jittered)
     with pytest.raises(CaptureError):
         captured_here(model)
     assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data) == before

@@ -140,11 +140,7 @@ ROWS = (
         max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.1), padded, "sentences, labels padded by -100",
         TIED),
     own("Bloom", made("BloomForCausalLM", **_TOKENS, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1), padded,
-        "sentences, labels padded by -100", Refused(
-            "The model calls the custom autograd function transformers.models.bloom.modeling_bloom.GeLUFunction, whose "
-            "backward tracing would lose. Build the model as an nn.Sequential of blocks, which raypipe runs without "
-            "tracing, or write the function with differentiable operations.",
-            "a custom autograd function")),
+        "sentences, labels padded by -100", TIED),
     own("GPT-NeoX", made("GPTNeoXForCausalLM", **_DEEP, hidden_dropout=0.1), padded,
         "sentences, labels padded by -100"),
     own("Mamba", made("MambaForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=1, state_size=4,
