@@ -172,10 +172,7 @@ class Capture:
         lines = self.recipe.stages.train if mode == "train" else self.recipe.stages.eval
         if self.one_size is not None:
             shapes = {name: (self.one_size, *shape[1:]) if shape else () for name, shape in shapes.items()}
-        wrong = "" if lines is None else lines.column_sizes.misfit(shapes, of_minibatch=True)
-        analysis = self.model.train if mode == "train" or self.model.eval is None else self.model.eval
-        cause = analysis.traced.fixed
-        return f"{wrong} One shape is needed because {cause}" if wrong and cause else wrong
+        return "" if lines is None else lines.column_sizes.misfit(shapes, of_minibatch=True)
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -418,8 +415,14 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
             "A batch of named columns becomes keyword arguments of a model that returns its own loss; with a loss_fn, "
             "give tuples (input, ..., target) instead."
         )
-    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
+    learned = next((name for name, _ in loss_fn.named_parameters()), "") if isinstance(loss_fn, nn.Module) else ""
+    if learned:
+        kind = type(loss_fn).__name__
+        raise CaptureError(
+            f"loss_fn, {kind}, has parameters of its own ({learned!r}), and stages train those of the model. Put it "
+            f"into the model and leave loss_fn out: self.loss = {kind}(...) in its __init__, and a forward that takes "
+            "the target too and returns self.loss(output, target)."
+        )
 
 
 def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:

@@ -31,7 +31,7 @@ _ON_DEVICES = (
     "computes, on a GPU with ScalingConfig(use_gpu=True). What is made there goes beside an input, as in "
     "x.new_zeros(3) or device=x.device."
 )
-_ON_TYPES = "Convert it to the type that is expected, as in x.float(), or set precision='bf16-autocast'."
+_ON_TYPES = "Convert it to the type that is expected, as in {example}"
 _ON_GRADIENTS = (
     "Models are also called without gradients, as in an evaluation. Differentiate under torch.enable_grad(), in a "
     "block of an nn.Sequential, which is not traced; register a hook only if the tensor has requires_grad."
@@ -95,8 +95,8 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
         )
     if "fake tensor in the exported program" in str(error):
         return CaptureError(
-            f"{name} makes or changes a tensor in a way that a trace does not see, as x.data and torch.tensor(x) do. "
-            f"Take x.detach(), or {blocks}."
+            f"{name} makes or changes a tensor in a way that a trace does not see, as x.as_subclass(kind) does. Take "
+            f"an operation of torch, such as x.detach(), or {blocks}."
         )
     if isinstance(model, nn.Sequential):
         return CaptureError(f"{name} could not be captured{where}: {text} Change that line, or that module.")
@@ -177,7 +177,9 @@ def _remedy(error: Exception) -> str | None:
     if _OF_DEVICES.search(text):
         return _ON_DEVICES
     if any(word in text for word in ("dtype", "scalar type", "BFloat16", "Half")):
-        return _ON_TYPES
+        cure = _ON_TYPES.format(example="y.long()" if "Long" in text else "x.float()")
+        in_16_bits = any(word in text for word in ("BFloat16", "Half"))
+        return f"{cure}, or set precision='bf16-autocast'." if in_16_bits else f"{cure}."
     return _ON_GRADIENTS if "does not require grad" in text or "doesn't require gradient" in text else None
 
 
@@ -200,18 +202,16 @@ def _misfit(
             f"{type(model).__name__} fails in plain PyTorch too, on a micro-batch of {batch}{where}: {text} "
             f"{remedy or cure}"
         )
-    path = next((name for name, other in model.named_modules() if other is module), "?")
+    path = next((repr(name) for name, other in model.named_modules() if other is module), "made in forward")
     kind = repr(module)
     kind = kind if len(kind) <= 72 and "\n" not in kind else type(module).__name__
-    column = next(
-        (name for x in tensors for name, held in zip(inputs.columns, inputs.tensors, strict=True) if _part_of(x, held)),
-        None,
-    )
+    held = tuple(zip(inputs.columns, inputs.tensors, strict=True))
+    shown, column = next(((x, name) for x in tensors for name, of in held if _part_of(x, of)), (tensors[0], None))
     what, cure = "its input", "Make it fit what comes before it."
     if column is not None:
         what, cure = f"column {column!r} of the data", "Change the data, or the sizes of the module."
     return (CaptureError if column is None else DataError)(
-        f"The module {path!r}, {kind}, cannot take {what}, {_shown(tensors[0])}{where}: {text} {remedy or cure}"
+        f"The module {path}, {kind}, cannot take {what}, {_shown(shown)}{where}: {text} {remedy or cure}"
     )
 
 

@@ -27,6 +27,7 @@ from raypipe.capture.analyse import (
     work_out_of_place,
     write_buffers_early,
 )
+from raypipe.engine.stage.autograd_functions import OPERATION, traced_call
 from raypipe.engine.stage.generated_source import Body, Conditional, Region, names_of
 from raypipe.engine.stage.randomness import draws_randomness, dropout, keyed_call, num_draws
 from raypipe.errors import CaptureError
@@ -192,6 +193,9 @@ def _copy_nodes(
             predicate, *bodies, operands = args
             choice = Conditional(*(_body(body, traced, detached) for body in bodies))
             env[node] = copy = graph.create_node("call_function", choice, (predicate, *operands), {}, node.name)
+        elif node.target is OPERATION:
+            tensors, name = args
+            env[node] = copy = graph.create_node("call_function", traced_call(name), (tensors,), {}, node.name)
         elif node.target is operator.getitem and isinstance(args[0], list | tuple):
             env[node] = args[0][args[1]]  # an output of a region that is inlined already
             continue
@@ -363,7 +367,7 @@ def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dic
                 f"Inside torch.func.vmap forward changes in place what was made outside{line_of(node)}; write it out "
                 "of place."
             )
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target is OPERATION:
             raise CaptureError(f"torch.func.vmap reads {node.target!r}{line_of(node)}, which raypipe cannot ship.")
         args, kwargs = fx.map_arg((node.args, node.kwargs), inside)
         known[node] = inner.create_node("call_function", node.target, args, kwargs, node.name)

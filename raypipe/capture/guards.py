@@ -1,7 +1,7 @@
 """Context managers around a capture, which refuse what stages would not reproduce and restore what forward changes.
 
-    dropped by torch.export  backward of a custom autograd function, gradient hooks, settings of torch that forward
-                             switches, torch.autocast("cuda") on a machine without CUDA
+    dropped by torch.export  gradient hooks, settings of torch that forward switches, torch.autocast("cuda") on a
+                             machine without CUDA
     not shared by stages     numpy's and Python's random generators, Python state that changes with every call
 
 Whatever else a trace drops changes the loss, the gradients or the buffers, which preflight/verify.py compares.
@@ -21,11 +21,13 @@ from io import StringIO
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from raypipe.capture.own_loss import own_forward
 from raypipe.capture.python_state import Memory, read_memory, refuse_change
 from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
+from raypipe.engine.stage.autograd_functions import as_operation
 from raypipe.engine.stage.stage import same_bits
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import CaptureError
@@ -62,6 +64,64 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
+def data_detached() -> Iterator[None]:
+    """Let a trace follow ``x.data``, and conversions of modules that change nothing; restored afterwards.
+
+    torch.export fails at both. For a traced tensor ``x.data`` is ``x.detach()``. An assignment of the tensor's own
+    values (``self.weight.data = self.weight.data.to(device)``) and a conversion to the dtype and device that a module
+    has (``self.head = self.head.to(x.dtype)``) do nothing, as in plain PyTorch.
+
+    Raises:
+        CaptureError: forward assigns other values to ``x.data``, or converts a module to another dtype or device; names
+            the line.
+    """
+    held: Any = torch.Tensor.data
+    convert = torch.nn.Module._apply
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() if isinstance(x, FakeTensor) else held.__get__(x)
+
+    def write(x: torch.Tensor, values: torch.Tensor) -> None:
+        if not isinstance(x, FakeTensor):
+            held.__set__(x, values)
+        elif not _unchanged(x, values):
+            of, cure = "a tensor", "Write x = x + (new - x).detach(), which has the same values and gradients"
+            if isinstance(x, torch.nn.Parameter):
+                of, cure = "a parameter", "Make new values in __init__ or in the optimizer's step"
+            raise CaptureError(
+                f"forward replaces the values of {of} by assigning to its .data{users_line(sys._getframe(1))}, which a "
+                f"trace forgets. {cure}."
+            )
+
+    def converted(self: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if not any(isinstance(x, FakeTensor) for x in tensors):
+            return convert(self, fn, recurse)
+        with _disable_current_modes():  # a call that is traced would take the place of the parameter in the graph
+            kinds = {(x.dtype, x.device) for x in tensors}
+            made = [(fn(torch.empty(0, dtype=dtype, device=device)), dtype, device) for dtype, device in kinds]
+        if all(one.dtype == dtype and one.device == device for one, dtype, device in made):
+            return self
+        raise CaptureError(
+            f"forward converts a {type(self).__name__} to another dtype or device{users_line(sys._getframe(1))}, which "
+            "a trace forgets. Convert it before the run, or leave it out: stages convert by precision=."
+        )
+
+    torch.Tensor.data = property(read, write)  # type: ignore[assignment]  # the original is an attribute of its base
+    try:
+        with _patched(torch.nn.Module, "_apply", converted):
+            yield
+    finally:
+        del torch.Tensor.data
+
+
+def _unchanged(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if ``values`` is the memory of ``x`` in its dtype and shape."""
+    aliases = torch._C._is_alias_of(x, values)  # type: ignore[attr-defined]
+    return bool(values.dtype == x.dtype and values.shape == x.shape and aliases)
+
+
+@contextmanager
 def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
     """Let ``len(x)`` of a traced tensor be its symbolic first size, as ``x.shape[0]`` is; restored afterwards.
 
@@ -88,8 +148,13 @@ def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Set every module to training or evaluation mode; modes and contents of buffers are restored afterwards."""
+    """Set every module to training or evaluation mode.
+
+    Modes, contents of buffers and dtypes of parameters (``self.weight.data = self.weight.data.to(x.dtype)``) are
+    restored afterwards.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     model.train(training)
     try:
@@ -97,6 +162,9 @@ def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
         with torch.no_grad():
             for buffer, content in buffers:
                 if not buffer.is_meta and not same_bits(buffer, content):
@@ -108,18 +176,21 @@ def nothing_lost() -> Iterator[None]:
     """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
 
     Raises:
-        CaptureError: the code inside calls a custom autograd function, registers a gradient hook, enters CUDA autocast,
-            or switches a setting of torch; names the call.
+        CaptureError: the code inside registers a gradient hook, enters CUDA autocast, switches a setting of torch, or
+            calls a custom autograd function that cannot be one operation of the graph; names the call.
     """
     functions = torch.autograd.Function.__dict__["apply"]
+    inside = False
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] == "torch":
+        nonlocal inside
+        if inside or cls.__module__.split(".")[0] == "torch":
             return functions.__get__(None, cls)(*args, **kwargs)  # since torch 2.14 it is no classmethod of Python's
-        raise CaptureError(
-            f"The model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose backward tracing "
-            f"would lose. {_UNTRACED.format(otherwise='write the function with differentiable operations')}"
-        )
+        inside = True
+        try:
+            return as_operation(cls, args)
+        finally:
+            inside = False
 
     def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(

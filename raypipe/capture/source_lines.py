@@ -91,6 +91,8 @@ class Lines:
         constants: number -> tensor that forward reads and that is neither a parameter nor a buffer.
         names: objects that the source of operations refers to by name, besides torch's own names.
         conditions: Python expressions over symbolic sizes of the columns; the operations are valid only if all hold.
+        fixed: reason why the operations are valid only for the example's sizes, besides the number of samples; "" if
+            they are valid for more.
     """
 
     values: tuple[Value, ...]
@@ -100,6 +102,7 @@ class Lines:
     constants: Mapping[int, torch.Tensor]
     names: Mapping[str, Any]
     conditions: tuple[str, ...] = ()
+    fixed: str = ""
 
     def of_kind(self, kind: ValueKind) -> list[int]:
         """List the indices in ``values`` of the values of this kind, ascending."""
@@ -115,7 +118,7 @@ class Lines:
         """Sizes of the columns for which the operations are valid."""
         columns = [self.values[number] for number in self.of_kind(ValueKind.COLUMN)]
         shapes = {c.of: tuple(int(size) if str(size).isdigit() else size for size in c.shape) for c in columns}
-        return ColumnSizes(shapes, self.conditions)
+        return ColumnSizes(shapes, self.conditions, self.fixed)
 
     @property
     def checked_columns(self) -> set[int]:
@@ -168,6 +171,7 @@ def lines_of(analysis: Analysis) -> Lines:
         {number[node]: tensor for node, tensor in traced.constants.items()},
         names,
         traced.conditions,
+        traced.fixed,
     )
 
 

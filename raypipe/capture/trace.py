@@ -32,7 +32,14 @@ from raypipe.capture.blocks import watched_blocks
 from raypipe.capture.branches import trace_past_checks
 from raypipe.capture.explain import Inputs, untraceable
 from raypipe.capture.flatten import flatten
-from raypipe.capture.guards import generators_kept, in_mode, nothing_lost, symbolic_len, watched_forward
+from raypipe.capture.guards import (
+    data_detached,
+    generators_kept,
+    in_mode,
+    nothing_lost,
+    symbolic_len,
+    watched_forward,
+)
 from raypipe.capture.own_loss import loss_only, own_forward
 from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
 from raypipe.engine.stage.generated_source import cumulative_norms
@@ -143,7 +150,16 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     generators = generators_kept(f"{type(model).__name__}.forward")
     lstms = _lstm_types_kept(model)
-    with nothing_lost(), generators, traced_checkpoints(), cumulative_norms(), lstms, symbolic_len(model), loss:
+    with (
+        nothing_lost(),
+        generators,
+        traced_checkpoints(),
+        cumulative_norms(),
+        lstms,
+        data_detached(),
+        symbolic_len(model),
+        loss,
+    ):
         yield
 
 

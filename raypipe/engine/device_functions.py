@@ -103,7 +103,7 @@ def why_not_compiled(function: StageFunction) -> str:
     if "key" in used:
         return "it draws random numbers (dropout)"
     if regions := [one.kind for name, one in function.names.items() if name in used and isinstance(one, Region)]:
-        return f"it has a {regions[0]} (vmap, torch.cond)"
+        return f"it has a {regions[0]} (vmap, torch.cond, torch.autograd.Function)"
     return ""
 
 

@@ -54,6 +54,13 @@ def test_the_cause_is_named_with_its_cure(within: Any, loss_fn: Any, precision: 
         trainer.plan()
 
 
+def test_columns_of_doubles_get_no_advice_on_precision() -> None:
+    """As a table of pandas or polars holds them."""
+    data = TensorDataset(torch.ones(8, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
+    with pytest.raises(RaypipeError, match=r"column 0 of the data, .*type float64.*, as in x\.float\(\)\.$"):
+        trainer_of(Net(lambda _, x: x), train_data=data).plan()
+
+
 @pytest.mark.parametrize("verify", ["first_step", "off"])
 def test_parameters_without_numbers_are_told_when_a_run_begins_whatever_is_verified(verify: Any) -> None:
     def made() -> nn.Module:
@@ -76,6 +83,20 @@ class Boxes(nn.Module):
 
     def forward(self, ids: torch.Tensor, bbox: torch.Tensor) -> torch.Tensor:
         return (self.words(ids) + self.places(bbox[:, :, 0]) + self.positions(torch.arange(ids.shape[1]))).mean()
+
+
+class Pooled(Net):
+    """Has an output for every other sample, which its loss takes with a label for each."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.CrossEntropyLoss()(super().forward(x)[::2], y)
+
+
+def test_the_column_that_does_not_fit_is_described() -> None:
+    data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    said = r"made in forward, CrossEntropyLoss\(\), cannot take column 1 of the data, shape \(2,\) and type int64"
+    with pytest.raises(RaypipeError, match=said):
+        trainer_of(Pooled(lambda _, x: x), loss_fn=None, train_data=data).plan()
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,32 @@ def captured_here(model: nn.Module, loss_fn: Any = functional.cross_entropy) -> 
     return capture(model, (X, Y), (0, 1), loss_fn)
 
 
+class Jittered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return x * len(scale)
+
+
 class Custom(nets.Mlp):
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nets.Double.apply(super().forward(x))
+        return self.function.apply(super().forward(x), *self.arguments)
 
 
 class HookInside(nets.Mlp):
@@ -73,6 +96,25 @@ class Seeded(nets.Mlp):
         return super().forward(x + torch.randn(6, generator=torch.Generator().manual_seed(0)))
 
 
+class Replaced(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+class Rounded(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        x.data = x.data.round()
+        return x
+
+
+class Widened(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[1].double()
+        return super().forward(x)
+
+
 class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
@@ -81,11 +123,16 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Custom(), r"custom autograd function tests\.nets\.Double, whose backward tracing would lose.*nn\.Sequential"),
+        (Custom(Jittered), r"custom autograd function \S+\.Jittered at \S+:\d+, which draws random .*nn\.Sequential"),
+        (Custom(DoubledInPlace), r"custom autograd function \S+\.DoubledInPlace.*, which changes its input in place"),
+        (Custom(Scaled, {"a": 1}), r"custom autograd function \S+\.Scaled at .*, which takes an argument of type dict"),
         (HookInside(), r"forward registers a gradient hook on a tensor.*drop the hook"),
         (nn.Sequential(nn.Linear(6, 3), Pair()), r"Child '1' \(Pair\) of the nn\.Sequential returns tuple"),
         (Generator(), r"is not a tensor, and stages are given tensors only.*without generator="),
         (nn.Sequential(Generator(), nn.Linear(3, 3)), r"changes model\.0\.own with every call"),
+        (Replaced(6, 3), r"replaces the values of a parameter .* \.data at \S+:\d+.*or in the optimizer's step"),
+        (Rounded(6, 3), r"replaces the values of a tensor .* \.data at \S+:\d+.*x = x \+ \(new - x\)\.detach\(\)"),
+        (Widened(), r"forward converts a Linear to another dtype or device at \S+:\d+.*Convert it before the run"),
         (Seeded(), r"is not a tensor, and stages are given tensors only.*without generator="),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -110,11 +157,11 @@ def test_hooks_that_no_stage_would_call_are_refused(model: Any, message: str) ->
 
 
 def test_tracing_leaves_torch_as_it_was() -> None:
-    before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook)
-    model = Custom()
+    before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data)
+    model = Custom(Jittered)
     with pytest.raises(CaptureError):
         captured_here(model)
-    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook) == before
+    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data) == before
     assert model.training
     assert "forward" not in vars(model)
 
@@ -124,6 +171,16 @@ def test_a_model_without_loss_needs_a_loss_fn() -> None:
         capture(nets.Mlp(), (X,), (0,), None)
     with pytest.raises(CaptureError, match="ManyOutputs returned a dict of 'logits', 'hidden'"):
         capture(nets.ManyOutputs(), (X,), (0,), None)
+
+
+class Learned(nn.Linear):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return functional.cross_entropy(super().forward(output), target)
+
+
+def test_a_loss_with_parameters_is_refused_with_the_way_to_train_it() -> None:
+    with pytest.raises(CaptureError, match=r"Learned, has parameters of its own \('weight'\).*self\.loss = Learned"):
+        captured_here(nets.Mlp(), Learned(3, 3))
 
 
 def test_nothing_to_train() -> None:

@@ -312,7 +312,7 @@ def no_class() -> torch.Tensor:
             functional.cross_entropy, Y.float(),
             "loss_fn cannot take an output of shape (2, 3) and type float32 and column 1 of the data as target, shape "
             f"(2,) and type float32: RuntimeError: {torch_says(no_class)}. Convert it to the type that is "
-            "expected, as in x.float(), or set precision='bf16-autocast'.",
+            "expected, as in y.long().",
         ),
         (
             functional.cross_entropy, torch.full((32,), 7),

@@ -199,10 +199,12 @@ class ColumnSizes:
         shapes: shape of each column, by name. A size that may vary is the name of a symbol; any other text is an
             expression over symbols, which is not checked.
         conditions: Python expressions over symbols, which must all be true.
+        cause: reason why no size but the number of samples may vary, a clause; "" if unknown.
     """
 
     shapes: Mapping[Any, tuple[int | str, ...]]
     conditions: tuple[str, ...] = ()
+    cause: str = ""
 
     def misfit(self, shapes: Mapping[Any, Sequence[int]], *, of_minibatch: bool = False) -> str:
         """Describe the first size for which the source is not valid, and the fix; "" if it is valid for all.
@@ -221,9 +223,10 @@ class ColumnSizes:
             sizes = [known.setdefault(want, size) if isinstance(want, str) else want for want, size in pairs]
             if len(wanted) != len(got) or sizes != list(got):
                 traced = ", ".join("samples" if at == 0 else str(size) for at, size in enumerate(sizes))
+                reason = f" One shape is needed because {self.cause}" if self.cause else ""
                 return (
                     f"Column {name!r} came with shape {tuple(got)}, but the model was traced for ({traced}) and its "
-                    f"stages compute for that shape only. {_TO_ONE_SIZE}"
+                    f"stages compute for that shape only. {_TO_ONE_SIZE}{reason}"
                 )
         for condition in self.conditions:
             symbols = [name for name in _NAME.findall(condition) if self._place(name)]

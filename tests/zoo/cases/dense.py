@@ -63,6 +63,50 @@ def bags(count: int) -> TensorDataset:
     return TensorDataset(ids, targets[:, 0].clone())
 
 
+class Reversed(torch.autograd.Function):
+    """Identity, whose gradient is multiplied by -share, as in adversarial adaptation of domains."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: float) -> torch.Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return -ctx.share * gradient, None
+
+
+class Quantized(torch.autograd.Function):
+    """Nearest of 9 steps and its number; the gradient goes straight through where no end cuts it off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        number = (4 * x).round().clamp(-4, 4)
+        index = number.long()
+        ctx.mark_non_differentiable(index)
+        return number / 4, index
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+class WithFunctions(nn.Module):
+    """Calls functions with a backward of their own between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.steps = nn.Embedding(9, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, index = Quantized.apply(nets.Double.apply(torch.tanh(self.first(x))))
+        x = self.second(x + self.steps(index + 4).mean(1))
+        return self.last(torch.tanh(x) + Reversed.apply(x, 0.5))
+
+
 row = partial(Row, "perceptrons")
 ROWS = (
     row("MLP, nn.Sequential", perceptron, vectors, functional.cross_entropy, "cross_entropy", "vectors", stages=3),
@@ -70,6 +114,8 @@ ROWS = (
         "cross_entropy", "vectors", stages=3),
     row("custom autograd function", nets.custom_function, thirds(vectors), functional.cross_entropy,
         "cross_entropy", "vectors"),
+    row("custom autograd functions, traced", WithFunctions, vectors, functional.cross_entropy, "cross_entropy",
+        "vectors", stages=3),
     row("variational autoencoder", Variational, themselves, evidence, "mse + KL", "vectors, target = input"),
     row("EmbeddingBag, wide and deep", Bag, bags, functional.cross_entropy, "cross_entropy", "tokens"),
 )  # fmt: skip

@@ -73,6 +73,15 @@ def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
     return z * y.clone().gt_(0.4).sub_(0.5)
 
 
+def of_data(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Values that autograd does not see, and conversions that change nothing."""
+    net.second.weight.data = net.second.weight.data.to(x.device)
+    net.last = net.last.to(x.dtype)
+    y = 2 * x
+    y.data.clamp_(-1, 1)
+    return y - x.data.mean(1, keepdim=True)
+
+
 def looped(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Over the samples of a micro-batch, which must all have as many."""
     return torch.stack([sample * (1 + at % 2) for at, sample in enumerate(x)])
@@ -221,6 +230,7 @@ ROWS = (
     flow("nonzero", nonzero),
     flow("vmap", mapped),
     flow("activations changed in place", in_place),
+    flow("x.data", of_data),
     flow("a loop over the samples", looped, note="all micro-batches have one size"),
     flow("checks that only raise", checking),
     flow("torch.distributions with validate_args", validated),

@@ -140,11 +140,7 @@ ROWS = (
         max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.1), padded, "sentences, labels padded by -100",
         TIED),
     own("Bloom", made("BloomForCausalLM", **_TOKENS, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1), padded,
-        "sentences, labels padded by -100", Refused(
-            "The model calls the custom autograd function transformers.models.bloom.modeling_bloom.GeLUFunction, whose "
-            "backward tracing would lose. Build the model as an nn.Sequential of blocks, which raypipe runs without "
-            "tracing, or write the function with differentiable operations.",
-            "a custom autograd function")),
+        "sentences, labels padded by -100", TIED),
     own("GPT-NeoX", made("GPTNeoXForCausalLM", **_DEEP, hidden_dropout=0.1), padded,
         "sentences, labels padded by -100"),
     own("Mamba", made("MambaForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=1, state_size=4,
@@ -179,9 +175,9 @@ ROWS = (
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
         masked_translations, "translations, masks, -100", Refused(
-            'SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward, "self.classifier = '
-            "self.classifier.to(self.dtype)\": RuntimeError: _apply(): Couldn't swap Linear.weight. Change that line, "
-            "or build the model as an nn.Sequential of blocks, which are not traced.",
-            "its router converts its own weights in forward")),
+            "SwitchTransformersForConditionalGeneration decides by values of its data at {line}, in forward, \"for "
+            "expert_idx in expert_hit:\". A graph of stages has one way only: use torch.where or torch.cond, move the "
+            "branch out of forward, or build the model as an nn.Sequential of blocks, which are not traced.",
+            "it runs the experts that the data choose")),
 )  # fmt: skip
 """From transformers and peft."""

@@ -45,6 +45,24 @@ class Judging(Tagger):
         return self.kind(self, super().forward(input_ids), labels)
 
 
+class ArcFace(nn.Module):
+    """Scores classes by angles to their centres, as pytorch-metric-learning does, which converts its weights always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.centres = perceptron(), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        embeddings = self.body(x)
+        self.centres.data = self.centres.data.to(device=embeddings.device, dtype=embeddings.dtype)
+        cosines = functional.linear(functional.normalize(embeddings), functional.normalize(self.centres))
+        mask = functional.one_hot(y, 5).to(cosines.dtype)
+        target = cosines[mask == 1]
+        with_margin = torch.cos(torch.acos(target.clamp(-0.99, 0.99)) + 0.5)
+        logits = cosines + mask * (with_margin - target).unsqueeze(1)
+        return functional.cross_entropy(8 * logits, y)
+
+
 class Returning(Judging):
     """Returns its loss as people do: ``pack`` makes the output from logits and loss."""
 
@@ -240,6 +258,7 @@ REFUSED = (
     "counts the items of a target."
 )
 PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
+NORMALISED = Rounding("weights and their norm, which is a use too; each use is summed over the micro-batches first")
 whole = partial(row, microbatches=(4,), evaluated=8, note="over the whole mini-batch")
 BY_PART = Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4)
 UNCOUNTED = Refused(REFUSED.replace("{by}", "samples"), "torch.export cannot count in a loss that makes one mask twice")
@@ -288,6 +307,7 @@ ROWS = (
              lambda o, t: nn.KLDivLoss(reduction="batchmean")(o.log_softmax(-1), t), shares),
     vectored("cross_entropy with soft targets", functional.cross_entropy, shares),
     row("1-D convolutions", Framewise, spoken, ctc, "ctc_loss", "signals and labels"),
+    row("MLP", ArcFace, vectors, None, "its own, ArcFace", "vectors", NORMALISED),
     whole("MLP", perceptron, numbers, contrastive, "contrastive (InfoNCE)", "vectors"),
     whole("two towers", Towers, described, clip, "CLIP, temperature", "pairs of vectors", stages=3),
     whole("two towers", Towers, described, siglip, "SigLIP, temperature and bias", "pairs of vectors"),
