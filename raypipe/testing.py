@@ -39,7 +39,7 @@ from raypipe.ir.segment import Segment
 from raypipe.planner.search import Request, microbatches
 from raypipe.planner.segments import Position, next_segment
 from raypipe.preflight.loss_on_rows import MANY_ROWS
-from raypipe.preflight.loss_reduction import find_reduction
+from raypipe.preflight.loss_weights import find_reduction
 from raypipe.prepare.inputs import resolve_defaults
 
 Tensors = dict[str, torch.Tensor]

@@ -37,12 +37,12 @@ from raypipe.capture.sequential import (
 from raypipe.capture.source_lines import lines_of
 from raypipe.capture.trace import OneSizeError, trace
 from raypipe.engine.initial.meta_init import stand_ins
-from raypipe.engine.stage.eval_metrics import MetricReads
 from raypipe.engine.stage.generated_source import with_structure
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
 from raypipe.engine.stage.randomness import evaluating
 from raypipe.engine.stage.stage import Loss, StageProgram
+from raypipe.engine.stage.user_metrics import MetricReads
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.precision import FP32, Precision

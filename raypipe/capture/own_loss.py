@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from raypipe.engine.stage.eval_metrics import part_of
+from raypipe.engine.stage.user_metrics import part_of
 from raypipe.errors import CaptureError
 
 

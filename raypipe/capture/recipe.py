@@ -26,8 +26,8 @@ from raypipe.capture.cut import (
 )
 from raypipe.capture.sequential import SequentialModel
 from raypipe.capture.source_lines import Lines, ValueKind
-from raypipe.engine.stage.eval_metrics import MetricReads
 from raypipe.engine.stage.stage import Loss, StageFunction, StageProgram
+from raypipe.engine.stage.user_metrics import MetricReads
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.precision import FP32, Precision

@@ -1,7 +1,7 @@
 """Engine: the stages of one worker, computed in one process with torch and without Ray.
 
     executor.py     runs a row, the list of actions that a schedule gives to one worker, in order
-      stage_work.py     forwards, backwards, messages
+      stage_runner.py     forwards, backwards, messages
       stage/            modules and their passes; weight_ring.py: versions of the weights; feed.py: the data of a stage
       optim/            sums of gradients with the other replicas, norms, the optimizer's step
       messages/         frames and channels to other stages, encoded by codec/

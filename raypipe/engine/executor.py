@@ -4,7 +4,7 @@ The executor depends neither on the kind of schedule nor on Ray: rows are create
 Exceptions name the action that failed.
 
     row of the worker    0F0 3F0 3B0 0B0 ... 3REDUCE_GRAD 0REDUCE_GRAD | 0REDUCE_NORM 3REDUCE_NORM 0STEP 3STEP
-                         StageWork 0, StageWork 3                      | Reduction: once for all stages
+                         StageRunner 0, StageRunner 3                      | Reduction: once for all stages
 
 If a worker fails in a synchronous step, all remaining workers make the step or none of them does. The norm of the whole
 model is complete only when every worker has all its gradients: each replica reports to its leader (first replica) that
@@ -42,7 +42,7 @@ from raypipe.engine.optim.update import Update
 from raypipe.engine.reduction import Reduction, all_reduces, last_backwards
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import channels_by_stage
-from raypipe.engine.stage_work import StageWork, Totals
+from raypipe.engine.stage_runner import StageRunner, Totals
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
@@ -131,7 +131,7 @@ class Executor:
             if not channel.on_device:
                 channel.leave_coded()
         self.works = {
-            stage: StageWork(run, setup, stage, worker, state, neighbours[stage], self.transfer)
+            stage: StageRunner(run, setup, stage, worker, state, neighbours[stage], self.transfer)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {

@@ -24,7 +24,7 @@ from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.state import StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import Placement, channels_between
-from raypipe.engine.stage_work import StageWork
+from raypipe.engine.stage_runner import StageRunner
 from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import StepReport
@@ -77,7 +77,7 @@ class LocalFleet:
         self._writers = [writer for executor in writing for writer in executor.shard_writers()]
 
     @property
-    def _works(self) -> list[StageWork]:
+    def _works(self) -> list[StageRunner]:
         """Runners of the stages' first replicas, in increasing order of the stages."""
         leading = (executor for executor in self.executors if executor.placement.leads)
         return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)

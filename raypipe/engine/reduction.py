@@ -39,7 +39,7 @@ from raypipe.engine.stage.gradients import Accumulators, GradientSink
 from raypipe.engine.stage.losses import LossTerm, summed, term_message
 from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.stage import StageProgram
-from raypipe.engine.stage_work import StageWork
+from raypipe.engine.stage_runner import StageRunner
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -58,7 +58,7 @@ class _StageLink:
         timeout_s: longest wait for a message.
     """
 
-    def __init__(self, work: StageWork, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
+    def __init__(self, work: StageRunner, channels: Mapping[int, Channel], device: Device, timeout_s: float) -> None:
         self._work, self._channels, self._timeout_s = work, channels, timeout_s
         self._transfer = DeviceTransfer(device)
 
@@ -81,7 +81,7 @@ class _StageLink:
 
 def all_reduces(
     placement: Placement,
-    works: Mapping[int, StageWork],
+    works: Mapping[int, StageRunner],
     channels: Mapping[int, Channel],
     device: Device,
     settings: Settings,

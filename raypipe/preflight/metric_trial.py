@@ -14,17 +14,17 @@ import torch
 from raypipe.capture import Capture
 from raypipe.capture.guards import in_mode
 from raypipe.data.item_randomness import own_generators, seed_generators
-from raypipe.engine.stage.eval_metrics import (
-    EvalMetrics,
+from raypipe.engine.stage.mixed_precision import converted, model_in
+from raypipe.engine.stage.randomness import RandomKey
+from raypipe.engine.stage.user_metrics import (
     MetricReads,
+    UserMetrics,
     fields_of,
     is_stateful,
     names_of,
     part_of,
     parts_by_key,
 )
-from raypipe.engine.stage.mixed_precision import converted, model_in
-from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.precision import Precision
@@ -157,7 +157,7 @@ def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precisio
 
 
 def _called(metrics: Mapping[str, Any], output: Any, behind: list[Any], samples: int) -> tuple[str, ...]:
-    meter = EvalMetrics(metrics)
+    meter = UserMetrics(metrics)
     try:
         with own_generators(), torch.no_grad(), one_thread():
             seed_generators(0, 0, 0)

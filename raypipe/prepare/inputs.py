@@ -17,7 +17,7 @@ from raypipe.data.open_data import Source, batch_size_of, open_data
 from raypipe.data.stacking import Collate
 from raypipe.engine.codec.host import codec_cost
 from raypipe.engine.io.checkpoint.state_source import StateSource
-from raypipe.engine.stage.eval_metrics import MetricReads
+from raypipe.engine.stage.user_metrics import MetricReads
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.communication import NO_CODEC, CodecCost

@@ -14,7 +14,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
 from raypipe.engine.io.checkpoint import find_checkpoint
 from raypipe.engine.io.storage import Place
-from raypipe.engine.stage.eval_metrics import check_metrics
+from raypipe.engine.stage.user_metrics import check_metrics
 from raypipe.errors import CheckpointError, ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.prepare.job import Job

@@ -24,12 +24,12 @@ from raypipe.planner.search import microbatches
 from raypipe.planner.segments import evaluation_segments
 from raypipe.preflight.arguments import Arguments, in_one_paragraph, undisturbed
 from raypipe.preflight.dry_run import refuse_other_sizes, rehearse_single, takes_one_row
+from raypipe.preflight.joined_loss import held_bytes, loss_bytes, loss_seconds, without_loss
 from raypipe.preflight.loss_on_rows import MANY_ROWS
-from raypipe.preflight.loss_reduction import check_per_replica, find_reduction
+from raypipe.preflight.loss_weights import check_per_replica, find_reduction
 from raypipe.preflight.metric_trial import try_on_smallest
 from raypipe.preflight.module import note_on_modes, turned_on
 from raypipe.preflight.optimizer import try_optimizers
-from raypipe.preflight.whole_minibatch_loss import held_bytes, loss_bytes, loss_seconds, without_loss
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job

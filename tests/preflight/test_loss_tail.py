@@ -20,7 +20,7 @@ from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch, held_b
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
-from raypipe.preflight.whole_minibatch_loss import over_minibatch
+from raypipe.preflight.joined_loss import over_minibatch
 
 pytestmark = pytest.mark.engine
 

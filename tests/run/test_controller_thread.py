@@ -17,7 +17,7 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.stage_work import SPLIT_EVERY, SPLIT_FIRST
+from raypipe.engine.stage_runner import SPLIT_EVERY, SPLIT_FIRST
 from raypipe.ir.communication import LinkEstimate, MessageTimes, StageSample, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec

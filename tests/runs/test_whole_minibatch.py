@@ -17,7 +17,7 @@ from torch import nn
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data.open_data import open_data
 from raypipe.errors import ConfigError, PlanError, StageError
-from raypipe.preflight.whole_minibatch_loss import loss_bytes
+from raypipe.preflight.joined_loss import loss_bytes
 from raypipe.run.plans.later import another, later_plan
 from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits

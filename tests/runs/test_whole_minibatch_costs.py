@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineTrainer
-from raypipe.engine.stage_work import StageWork
+from raypipe.engine.stage_runner import StageRunner
 from raypipe.errors import PlanError
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.units import human_s
-from raypipe.preflight.whole_minibatch_loss import loss_seconds
+from raypipe.preflight.joined_loss import loss_seconds
 from raypipe.profiling.workspace import LiveBytes
 from raypipe.run.plans.blueprint import predicted_step
 from tests.runs.test_whole_minibatch_losses import Own
@@ -66,9 +66,9 @@ def trainer(folder: Path, name: str, **config: Any) -> PipelineTrainer:
 def test_planned_bytes_are_those_that_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both stages, within a tenth, and on the last one not less; received messages were allocated by the sender."""
     live: dict[int, LiveBytes] = {}
-    do = StageWork.do
+    do = StageRunner.do
 
-    def counted(self: StageWork, action: Action) -> None:
+    def counted(self: StageRunner, action: Action) -> None:
         if action.op in (Op.SEND_F, Op.SEND_B):
             return do(self, action)
         with live.setdefault(self.stage, LiveBytes()):
@@ -76,7 +76,7 @@ def test_planned_bytes_are_those_that_live(name: str, tmp_path: Path, monkeypatc
 
     made = trainer(tmp_path, name)
     plan = made.plan()
-    monkeypatch.setattr(StageWork, "do", counted)
+    monkeypatch.setattr(StageRunner, "do", counted)
     made.fit(num_steps=2, local=True, progress=False)
     assert plan.prediction is not None
     for stage, least in ((0, 0.95), (1, 1.0)):

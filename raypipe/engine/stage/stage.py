@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from raypipe.engine.stage.eval_metrics import MetricReads, fields_of
 from raypipe.engine.stage.generated_source import compiled
 from raypipe.engine.stage.mixed_precision import computing, converted
 from raypipe.engine.stage.randomness import RandomKey
+from raypipe.engine.stage.user_metrics import MetricReads, fields_of
 from raypipe.errors import StageError
 from raypipe.ir.precision import FP32, Precision
 

@@ -36,7 +36,7 @@ from raypipe.planner.controller.memory_budget import (
     unknown_budgets,
     why_not,
 )
-from raypipe.planner.controller.search import Scored, SearchResult, search
+from raypipe.planner.controller.retuning import Scored, SearchResult, search
 
 __all__ = [
     "NO_CODEC", "UNKNOWN_IN_FLIGHT", "Choice", "CodecCost", "Controller", "ControllerConfig", "ControllerDecision",

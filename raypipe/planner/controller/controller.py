@@ -35,7 +35,7 @@ from raypipe.planner.controller.events import Choice, ControllerDecision, StepDo
 from raypipe.planner.controller.measured import Measured
 from raypipe.planner.controller.memory_budget import PeakMemory, fits
 from raypipe.planner.controller.observer import Observed, Observer
-from raypipe.planner.controller.search import SearchResult, agrees, search
+from raypipe.planner.controller.retuning import SearchResult, agrees, search
 from raypipe.planner.controller.states import (
     RECENT,
     Comparison,

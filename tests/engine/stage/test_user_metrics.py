@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from raypipe.engine.stage.eval_metrics import EvalMetrics, fields_of, names_of, parts_by_key
+from raypipe.engine.stage.user_metrics import UserMetrics, fields_of, names_of, parts_by_key
 from raypipe.errors import StageError
 
 pytestmark = pytest.mark.engine
@@ -40,7 +40,7 @@ class Kept:
 
 
 def measured(metrics: dict[str, Any], rows: int = 4) -> dict[str, float]:
-    meter = EvalMetrics(metrics)
+    meter = UserMetrics(metrics)
     for _ in range(2):  # the second evaluation knows nothing of the first
         meter.begin()
         for output, target in zip(OUTPUTS.split(rows), TARGETS.split(rows), strict=True):
@@ -64,7 +64,7 @@ def test_what_an_object_computes_for_each_class_is_told_by_number() -> None:
 
 
 def test_a_metric_that_saw_nothing_is_nan() -> None:
-    meter = EvalMetrics({"right": both})
+    meter = UserMetrics({"right": both})
     assert [(name, math.isnan(value)) for name, value in meter.results()] == [("right", True)]
 
 

@@ -29,6 +29,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.initial.meta_init import empty_like_on_host
 from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
 from raypipe.errors import CaptureError, ConfigError, DataError
+from raypipe.preflight.joined_loss import NOTE, WHY, over_minibatch, why_not
 from raypipe.preflight.loss_on_rows import (
     MANY_ROWS,
     Grouping,
@@ -40,7 +41,6 @@ from raypipe.preflight.loss_on_rows import (
     try_parts,
 )
 from raypipe.preflight.random_outputs import bare_outputs, try_on_random_outputs, with_random_weights
-from raypipe.preflight.whole_minibatch_loss import NOTE, WHY, over_minibatch, why_not
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]

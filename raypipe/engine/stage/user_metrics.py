@@ -116,7 +116,7 @@ def check_metrics(metrics: Any) -> None:
             )
 
 
-class EvalMetrics:
+class UserMetrics:
     """Metrics of a run, accumulated over all micro-batches of one evaluation.
 
     Args:

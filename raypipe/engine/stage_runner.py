@@ -25,7 +25,6 @@ from raypipe.engine.optim.state import LossScale, StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.activation_checkpointing import ForwardInputs, Recomputation
 from raypipe.engine.stage.activation_stash import ActivationStash
-from raypipe.engine.stage.eval_metrics import EvalMetrics
 from raypipe.engine.stage.feed import Feed, MicrobatchData
 from raypipe.engine.stage.gradients import GradientSink
 from raypipe.engine.stage.losses import LossTerm, counting, loss_parts, summed
@@ -33,6 +32,7 @@ from raypipe.engine.stage.minibatch_loss import MinibatchOutputs
 from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import StageBuffers, StageProgram
+from raypipe.engine.stage.user_metrics import UserMetrics
 from raypipe.engine.stage.weight_ring import WeightRing
 from raypipe.errors import LinkError, RaypipeError
 from raypipe.ir.communication import MessageTimes, stage_sample
@@ -97,7 +97,7 @@ Other steps do not, because with many small layers a split backward takes up to 
 """
 
 
-class StageWork:
+class StageRunner:
     """Runner of one stage's actions on a worker.
 
     Args:
@@ -142,7 +142,7 @@ class StageWork:
         recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
         self._recomputation = Recomputation(stage, program.train.changing_buffers) if recomputes else None
         evaluates = placement.leads and self.last and "eval" in run.sources
-        self._metrics = EvalMetrics(run.metrics) if evaluates and run.metrics else None
+        self._metrics = UserMetrics(run.metrics) if evaluates and run.metrics else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
         self._whole = MinibatchOutputs(run.settings.loss_reduction if self.last else None)
         self._losses: list[tuple[int, int, torch.Tensor, float]] = []  # micro-batch, part, value, share
