@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("callbacks", "data", "testing", "tune")
+_MODULES = ("callbacks", "data", "hf", "testing", "tune")
 """Submodules that are imported when they are first used as attributes, such as ``raypipe.data``."""
 
 

@@ -1,6 +1,6 @@
 """The layers of the house, as one table: who may import what, at any place in a file.
 
-       use        api/  cli/  runfile/  starter/  doctor/  report/  dashboards/  testing.py  tune.py
+       use        api/  hf/  cli/  runfile/  starter/  doctor/  report/  dashboards/  testing.py  tune.py
         |
        run        prepare/  preflight/  run/  runtime/  progress.py
      +--+---+
@@ -90,6 +90,7 @@ ROOMS = (
     "report",
     "starter",
     "api",
+    "hf",
     "tune",
     "cli",
 )
@@ -122,6 +123,10 @@ EXTRA = {
     "engine/codec/cuda.py": ("cupy",),
     "api/notebook.py": ("IPython",),
     "data/datasets.py": ("PIL",),
+    "hf/parts.py": ("accelerate", "transformers"),
+    "hf/pipelined_trainer.py": ("transformers",),
+    "hf/trainer_events.py": ("transformers",),
+    "hf/training_arguments.py": ("transformers",),
 }
 
 

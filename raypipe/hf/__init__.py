@@ -1,0 +1,5 @@
+"""Hugging Face: ``transformers.Trainer`` in a pipeline. Imported on first use, since importing transformers is slow."""
+
+from raypipe.hf.pipelined_trainer import PipelinedTrainer
+
+__all__ = ["PipelinedTrainer"]

@@ -1,0 +1,192 @@
+"""Parts of Trainer that stages get: optimizer, scheduler, samples in Trainer's order, and the weight of the loss."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import SequentialSampler
+from transformers import get_scheduler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from raypipe.data import Stream
+from raypipe.data.item_randomness import own_generators, seed_generators
+from raypipe.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageOptimizer:
+    """Function (named parameters) -> optimizer of a stage, with the groups of an optimizer of the whole model.
+
+    Attributes:
+        kind: class of the optimizer.
+        defaults: keyword arguments of its constructor.
+        groups: options of each group.
+        group_of: number of the group of each parameter, by the parameter's name.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    group_of: Mapping[str, int]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> StageOptimizer:
+        """Read class, options and groups of an optimizer; its state, and what a scheduler has changed, are left out."""
+        group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+        return cls(
+            type(optimizer),
+            {name: value for name, value in optimizer.defaults.items() if name in accepted},
+            tuple(
+                {name: group.get(f"initial_{name}", group[name]) for name in group.keys() & accepted}
+                for group in optimizer.param_groups
+            ),
+            {n: group_of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in group_of},
+        )
+
+    def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        parts: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
+        for name, parameter in named:
+            parts[self.group_of[name]].append(parameter)
+        kind: Any = self.kind
+        made: torch.optim.Optimizer = kind(
+            [{**group, "params": part} for group, part in zip(self.groups, parts, strict=True) if part],
+            **self.defaults,
+        )
+        return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CountsItems:
+    """Collate function that adds the column num_items_in_batch, as Trainer counts it, to a mini-batch.
+
+    Attributes:
+        collate: Trainer's collate function.
+        shifts: True if the first label of each row does not count.
+    """
+
+    collate: Any
+    shifts: bool
+
+    def __call__(self, items: list[Any]) -> dict[str, Any]:
+        batch = dict(self.collate(items))
+        labels = batch["labels"][..., 1:] if self.shifts else batch["labels"]
+        count = int(batch.get("shift_labels", labels).ne(-100).sum())
+        return {**batch, "num_items_in_batch": torch.full((len(items),), count)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CountsBatches:
+    """Collate function that adds the number of Trainer's batches in a mini-batch, as the column num_items_in_batch.
+
+    Attributes:
+        collate: Trainer's collate function.
+        batch_size: samples of one batch.
+    """
+
+    collate: Any
+    batch_size: int
+
+    def __call__(self, items: list[Any]) -> dict[str, Any]:
+        count = -(-len(items) // self.batch_size)
+        return {**self.collate(items), "num_items_in_batch": torch.full((len(items),), count)}
+
+
+def with_counts(model: Any, *, divides: bool = False) -> Any:
+    """Return a twin of a model, with its tensors, that takes num_items_in_batch of every sample instead of one.
+
+    Args:
+        divides: True if the twin divides the model's loss by the number; False if the model does.
+    """
+    kind = type(model)
+    signature = inspect.signature(kind.forward)
+    count = inspect.Parameter("num_items_in_batch", inspect.Parameter.KEYWORD_ONLY)
+    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD and one.name != count.name]
+    rest = [one for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
+
+    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
+        number = num_items_in_batch[0]
+        if not divides:
+            return kind.forward(self, *args, num_items_in_batch=number, **kwargs)
+        output = kind.forward(self, *args, **kwargs)
+        if isinstance(output, Mapping):
+            return {**output, "loss": output["loss"] / number}
+        return (output[0] / number, *output[1:])
+
+    forward.__signature__ = signature.replace(parameters=[*named, count, *rest])  # type: ignore[attr-defined]
+    twin = copy.copy(model)
+    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return twin
+
+
+def stage_scheduler(name: str, warmup: int, steps: int, options: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Make the scheduler of a stage, as ``Trainer.create_scheduler`` does."""
+    return get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=options
+    )
+
+
+class TrainersOrder:
+    """Stream of a dataset's items in the order of a sampler of Trainer, which each epoch has anew.
+
+    Args:
+        sampler: sampler whose order follows from the epoch and the global generators; these are seeded by (seed,
+            epoch).
+        size: number of items in an epoch.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, size: int, seed: int) -> None:
+        self._dataset, self._sampler, self._size, self._seed = dataset, sampler, size, seed
+        self._epoch = self._next = 0
+
+    def __deepcopy__(self, memo: Any) -> TrainersOrder:
+        return copy.copy(self)  # readers share the dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._next = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._next = state["next"]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order()
+        for position in range(self._next, self._size):
+            self._next = position + 1
+            yield self._dataset[order[position]]
+
+    def _order(self) -> list[int]:
+        sampler = copy.copy(self._sampler)
+        with own_generators():
+            seed_generators(self._seed, self._epoch, 0)
+            if isinstance(sampler, SeedableRandomSampler):
+                sampler.set_epoch(self._epoch)
+            return list(sampler)
+
+
+def stream_of(loader: Any, args: Any) -> Stream:
+    """Make a stream of the samples that a data loader of Trainer reads.
+
+    Raises:
+        ConfigError: the order depends on the sampler's own state.
+    """
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if not isinstance(sampler, SeedableRandomSampler | SequentialSampler | LengthGroupedSampler):
+        kind = type(sampler or loader.batch_sampler).__name__
+        raise ConfigError(
+            f"The training data has a {kind}, whose order depends on its own state, so that a run could not resume in "
+            "it. Set train_sampling_strategy to 'random', 'sequential' or 'group_by_length', or give a dataset whose "
+            "items are in that order."
+        )
+    size = len(sampler)
+    if args.dataloader_drop_last:
+        size -= size % args.per_device_train_batch_size
+    return Stream(TrainersOrder(loader.dataset, sampler, size, args.seed), num_samples=size)
