@@ -91,7 +91,8 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
             f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
-            f"torch.cond, move the branch out of forward, or {blocks}."
+            "torch.cond, move the branch out of forward, switch it off if a setting does (as layerdrop=0.0 of "
+            f"transformers), or {blocks}."
         )
     if "fake tensor in the exported program" in str(error):
         return CaptureError(

@@ -316,7 +316,10 @@ def generators_kept(whose: str) -> Iterator[None]:
         "Python's generator": before.python != after.python,
     }
     for generator in (name for name, has_moved in moved.items() if has_moved):
-        cure = "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage"
+        cure = (
+            "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage, or switch it off "
+            "if a setting does (as apply_spec_augment=False of transformers)"
+        )
         if generator.startswith("torch"):
             cure = "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step"
         raise CaptureError(

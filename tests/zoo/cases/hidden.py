@@ -178,7 +178,10 @@ _DRAWS = (
     "Net.forward draws from {} generator or seeds it. A traced model would repeat one draw for ever, and "
     "stages would not agree on it. {}."
 )
-_DRAW_WITH_TORCH = "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage"
+_DRAW_WITH_TORCH = (
+    "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage, or switch it off if a "
+    "setting does (as apply_spec_augment=False of transformers)"
+)
 
 
 def remembers(what: str, one: Any = 1, two: Any = 2) -> Refused:
@@ -191,8 +194,8 @@ def draws(whose: str, remedy: str = _DRAW_WITH_TORCH) -> Refused:
 
 BRANCHES = Refused(
     'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way '
-    "only: use torch.where or torch.cond, move the branch out of forward, or build the model as an nn.Sequential of "
-    "blocks, which are not traced.",
+    "only: use torch.where or torch.cond, move the branch out of forward, switch it off if a setting does (as "
+    "layerdrop=0.0 of transformers), or build the model as an nn.Sequential of blocks, which are not traced.",
     "a branch that the data take",
 )
 IN_PLACE = Refused(

@@ -177,7 +177,8 @@ ROWS = (
         masked_translations, "translations, masks, -100", Refused(
             "SwitchTransformersForConditionalGeneration decides by values of its data at {line}, in forward, \"for "
             "expert_idx in expert_hit:\". A graph of stages has one way only: use torch.where or torch.cond, move the "
-            "branch out of forward, or build the model as an nn.Sequential of blocks, which are not traced.",
+            "branch out of forward, switch it off if a setting does (as layerdrop=0.0 of transformers), or build the "
+            "model as an nn.Sequential of blocks, which are not traced.",
             "it runs the experts that the data choose")),
 )  # fmt: skip
 """From transformers and peft."""
