@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from raypipe.capture.own_loss import own_forward
 from raypipe.capture.python_state import Memory, read_memory, refuse_change
 from raypipe.data.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.stage.autograd_functions import as_operation
+from raypipe.engine.stage.generated_source import CTC_LOSS
 from raypipe.engine.stage.stage import same_bits
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import CaptureError
@@ -259,25 +261,45 @@ def _decorated_off(function: Callable[..., Any]) -> bool:
         return False
 
 
+class _OnlyCtcLoss(TorchFunctionMode):
+    """Function mode that raises ``refusal`` at each operation but a CTC loss, which then computes without cuDNN."""
+
+    def __init__(self, refusal: CaptureError) -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (CTC_LOSS, CTC_LOSS.default):
+            raise self._refusal
+        return func(*args[:-1], False)
+
+
 @contextmanager
 def _switches_refused() -> Iterator[None]:
     """Refuse user code that switches a setting of torch inside forward, as sdpa_kernel(...) does.
 
-    A trace loses the setting, and stages would select other kernels, whose results differ in the last digits.
+    A trace loses the setting, and stages would select other kernels, whose results differ in the last digits. cuDNN may
+    be switched off around ctc_loss alone, as in transformers: the traced loss keeps that.
     """
-    begun = torch_settings()
+    begun, switched = torch_settings(), list[_OnlyCtcLoss]()
 
     def watched(setter: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             where, before = users_line(sys._getframe(1)), torch_settings()
             done = setter(*args)
-            if where and name in begun.changed():  # torch.export switches some itself
-                before.take()
-                raise CaptureError(
-                    f"forward switches torch.{name} for a part of it{where}, which a trace forgets. Set it before the "
-                    "run, for all of the model: workers take it over. Or build the model as an nn.Sequential of "
-                    "blocks, which raypipe runs without tracing."
-                )
+            refusal = CaptureError(
+                f"forward switches torch.{name} for a part of it{where}, which a trace forgets. Set it before the run, "
+                "for all of the model: workers take it over. Or build the model as an nn.Sequential of blocks, which "
+                "raypipe runs without tracing."
+            )
+            if where and name == "backends.cudnn.enabled" and switched:
+                switched.pop().__exit__(None, None, None)
+            elif where and name in begun.changed():  # torch.export switches some itself
+                if name != "backends.cudnn.enabled":
+                    before.take()
+                    raise refusal
+                switched.append(_OnlyCtcLoss(refusal))
+                switched[0].__enter__()
             return done
 
         return call
@@ -286,7 +308,11 @@ def _switches_refused() -> Iterator[None]:
         for setter, name in _SETTERS.items():
             if hasattr(torch._C, setter):
                 stack.enter_context(_patched(torch._C, setter, watched(getattr(torch._C, setter), name)))
-        yield
+        try:
+            yield
+        finally:
+            for mode in switched:
+                mode.__exit__(None, None, None)
 
 
 @contextmanager

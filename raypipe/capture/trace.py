@@ -42,7 +42,7 @@ from raypipe.capture.guards import (
 )
 from raypipe.capture.own_loss import loss_only, own_forward
 from raypipe.engine.stage.activation_checkpointing import traced_checkpoints
-from raypipe.engine.stage.generated_source import cumulative_norms
+from raypipe.engine.stage.generated_source import ctc_losses, cumulative_norms
 from raypipe.engine.stage.randomness import key_conds
 from raypipe.engine.stage.stage import holds
 from raypipe.errors import CaptureError
@@ -143,9 +143,9 @@ def _columns_named(model: torch.nn.Module, kwargs: Mapping[str, torch.Tensor]) -
 def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss: bool) -> Iterator[None]:
     """Prepare a model for torch.export; restored afterwards.
 
-    Calls that a trace would drop raise a CaptureError. Activation checkpoints, cumulative batch norms and the output
-    dtypes of LSTMs are preserved in the trace. If ``returns_loss`` is True, the model returns only its loss and the
-    outputs with the keys ``kept``.
+    Calls that a trace would drop raise a CaptureError. Activation checkpoints, cumulative batch norms, CTC losses
+    and the output dtypes of LSTMs are preserved in the trace. If ``returns_loss`` is True, the model returns only its
+    loss and the outputs with the keys ``kept``.
     """
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     generators = generators_kept(f"{type(model).__name__}.forward")
@@ -155,6 +155,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
         generators,
         traced_checkpoints(),
         cumulative_norms(),
+        ctc_losses(),
         lstms,
         data_detached(),
         symbolic_len(model),

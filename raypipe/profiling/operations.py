@@ -185,6 +185,8 @@ class OperationTimer:
             self._outputs[kind] = outputs
             if weight_like:
                 self._weights.update({id(t): t for t in tensors_in(outputs)})
+        elif isinstance(self._outputs[kind], torch.Tensor) and not self._outputs[kind].is_floating_point():
+            return call(*args, **kwargs)  # a later operation may need the value, as of a length
         return self._outputs[kind]
 
     def _kind(self, call: Call, args: Any, kwargs: Any, leaves: Sequence[torch.Tensor]) -> Hashable:

@@ -11,9 +11,11 @@ A custom operation is registered by the user's module, which a worker has to imp
     ops.py      @torch.library.custom_op("mine::gate", ...)         the script imports it, no worker would
     stage       torch.ops.mine.gate.default(x)                      sent with "ops", which is imported on arrival
 
-An operation that the script itself registers cannot be imported by workers. raypipe registers one operation, BatchNorm
-with momentum=None (cumulative average): the weight of a new batch is 1 / num_batches_tracked, a Python number that a
-graph cannot compute, because it is read from a tensor; the operation reads it when it runs.
+An operation that the script itself registers cannot be imported by workers. raypipe registers two operations for what a
+graph cannot hold, because it is read from tensors; they read it when they run:
+
+    BatchNorm with momentum=None    weight of a new batch, 1 / num_batches_tracked, which is a Python number
+    ctc_loss                        shape of what its backward needs, which follows from the lengths of the targets
 """
 
 from __future__ import annotations
@@ -278,6 +280,56 @@ def _cumulative_batch_norm(
 
 
 _library.impl("cumulative_batch_norm", _cumulative_batch_norm, "CompositeImplicitAutograd")
+
+
+_library.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, int reduction, "
+    "bool zero_infinity, bool cudnn) -> Tensor"
+)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    reduction: int,
+    zero_infinity: bool,
+    cudnn: bool,
+) -> torch.Tensor:
+    if log_probs.is_meta or is_fake(log_probs):
+        return log_probs.sum((0, 2)) if log_probs.dim() == 3 and not reduction else log_probs.sum()
+    with torch.backends.cudnn.flags(enabled=cudnn):
+        return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
+_library.impl("ctc_loss", _ctc_loss, "CompositeImplicitAutograd")
+CTC_LOSS = torch.ops.raypipe.ctc_loss
+
+
+@contextmanager
+def ctc_losses() -> Iterator[None]:
+    """Patch ``ctc_loss`` to call ``raypipe::ctc_loss`` inside the context, if the lengths are tensors.
+
+    It computes with cuDNN only if that is enabled where the context begins.
+    """
+    original, with_cudnn = functional.ctc_loss, torch.backends.cudnn.enabled  # torch.export switches it off
+
+    def ctc_loss(
+        log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+        reduction: str = "mean", zero_infinity: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        if not (isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)):
+            return original(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        kind = ("none", "mean", "sum").index(reduction)
+        return CTC_LOSS(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity, with_cudnn)
+
+    functional.ctc_loss = ctc_loss
+    try:
+        yield
+    finally:
+        functional.ctc_loss = original
 
 
 @contextmanager

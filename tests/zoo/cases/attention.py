@@ -40,6 +40,21 @@ def scenes(count: int) -> Records:
     return Records(items)
 
 
+def recordings(count: int) -> Records:
+    """Signals of 160 numbers, and four letters of each, fewer where -100 pads them."""
+    drawn = torch.Generator().manual_seed(19)
+    rows = [
+        {
+            "input_values": torch.randn(160, generator=drawn),
+            "labels": torch.randint(3, WORDS, (4,), generator=drawn),
+        }
+        for _ in range(count)
+    ]
+    for at, row in enumerate(rows):
+        row["labels"][4 - at % 3 :] = -100
+    return Records(rows)
+
+
 def speeches(count: int) -> Records:
     """Spectra of 20 bands and 16 frames, and the words that were spoken."""
     drawn = torch.Generator().manual_seed(14)
@@ -134,6 +149,10 @@ ROWS = (
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
+    own("Wav2Vec2 (CTC), no LayerDrop", made("Wav2Vec2ForCTC", vocab_size=WORDS, hidden_size=16, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),
+        num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0,
+        apply_spec_augment=False, pad_token_id=0), recordings, "signals, letters, -100"),
     own("CLIP", clip, captions, "captions", OVER_THE_BATCH, microbatches=(4,), evaluated=8, stages=3),
     own("CLIP, one micro-batch", clip, captions, "captions", microbatches=(1,), evaluated=8),
     row("CLIP, embeddings", Embeddings, captioned, contrast, "CLIP, temperature", "captions", microbatches=(4,),
