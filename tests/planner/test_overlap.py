@@ -15,7 +15,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.search import Request, build_schedule, step_of
 from raypipe.planner.simulator import Costs, makespan_s, simulate
-from tests.planner.controller.test_search import at_most, measured_of
+from tests.planner.controller.test_retuning import at_most, measured_of
 from tests.planner.specs import spec_for
 
 SECONDS = st.floats(0.01, 1.0)
