@@ -7,8 +7,9 @@ are replaced by out-of-place ones wherever that is safe (buffer updates stay in 
 The batch dimension is dynamic, and so are the lengths of columns of token ids, shape (b, length), and other sizes that
 vary in the data. A branch of forward on such a size goes the way of the example in the graph, under conditions on the
 sizes that torch.export records as guards; stages check them for every micro-batch (ColumnSizes). Where torch.export
-fails with open sizes, the graph is that of the example's sizes. Branches on values are decided if only one way goes on
-(branches.py).
+fails with open sizes, or records a condition that stages cannot check, the graph is that of the example's sizes. Open
+sizes make a trace several times slower, so that it ends at the first block after such a condition. Branches on values
+are decided if only one way goes on (branches.py).
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ def trace(
                 exported = None
                 if inputs.free_sizes and not fixed:
                     try:
-                        exported = _export(model, inputs, one_size=one_size, free=inputs.free_sizes)
+                        with _conditions_checked(model):
+                            exported = _export(model, inputs, one_size=one_size, free=inputs.free_sizes)
                         conditions = _conditions(exported.program)
                     except Exception as error:  # noqa: BLE001  (the attempt with fixed sizes raises the better error)
-                        exported, fixed = None, f"a trace with open sizes fails{quoted(error)}: {short(error)}"
+                        where = "" if isinstance(error, CaptureError) else quoted(error)
+                        exported, fixed = None, f"a trace with open sizes fails{where}: {short(error)}"
                 if exported is None:
                     exported = _export(model, inputs, one_size=one_size)
             if changed:
@@ -240,25 +243,81 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
             be evaluated.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    sizes = [size.node for shape in shapes for size in shape[1:] if isinstance(size, torch.SymInt)]
-    if not all(size.expr.is_Symbol for size in sizes):
-        raise CaptureError("forward takes only sizes that follow from other sizes")
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    sizes = _open_lengths(shapes)
     if not sizes:
         return ()
-    env, symbols = sizes[0].shape_env, dict.fromkeys(size.expr for size in sizes)
-    conditions: list[str] = []
-    for symbol in symbols:
-        allowed = env.var_to_range[symbol]
-        conditions += [f"{symbol} >= {allowed.lower}"]
-        conditions += [f"{symbol} <= {allowed.upper}"] if allowed.upper < _UNLIMITED else []
-    guards = (env.simplify(guard.expr) for guard in env.guards)
-    conditions += [PythonPrinter().doprint(guard) for guard in guards if guard.free_symbols & symbols.keys()]
-    example = {str(size.node.expr): size.node.hint for shape in shapes for size in shape if not isinstance(size, int)}
+    _refuse_derived(sizes)
+    ranges: list[str] = []
+    for symbol in dict.fromkeys(size.expr for size in sizes):
+        allowed = sizes[0].shape_env.var_to_range[symbol]
+        ranges += [f"{symbol} >= {allowed.lower}"]
+        ranges += [f"{symbol} <= {allowed.upper}"] if allowed.upper < _UNLIMITED else []
+    conditions = (*ranges, *_guards(sizes, sizes[0].shape_env.guards))
+    _refuse_unchecked(conditions, shapes)
+    return tuple(dict.fromkeys(conditions))
+
+
+@contextmanager
+def _conditions_checked(model: nn.Module) -> Iterator[None]:
+    """End the trace of a model at a block if the blocks before it branch on open sizes in a way stages cannot check.
+
+    A condition is not checked at once, because torch.export simplifies it when it knows more of the sizes: from
+    ``max(1, s // 2) == s // 2`` nothing is left once ``s // 2 > 0`` follows from other conditions.
+
+    Raises:
+        CaptureError: before a block, within the forward that is traced.
+    """
+    original, shapes, num_checked = model.forward, list[torch.Size](), 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_checked
+        num_checked = 0
+        shapes[:] = (value.shape for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
+        return original(*args, **kwargs)
+
+    def check(number: int, _count: int) -> None:
+        nonlocal num_checked
+        sizes = [size for size in _open_lengths(shapes) if not size.expr.is_number]
+        recorded = sizes[0].shape_env.guards if sizes else []
+        if number > 1 and len(recorded) > num_checked:
+            _refuse_derived(sizes)
+            _refuse_unchecked(_guards(sizes, recorded[num_checked:]), shapes)
+            num_checked = len(recorded)
+
+    with own_forward(model, forward), watched_blocks(model, check):
+        yield
+
+
+def _open_lengths(shapes: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the SymNode of every open size of columns, except for their numbers of samples."""
+    return [size.node for shape in shapes for size in shape[1:] if isinstance(size, torch.SymInt)]
+
+
+def _refuse_derived(sizes: Sequence[Any]) -> None:
+    """Raise CaptureError if one of the SymNodes has become an expression, which cannot be read off a shape."""
+    if not all(size.expr.is_Symbol for size in sizes):
+        raise CaptureError("forward takes only sizes that follow from other sizes")
+
+
+def _guards(sizes: Sequence[Any], recorded: Sequence[Any]) -> list[str]:
+    """Return the recorded guards that are conditions on open sizes, SymNodes of symbols, as Python expressions."""
+    symbols = {size.expr for size in sizes}
+    guards = (sizes[0].shape_env.simplify(guard.expr) for guard in recorded)
+    return [PythonPrinter().doprint(guard) for guard in guards if guard.free_symbols & symbols]
+
+
+def _refuse_unchecked(conditions: Sequence[str], shapes: Sequence[Sequence[Any]]) -> None:
+    """Raise CaptureError if a condition does not hold for the example, for then it cannot be evaluated.
+
+    Args:
+        shapes: symbolic shapes of the columns, which carry the example's sizes.
+    """
+    sizes = [size.node for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
+    example = {str(size.expr): size.hint for size in sizes}
     for condition in conditions:
         if not holds(condition, example):
             raise CaptureError(f"forward branches on sizes in a way that stages cannot check ({condition})")
-    return tuple(dict.fromkeys(conditions))
 
 
 @contextmanager

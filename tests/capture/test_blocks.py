@@ -1,4 +1,4 @@
-"""Blocks of a model while it is traced: progress, and a graph that does not change."""
+"""Blocks of a model while it is traced: progress, and the early end of a trace with open sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.capture import Capture, capture
+from raypipe.capture import Capture, TracedModel, capture
 from raypipe.capture.blocks import blocks_of
 from tests.exactness import captured
 
@@ -30,6 +30,27 @@ class Layers(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).mean()
+
+
+class Uncheckable(nn.Linear):
+    """Block with a condition on min(s // 2, 5), which stages cannot check."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.sym_min(x.shape[1] // 2, 5) > 3 else x
+
+
+class CheckableLater(nn.Linear):
+    """Block with a condition on max(1, s - 6), whose max torch.export drops once it knows that s > 7."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = x[:, : x.shape[1] - 6].reshape(x.shape[0], 2, -1, 4).transpose(1, 2).contiguous()
+        return super().forward(x) + pairs.mean()
 
 
 def traced(model: nn.Module, *, evaluates: bool = False) -> tuple[Capture, list[str]]:
@@ -55,6 +76,22 @@ def test_blocks_are_those_of_the_longest_list_that_is_in_no_other() -> None:
 def test_progress_shows_each_layer_in_each_mode() -> None:
     _, texts = traced(Layers(lambda: nn.Linear(4, 4)), evaluates=True)
     assert texts == layers(1, 2, 3, 4) + layers(1, 2, 3, 4, suffix=" for evaluation")
+
+
+@pytest.mark.slow
+def test_a_trace_with_open_sizes_ends_after_a_condition_that_stages_cannot_check() -> None:
+    made, texts = traced(Layers(Uncheckable))
+    assert texts == layers(1, 2) + layers(1, 2, 3, 4)
+    assert isinstance(made.model, TracedModel)
+    assert "branches on sizes in a way that stages cannot check" in made.model.train.traced.fixed
+
+
+@pytest.mark.slow
+def test_a_trace_with_open_sizes_goes_on_where_the_condition_vanishes() -> None:
+    made, texts = traced(Layers(CheckableLater))
+    assert texts == layers(1, 2, 3, 4)
+    assert isinstance(made.model, TracedModel)
+    assert made.model.train.traced.fixed == ""
 
 
 @pytest.mark.slow
