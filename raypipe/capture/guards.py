@@ -135,10 +135,7 @@ def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
         symbolic = isinstance(of, torch.Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt)
         return of.shape[0] if symbolic else len(of)
 
-    classes = {one for module in model.modules() for one in type(module).__mro__}
-    names = {one.__module__ for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")}
-    files = [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
-    bound = [file for file in files if file is not globals() and "len" not in file]
+    bound = [file for file in _files_of(model) if file is not globals() and "len" not in file]
     for file in bound:
         file["len"] = len_
     try:
@@ -146,6 +143,31 @@ def symbolic_len(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for file in bound:
             del file["len"]
+
+
+def _files_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the global names of each file that defines a class of the model, except for torch's."""
+    classes = {one for module in model.modules() for one in type(module).__mro__}
+    names = {one.__module__ for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")}
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+@contextmanager
+def eager_branches(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model of transformers go the way of eager mode where its code branches on whether torch.export traces it.
+
+    Qwen3-Next solves a triangular system in eager mode, and unrolls a loop of 63 steps for torch.export, whose results
+    differ in the last digits. Files that do not use ``is_torchdynamo_exporting`` are left as they are, because their
+    ``is_torchdynamo_compiling`` keeps branches on values out of a trace.
+    """
+    functions = ("is_torchdynamo_exporting", "is_torchdynamo_compiling")
+    with ExitStack() as stack:
+        for file in (one for one in _files_of(model) if functions[0] in one):
+            for name in functions:
+                if name in file:
+                    stack.callback(file.__setitem__, name, file[name])
+                    file[name] = bool  # bool() is False
+        yield
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from raypipe.capture.explain import Inputs, untraceable
 from raypipe.capture.flatten import flatten
 from raypipe.capture.guards import (
     data_detached,
+    eager_branches,
     generators_kept,
     in_mode,
     nothing_lost,
@@ -149,18 +150,10 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     generators = generators_kept(f"{type(model).__name__}.forward")
-    lstms = _lstm_types_kept(model)
     with (
-        nothing_lost(),
-        generators,
-        traced_checkpoints(),
-        cumulative_norms(),
-        ctc_losses(),
-        lstms,
-        data_detached(),
-        symbolic_len(model),
-        loss,
-    ):
+        nothing_lost(), generators, traced_checkpoints(), cumulative_norms(), ctc_losses(), _lstm_types_kept(model),
+        data_detached(), symbolic_len(model), eager_branches(model), loss,
+    ):  # fmt: skip
         yield
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from raypipe.capture import capture
+from raypipe.capture import TracedModel, capture
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import CaptureError
 
@@ -80,3 +80,28 @@ def test_what_is_so_already_may_be_said_again() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         capture(Net(partial(sdpa_kernel, SDPBackend.MATH)), (X, Y), (0, 1), functional.cross_entropy)
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def is_torchdynamo_exporting() -> bool:  # as files of transformers import it
+    return torch.compiler.is_exporting()
+
+
+class Branching(nn.Linear):
+    """Linear layer that computes in another way if torch.export traces it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x.exp() if is_torchdynamo_exporting() else x.sin()
+
+
+def test_a_model_of_transformers_goes_the_way_of_eager_mode() -> None:
+    before = is_torchdynamo_exporting
+    made = capture(Branching(), (torch.ones(2, 4), torch.ones(2, 4)), (0, 1), functional.mse_loss)
+    assert is_torchdynamo_exporting is before
+    assert isinstance(made.model, TracedModel)
+    for mode in (made.model.train, made.model.eval):
+        assert mode is not None
+        assert [str(node.target) for node in mode.nodes] == ["aten.linear.default", "aten.sin.default"]
