@@ -71,8 +71,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"train_data": lambda: data(kind="float64")},
         "The module 'inner', Linear(in_features=6, out_features=8, bias=True), cannot take column 0 of the data, shape "
         f"(2, 6) and type float64 {CALL}: RuntimeError: mat1 and mat2 must have the same dtype, but "
-        "got Double and Float. Convert it to the type that is expected, as in x.float(), or set "
-        "precision='bf16-autocast'.",
+        "got Double and Float. Convert it to the type that is expected, as in x.float().",
     ),
     "target missing": (
         {"train_data": lambda: data(target=False)},
