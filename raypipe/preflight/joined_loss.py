@@ -88,14 +88,16 @@ def minibatch_rule(
     if train is None or evaluation is None:
         return None
     rule = WholeMinibatch({"train": train, "eval": evaluation})
-    # Untried, an output without samples may be an average over them.
-    untried = None if None in (*train, *evaluation) else rule
+    blocks = _most_blocks(captured, rule)
+    several = any(number > 1 for by_output in blocks.values() for number in by_output)
+    # Untried, an output without samples may be an average over them, and one with several views may have any order.
+    untried = None if several or None in (*train, *evaluation) else rule
     if any(p.is_meta for p in model.parameters()):
         return untried
     whole = LossTrial(model, loss_fn, seed).losses(rows)
     if whole is None:  # it draws random numbers, or fails
         return untried
-    for one in (rule, replace(rule, blocks=_most_blocks(captured, rule))):
+    for one in (rule, replace(rule, blocks=blocks)):
         parts = LossTrial(model, loss_fn, seed, one).losses(rows)
         joined = None if parts is None else Grouping((len(next(iter(rows.values()))),), (rows,), (parts.whole,))
         if joined is not None and not misfit(whole, joined, [1.0]):
@@ -365,27 +367,9 @@ def _columns(captured: Capture, samples: int) -> dict[Any, torch.Tensor]:
 
 def _outputs(captured: Capture, samples: int, mode: str) -> list[torch.Tensor] | None:
     """Return meta tensors shaped as the model's outputs for ``samples`` samples; None if shapes depend on values."""
-    if not isinstance(captured.model, TracedModel):
-        return [x.detach() for x in bare_outputs(captured, _columns(captured, samples))]
-    traced = captured.model.train if mode == "train" else captured.model.eval
-    assert traced is not None
-    columns = _columns(captured, samples)
-    at = {
-        size.node.expr: columns[name].shape[dim]
-        for node, name in traced.traced.columns.items()
-        for dim, size in enumerate(node.meta["val"].shape)
-        if isinstance(size, torch.SymInt)
-    }
     try:
-        return [
-            torch.empty(
-                [int(d.node.expr.subs(at)) if isinstance(d, torch.SymInt) else d for d in node.meta["val"].shape],
-                dtype=node.meta["val"].dtype,
-                device="meta",
-            )
-            for node in traced.outputs
-        ]
-    except TypeError:  # a symbol is left
+        return [x.detach() for x in bare_outputs(captured, _columns(captured, samples), mode)]
+    except TypeError:
         return None
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from raypipe.capture import Capture, TracedModel
-from raypipe.capture.analyse import column_with
 from raypipe.capture.explain import misfit_of_loss
 from raypipe.data.item_randomness import own_generators
 from raypipe.engine.stage.module_copy import copy_of
@@ -126,19 +125,27 @@ def _numbered(rows: Columns) -> dict[Any, torch.Tensor]:
     return {(__name__, "rows"): torch.arange(len(rows[target])), target: rows[target]}
 
 
-def bare_outputs(captured: Capture, rows: Columns) -> Sequence[torch.Tensor]:
-    """Return the model's output tensors for these rows as a flat list, without values (on the meta device)."""
+def bare_outputs(captured: Capture, rows: Columns, mode: str = "train") -> Sequence[torch.Tensor]:
+    """Return the model's output tensors for these rows as a flat list, without values (on the meta device).
+
+    Args:
+        mode: "train" or "eval"; it has no effect on an nn.Sequential that is not traced.
+
+    Raises:
+        TypeError: a shape depends on values.
+    """
     if isinstance(captured.model, TracedModel):
-        traced, outputs = captured.model.train.traced, captured.model.train.outputs
-
-        def size(dim: Any) -> int:
-            position = column_with(traced, dim) if isinstance(dim, torch.SymInt) else None
-            if position is None:
-                return int(dim.node.hint) if isinstance(dim, torch.SymInt) else int(dim)
-            return rows[traced.columns[position[0]]].shape[position[1]]
-
-        values = [node.meta["val"] for node in outputs]
-        return [torch.empty([size(d) for d in x.shape], dtype=x.dtype, device="meta") for x in values]
+        traced = captured.model.train if mode == "train" else captured.model.eval
+        assert traced is not None
+        sizes = {
+            size.node.expr: rows[name].shape[dim]
+            for node, name in traced.traced.columns.items()
+            for dim, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, torch.SymInt)
+        }
+        values = [node.meta["val"] for node in traced.outputs]
+        shapes = [[int(d.node.expr.subs(sizes)) if isinstance(d, torch.SymInt) else d for d in x.shape] for x in values]
+        return [torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in zip(shapes, values, strict=True)]
     (program,) = captured.programs(())
     function = program.train
     with torch.no_grad():

@@ -70,6 +70,27 @@ def test_a_loss_that_compares_rows_is_refused() -> None:
     trainer(spread, CLASSES, num_microbatches=1).plan()
 
 
+class TwoViews(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.cat([x, x.flip(-1)]))
+
+
+def compared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    one, two = output.chunk(2)
+    return cross_entropy(one @ two.T, torch.arange(len(one))) + 0 * target.sum()
+
+
+def test_views_of_all_samples_are_not_joined_untried() -> None:
+    data = TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), CLASSES)
+    made = trainer_of(lambda: TwoViews(*model()), loss_fn=compared, train_data=data, num_microbatches=2)
+    assert made.plan().schedule.kind == "gpipe"
+    made = trainer_of(
+        lambda: TwoViews(*model()), loss_fn=compared, train_data=data, num_microbatches=2, weights_on="workers"
+    )
+    with pytest.raises(ConfigError, match=r"loss_over='minibatch' is not possible|no weights of micro-batches"):
+        made.plan()
+
+
 def test_a_sum_that_is_said_to_be_a_mean_is_refused() -> None:
     with pytest.raises(ConfigError, match="averages over samples, but this one adds up"):
         trainer(nn.CrossEntropyLoss(reduction="sum"), CLASSES, loss_reduction="mean").plan()
