@@ -14,6 +14,7 @@ from raypipe import PipelineConfig
 from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import ConfigError
 from tests.exactness import unequal
+from tests.runs.test_changing_sizes import padded
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -26,7 +27,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_only")]
 TWO_STAGES = {"pipeline": PipelineConfig(num_stages=2, partitioner="parameters"), "local": True}
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
 TIMES += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-FILL = {"labels": -100}
 
 
 @pytest.fixture(name="one_thread_only")
@@ -100,18 +100,6 @@ def texts(count: int, *, classes: int = 0, longest: int = 12) -> list[dict[str, 
             {"input_ids": ids, "attention_mask": [1] * length, "labels": ids[0] % classes if classes else list(ids)}
         )
     return rows
-
-
-def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad to the longest row, as the collators of transformers do."""
-    batch = {}
-    for name in items[0]:
-        values = [item[name] for item in items]
-        if isinstance(values[0], list):
-            most = max(map(len, values))
-            values = [value + [FILL.get(name, 0)] * (most - len(value)) for value in values]
-        batch[name] = torch.tensor(values)
-    return batch
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
