@@ -93,6 +93,13 @@ def test_a_skipped_tier_fails_only_where_it_could_run(
     assert "<- must run on this machine" in capsys.readouterr().out
 
 
+def test_a_tier_without_long_tests_does_not_fail_the_long_run() -> None:
+    laws = BY_NAME["laws"]
+    assert tiers.judge(laws, 5, ran=0, skipped=0).could_run
+    assert not tiers.judge(laws, 5, ran=0, skipped=0, long=True).could_run
+    assert tiers.judge(laws, 5, ran=0, skipped=2, long=True).could_run
+
+
 def test_every_file_of_a_tier_runs_and_only_what_watches_links_runs_beside_the_rest(tmp_path: Path) -> None:
     for tier in tiers.TIERS[1:5]:
         parts, long = tiers.parts_of(tier, tmp_path), tiers.parts_of(tier, tmp_path, long=True)

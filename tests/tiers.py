@@ -186,14 +186,17 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     return any(devices.glob("nvidia[0-9]*"))
 
 
-def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
-    """The outcome of pytest runs of which the worst ended with ``status``; ran counts passed and failed tests."""
+def judge(tier: Tier, status: int, ran: int, skipped: int, long: bool = False) -> Outcome:
+    """The outcome of pytest runs of which the worst ended with ``status``; ran counts passed and failed tests.
+
+    A tier may have no long tests: with ``long``, only skipped ones count as tests that could have run.
+    """
     counts = f"{ran} ran, {skipped} skipped"
     if status not in (0, 5):
         return Outcome("FAILED", f"{counts}, pytest's exit status {status}")
     if ran:
         return Outcome("passed", counts)
-    return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=not tier.optional or has_gpu())
+    return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=(not tier.optional or has_gpu()) and (skipped > 0 or not long))
 
 
 def parts_of(
@@ -259,7 +262,7 @@ def _outcome(tier: Tier, done: Sequence[Done], folder: Path, long: bool) -> Outc
     else:
         counts = [counts_of(report) for report in _reports(folder, tier)] or [(0, 0)]
         total, skipped = (sum(column) for column in zip(*counts, strict=True))
-        outcome = judge(tier, max(statuses, key=abs), total - skipped, skipped)
+        outcome = judge(tier, max(statuses, key=abs), total - skipped, skipped, long)
     cpu_s = sum(one.cpu_s for one in done)
     if outcome.word == "passed" and not long and cpu_s > tier.cpu_s:
         return Outcome(
