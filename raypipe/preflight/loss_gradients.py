@@ -116,6 +116,13 @@ class LossGradients:
             self.tolerance = Tolerance.of(loss.dtype)
         return Loss(float(loss.detach()), sketches)
 
+    def _narrow(self, _: torch.Tensor) -> None:
+        """Widen the tolerance: a tensor itself got a gradient, and not its float64 copy.
+
+        Arguments of a custom autograd function's ``apply`` pass by the function mode that would replace them.
+        """
+        self.tolerance = NARROWED
+
     @contextmanager
     def _sketching(self, sketches: dict[str, torch.Tensor]) -> Iterator[None]:
         """Add the sketch of each gradient to ``sketches`` as soon as the gradient is complete, and free the gradient.
@@ -129,6 +136,8 @@ class LossGradients:
             for leaf in (x, self._leaves.get(id(x))):
                 if leaf is not None:
                     handles.append(leaf.register_post_accumulate_grad_hook(_into(sketches, name)))
+            if id(x) in self._leaves:
+                handles.append(x.register_post_accumulate_grad_hook(self._narrow))
         try:
             yield
         finally:

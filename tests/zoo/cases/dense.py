@@ -77,20 +77,21 @@ class Reversed(torch.autograd.Function):
 
 
 class Quantized(torch.autograd.Function):
-    """Nearest of 9 steps and its number; the gradient goes straight through where no end cuts it off."""
+    """Nearest of 9 steps of a learned size, and its number; the gradient goes straight through where no end cuts."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x)
-        number = (4 * x).round().clamp(-4, 4)
+    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number = (x / size).round().clamp(-4, 4)
+        ctx.save_for_backward(x, size, number)
         index = number.long()
         ctx.mark_non_differentiable(index)
-        return number / 4, index
+        return number * size, index
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() < 1)
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, size, number = ctx.saved_tensors
+        inside = ((x / size).abs() < 4).to(x.dtype)
+        return gradient * inside, (gradient * (number - inside * x / size)).sum(0)
 
 
 class WithFunctions(nn.Module):
@@ -100,9 +101,10 @@ class WithFunctions(nn.Module):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
         self.steps = nn.Embedding(9, 8)
+        self.size = nn.Parameter(torch.full((8,), 0.25))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, index = Quantized.apply(nets.Double.apply(torch.tanh(self.first(x))))
+        x, index = Quantized.apply(nets.Double.apply(torch.tanh(self.first(x))), self.size)
         x = self.second(x + self.steps(index + 4).mean(1))
         return self.last(torch.tanh(x) + Reversed.apply(x, 0.5))
 
