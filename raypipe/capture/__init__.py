@@ -301,9 +301,9 @@ def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, pre
     wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
-            f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "
-            f"{precision.leaves}, too coarse for that. Take precision='bf16-autocast', or a norm without statistics "
-            "(GroupNorm, LayerNorm)."
+            f"precision={precision.name!r} would keep {wrong[0]!r} in {precision.leaves}, too coarse for the "
+            "small changes that every forward makes to it. Take precision='bf16-autocast', or a norm without "
+            "statistics (GroupNorm, LayerNorm)."
         )
 
 

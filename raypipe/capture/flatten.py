@@ -175,7 +175,9 @@ def _copy_nodes(
         if node.op == "get_attr":
             env[node] = operator.attrgetter(str(node.target))(owner)
             if not isinstance(env[node], fx.GraphModule):
-                raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
+                raise CaptureError(
+                    f"The graph reads the attribute {node.target!r}, which raypipe cannot send to workers."
+                )
             continue
         if node.target in _AUTOCAST_ENDS:
             raise CaptureError(
@@ -368,7 +370,9 @@ def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dic
                 "of place."
             )
         if node.op != "call_function" or node.target is OPERATION:
-            raise CaptureError(f"torch.func.vmap reads {node.target!r}{line_of(node)}, which raypipe cannot ship.")
+            raise CaptureError(
+                f"torch.func.vmap reads {node.target!r}{line_of(node)}, which raypipe cannot send to workers."
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), inside)
         known[node] = inner.create_node("call_function", node.target, args, kwargs, node.name)
     read = [node for node in nodes if any(user not in nodes for user in node.users)]

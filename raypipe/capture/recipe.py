@@ -191,8 +191,8 @@ class ModelRecipe:
         first = min((holders[name][0] for name in self.trainable if name in used), default=None)
         if first is None:
             raise CaptureError(
-                "No parameter that the model uses requires a gradient, so there is nothing to train. "
-                "Set requires_grad=True on the parameters that shall move."
+                "No parameter that the model uses requires a gradient, so there is nothing to train. Set "
+                "requires_grad=True on the parameters to be trained."
             )
         return first
 

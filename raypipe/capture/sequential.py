@@ -170,9 +170,9 @@ class SequentialFunction:
             other = buffer.device.type == "cpu" and not same_bits(buffer, kept.to(buffer.dtype))
             if buffer._version or trains or other:
                 raise StageError(
-                    f"A forward changed the buffer {name!r}, and changed none when the model was tried. precision="
-                    f"{self.precision.name!r} would lose that: its buffers are copies in {self.precision.leaves}. Take "
-                    "precision='bf16-autocast'."
+                    f"A forward changed the buffer {name!r}, which it did not change when the model was tried. "
+                    f"precision={self.precision.name!r} would lose that: its buffers are copies in "
+                    f"{self.precision.leaves}. Take precision='bf16-autocast'."
                 )
 
     def _prepare(self) -> None:
@@ -309,9 +309,9 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
             )
     if not isinstance(output, torch.Tensor):
         raise CaptureError(
-            f"{whose} of the nn.Sequential returns {type(output).__name__}; between the "
-            "children of a pipeline one tensor travels. Let it return a tensor, or wrap the model in an nn.Module "
-            "that torch.export can trace."
+            f"{whose} of the nn.Sequential returns {type(output).__name__}, but the children of a pipeline pass one "
+            "tensor to each other. Let it return a tensor, or wrap the model in an nn.Module that torch.export can "
+            "trace."
         )
 
 

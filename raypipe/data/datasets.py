@@ -334,7 +334,7 @@ class Images(Dataset[Any]):
         try:
             pixels = self._pixels(path)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for damaged files
-            raise DataError(f"{path} cannot be read: {error}. Mend it, or leave it out.") from None
+            raise DataError(f"{path} cannot be read: {error}. Repair it, or leave it out.") from None
         channels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         tensor = torch.from_numpy(np.ascontiguousarray(channels))
         return (tensor if self._transform is None else self._transform(tensor)), label

@@ -218,8 +218,8 @@ class Wiring:
                 raise ScheduleError(f"Stage {stage} is placed on workers {listed}: give it one or more, each once.")
             if len(workers) > self.lanes:
                 raise ScheduleError(
-                    f"Stage {stage} has {len(workers)} replicas, but lanes={self.lanes} deals its micro-batches out to "
-                    f"{self.lanes} only: set at least {len(workers)} lanes."
+                    f"Stage {stage} has {len(workers)} replicas, but lanes={self.lanes} assigns its micro-batches "
+                    f"to {self.lanes} only: set at least {len(workers)} lanes."
                 )
             for worker in workers:
                 if together.setdefault(worker, workers) != workers:

@@ -153,7 +153,7 @@ class ScheduleSpec:
             )
         if self.per_replica and not (takes(self.kind, "update_interval") and self.replicas):
             raise ScheduleError(
-                f"per_replica means nothing to the schedule {str(self)!r}: it is of 'pipedream' with replicas."
+                f"per_replica has no effect on the schedule {str(self)!r}: it is of 'pipedream' with replicas."
             )
         least = {"num_microbatches": 1, "group_size": 1, "chunks": 1, "first_trainable": 0, "update_interval": 1}
         least["lanes"] = 1

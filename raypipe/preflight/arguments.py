@@ -30,8 +30,8 @@ def undisturbed() -> Iterator[None]:
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigError(
-            "The trainer was called within torch.autocast(...), which stages know nothing of. Call it outside, and set "
-            "PipelineConfig(precision=...)."
+            "The trainer was called within torch.autocast(...), which does not apply to stages. Call it outside, and "
+            "set PipelineConfig(precision=...)."
         )
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -52,16 +52,16 @@ class _Watched(TorchDispatchMode):
         storage = _storage(tensor)
         if storage in self._named:
             raise CaptureError(
-                f"{self._whose} reads {self._named[storage]!r} of the model that the trainer was given. Stages train "
-                f"copies of it, so that it would see the values of the beginning for ever. {self._cure}"
+                f"{self._whose} reads {self._named[storage]!r} of the model that the trainer was given. Stages "
+                f"train copies of it, so that it would always read the initial values. {self._cure}"
             )
         if self._allowed is None or storage in self._allowed or not torch.is_grad_enabled():
             return
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             raise CaptureError(
-                f"{self._whose} computes with a parameter of shape {list(tensor.shape)} that the model does not have, "
-                "so no optimizer is given it and it would never learn. Make it a part of the model, which can return "
-                "its own loss, or freeze it: requires_grad_(False)."
+                f"{self._whose} computes with a parameter of shape {list(tensor.shape)} that the model does not "
+                "have, so no optimizer would train it. Make it a part of the model, which can return its own loss, or "
+                "freeze it: requires_grad_(False)."
             )
 
 
@@ -300,9 +300,9 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
     if not loss.requires_grad:
         what = "loss_fn" if captured.loss_fn is not None else "The model"
         raise CaptureError(
-            f"{what} returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or a "
-            "conversion to a number stands between it and the parameters. Compute the loss from the model's output by "
-            "differentiable operations."
+            f"{what} returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or "
+            "a conversion to a number is between it and the parameters. Compute the loss from the model's output "
+            "by differentiable operations."
         )
     try:
         gradients = torch.autograd.grad(loss, [leaf for _, leaf in leaves], allow_unused=True)

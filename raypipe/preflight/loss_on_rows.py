@@ -333,8 +333,8 @@ class LossTrial:
             )
         if mode.index:
             raise CaptureError(
-                "loss_fn draws random numbers, which nothing but a model's forward may: draws there are keyed by seed, "
-                "step and micro-batch, and so the same wherever stages run. Let forward draw them and return what the "
+                "loss_fn draws random numbers, which only a model's forward may: there they are keyed by seed, "
+                "step and micro-batch, and so equal wherever stages run. Let forward draw them and return what the "
                 "loss needs."
             )
 

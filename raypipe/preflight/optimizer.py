@@ -474,4 +474,4 @@ def _slice_differs(
     if not half.optimizer.state.keys() <= {x for group in half.optimizer.param_groups for x in group["params"]}:
         return "it keeps state for other tensors than those of its groups."
     differing = [name for name, first, stop in parts[replica] if not half.moves_like(whole, name, slice(first, stop))]
-    return f"it moves a part of {differing[0]!r} otherwise than all of it." if differing else ""
+    return f"it changes a part of {differing[0]!r} differently than all of it." if differing else ""

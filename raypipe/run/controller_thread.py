@@ -166,7 +166,7 @@ class ControllerThread:
                 self._estimated_s = time.monotonic()
         except Exception as error:  # noqa: BLE001  (as above)
             self._machine = None
-            self._news.put(f"The controller failed and turns nothing any more: {error!r}")
+            self._news.put(f"The controller failed, and changes no settings any more: {error!r}")
             self.opened.set()
 
     def _setting_of(self, choice: Choice) -> ActiveSettings:

@@ -373,7 +373,8 @@ def _locked(place: Place) -> Iterator[None]:
         file = path.open("ab")
     except OSError as error:
         raise CheckpointError(
-            f"The run's folder {place} cannot be written: {error}. Change the rights, or give another storage_path."
+            f"The run's folder {place} cannot be written: {error}. Change the permissions, or give another "
+            "storage_path."
         ) from error
     with file:
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S

@@ -135,7 +135,7 @@ class Waiting:
                         self._event("wait for workers", line)
                     reported = line
                 if short.yields and short is not seen and coming > places.living:
-                    self._event("give way", "another run waits with a part of what it needs, and comes first by name")
+                    self._event("give way", "another run holds a part of what it needs, and has priority by its name")
                     places.ask_for(0)
                     rests_s = now_s + YIELD_S
                 seen = short

@@ -360,7 +360,7 @@ class _LinkOpener:
     def _raise_reset(self, sender: int, receiver: int) -> None:
         raise LinkError(
             f"the connection from worker {sender} to worker {receiver} was reset in the middle of its handshake, and "
-            f"did not come back within {DOUBT_S:g} s: one end takes it for open, or hangs. Open all links again."
+            f"did not come back within {DOUBT_S:g} s: one end considers it open, or hangs. Open all links again."
         )
 
     def _raise_late(self) -> None:
