@@ -220,7 +220,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
-    """Turn one branch of a torch.cond in ``traced`` into a function of its operands; ``detached``: see _copy_nodes."""
+    """Convert one branch of a torch.cond in ``traced`` to a function of its operands; ``detached``: see _copy_nodes."""
     inner = Traced(fx.Graph(), {}, {}, {}, {}, traced.key, 0, traced.out_spec)
     env: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
@@ -343,7 +343,7 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
 
 
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add one operation to ``graph`` that computes ``nodes``, all nodes of a torch.func.vmap in another graph.
+    """Add one operation to ``graph`` that computes ``nodes``: all nodes of a torch.func.vmap in another graph.
 
     Args:
         env: node of the other graph -> its counterpart in ``graph``.
