@@ -69,7 +69,7 @@ class _Watched(TorchDispatchMode):
 def no_reads_of(
     named: Mapping[str, torch.Tensor], whose: str, cure: str = "", *, allowed: Iterable[torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Refuse operations inside that read one of these tensors, or a view of one.
+    """Refuse operations inside the context that read one of these tensors, or a view of one.
 
     Args:
         named: forbidden tensors by name.
@@ -278,9 +278,10 @@ def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mappin
 def _refuse_spoiled(
     captured: Capture, names: Sequence[str], after: Sequence[torch.Tensor], rows: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Raise DataError if a forward on ``rows`` has made a finite buffer NaN or infinite; ``after`` has new contents.
+    """Raise DataError if a forward on ``rows`` has made one of the finite buffers ``names`` NaN or infinite.
 
-    A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not.
+    A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not. ``after`` has
+    the buffers' new contents.
     """
     for name, buffer in zip(names, after, strict=True):
         before = captured.buffers[name]
