@@ -336,7 +336,7 @@ class StageRunner:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage by ``compute``; return loss parts, or outputs if ``_whole`` is used; update metrics."""
+        """Run the last stage by ``compute``; update metrics; return the loss's parts, or the outputs if ``_whole``."""
         outputs = parts = compute(arguments)
         if not self._whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)
@@ -355,7 +355,7 @@ class StageRunner:
         arguments: ForwardInputs,
         microbatch: int,
     ) -> None:
-        """Add a note to an exception of the user's code if one sample alone raises an exception of the same type."""
+        """Add a note to an exception of ``compute(arguments)`` if one sample alone raises an exception of its type."""
         _, position, samples = self._segment.locate(microbatch)
 
         def run(rows: ForwardInputs) -> None:

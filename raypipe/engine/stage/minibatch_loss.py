@@ -73,7 +73,7 @@ class LossTail:
     any other gradient by an output.
 
     Attributes:
-        train, eval: functions of the tail by mode, which return the terms of the loss; ``eval`` is None if nothing is
+        train, eval: functions of the tail, which return the terms of the loss; ``eval`` is None if nothing is
             evaluated.
         targets: names of the data columns that they read.
         blocks: by mode, for each input of the tail, see ``join_blocks``.
