@@ -379,8 +379,7 @@ class Recovery:
         """Apply a plan between two steps, with the state after ``step`` that workers or in-memory copies have.
 
         Args:
-            size: size that the user requested: Growth does not exceed it, and Spares restore it after losses. None for
-                other changes.
+            size: size that the user requested, as a maximum for Growth and a target for Spares; None for other changes.
             linked, without, ready: see ``Fleet.living``.
 
         Raises:

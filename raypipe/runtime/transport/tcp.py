@@ -79,10 +79,9 @@ def open_links(
     Args:
         listener: this worker's listener; stays open.
         opening: settings of the links; its secret has 16 random bytes or more.
-        peers: ``SocketListener.address`` of each peer; None if ``opening.addresses`` has them. (host, port) suffices
-            for TCP alone.
-        make: called with (peer, connections) to create a channel, which owns the connections; None creates a
-            SocketChannel.
+        peers: ``SocketListener.address`` of each peer; None for ``opening.addresses``. (host, port) suffices for TCP
+            alone.
+        make: called with (peer, connections) to create a channel, which owns these; None creates a SocketChannel.
 
     Returns:
         The channels, by worker number of the peer.
