@@ -107,8 +107,7 @@ class PlanBasis:
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
         whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
         loss_s: seconds of that loss, once per mini-batch; 0 if unknown.
-        processors: number of processors of the machine that all workers will share; None if they share none, or
-            unknown.
+        processors: number of processors of the machine that all workers will share; None if none, or unknown.
         notes: further sentences for every plan.
     """
 
@@ -146,8 +145,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
     """Make a plan, with memory budgets, notes and reasons.
 
     Args:
-        decision: partition and schedule to use, such as an offered partition; None chooses all that the request leaves
-            open.
+        decision: partition and schedule to use, such as offered ones; None chooses all that the request leaves open.
         generation: number of plans that the run had before.
 
     Raises:
@@ -238,8 +236,7 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
     A synchronous plan needs no shares and is returned unchanged.
 
     Raises:
-        PlanError: stages share a parameter, and their update intervals differ or are too short for an exchange of its
-            gradients.
+        PlanError: stages share a parameter, and their update intervals differ or are too short to exchange gradients.
     """
     interval = plan.weights.interval
     if interval is None:
