@@ -130,9 +130,9 @@ _ON_ONE_SIZE = "forward takes one number of samples only: every micro-batch of t
 
 
 def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
-    """Return the opened arguments with a request for a loss over the whole mini-batch.
+    """Return the opened arguments with a planner's Request for a loss over the whole mini-batch.
 
-    All forwards precede the backwards, and the last stage gets one worker.
+    The Request has a schedule in which all forwards precede the backwards, and one worker for the last stage.
     """
     request, last = opened.request, len(opened.captured.graph.nodes) - 1
     schedule = "gpipe" if pipeline.schedule == "auto" else request.schedule
@@ -145,7 +145,9 @@ def _minibatch_size(opened: Opened) -> int:
 
 
 def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch, *, bounded: bool) -> Profile:
-    """Count the bytes of the loss over a mini-batch as workspace of the last operation, when all outputs are held.
+    """Add the memory of a loss over the whole mini-batch to the profile, as workspace of the last operation.
+
+    If the last stage may recompute, the outputs and targets that it holds until the loss are added too.
 
     Args:
         bounded: True if devices may have memory limits.
@@ -251,7 +253,7 @@ def profile(
 def _measured(
     opened: Opened, pipeline: PipelineConfig, rates: Rates | None, reduction: Any = None, *, by_size: bool
 ) -> Profile:
-    """Measure a profile; without the loss if ``reduction`` computes that over the whole mini-batch."""
+    """Measure a profile. A loss that ``reduction`` computes over the whole mini-batch is not part of the profile."""
     whole = isinstance(reduction, WholeMinibatch)
     profiled = profile_of(
         without_loss(opened.captured, reduction) if whole else opened.captured, opened.example, opened.larger,
