@@ -48,7 +48,7 @@ class Packed(Dataset[Any]):
         separator: token added after every document, such as a tokenizer's eos_token_id; None adds no separator.
         column: column of the token ids, if documents are dicts.
         labels: "same" returns items {"input_ids", "labels"} with the same tokens twice, for models of transformers,
-            which shift the labels themselves. "next" returns (tokens, the token after each of them), for a model with a
+            which shift the labels themselves. "next" returns (tokens, the token after each), for a model with a
             loss_fn.
         apart: True separates the documents of a block. A document's first token is no target (-100 instead). Items
             also have "position_ids" of shape (length,), which begin at 0 in every document and block, and
