@@ -82,8 +82,7 @@ def kinds_to_search(schedule: str) -> tuple[str, ...]:
     """Return the kinds of schedule that the controller may choose from; () if it may not change this schedule.
 
     Args:
-        schedule: "auto" or a kind, as in PipelineConfig.schedule. It is assumed that the user set no group size or
-            slack.
+        schedule: "auto" or a kind, as in PipelineConfig.schedule. The user has set no group size or slack.
     """
     if schedule == "auto":
         return AUTO_KINDS
