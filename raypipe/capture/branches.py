@@ -72,7 +72,7 @@ def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, .
         (result of ``trace``, FILE:LINE of each check); None if a branch can go both ways.
 
     Raises:
-        Exception: the error of ``trace``, which failed although it met no branch that can go both ways.
+        Exception: ``trace`` fails, although every branch that it met can go only one way.
     """
     passed: dict[_Place, bool] = {}
     main, traced, error = _attempt(trace, passed)
@@ -165,7 +165,7 @@ class _Decided(TorchFunctionMode):
 
     Args:
         passed: place -> truth value, for branches that are known to be checks. Other branches get False.
-        otherwise: place to decide the other way.
+        otherwise: place whose branch is decided the other way; None for no such place.
 
     Attributes:
         decisions: decision at every place so far, in the order of the visits.

@@ -139,7 +139,7 @@ class _Source:
 
         Args:
             wanted: name of the argument; a similar name is used if this is taken.
-            by: operation that uses the value if that is a parameter, which has an argument for each use; else None.
+            by: operation that uses the value, if it is a parameter: each use has an argument of its own; else None.
         """
         name = self._unique(wanted)
         self._arguments.append(name)
@@ -330,7 +330,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first of the stages ``holders`` from stage ``earliest`` on, or raise CaptureError for ``name``."""
+    """Return the first stage in ``holders`` from ``earliest`` on, or raise CaptureError with the tensor's ``name``."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

@@ -35,8 +35,8 @@ class PipelineFields:
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches of a mini-batch; the last may be smaller. "auto" follows from the profile, or is
             4 per stage with partitioner "parameters".
-        loss_reduction: items over which the loss averages, by which the losses of micro-batches are weighted to add up
-            to that of the mini-batch: "mean" over samples, "sum", "valid_tokens" (targets other than -100), or a
+        loss_reduction: items over which the loss averages. Their numbers weight the losses of micro-batches, which then
+            add up to that of the mini-batch: "mean" over samples, "sum", "valid_tokens" (targets other than -100), or a
             function (target) -> number of items. "auto" infers them from the graph of the loss (ignore_index, class
             weights, shifted labels), tries them on real rows, and refuses a loss that no weights make, such as the load
             balancing of experts. "per_microbatch" accepts such a loss: it is computed for each micro-batch, weighted by

@@ -253,7 +253,7 @@ def profile(
 def _measured(
     opened: Opened, pipeline: PipelineConfig, rates: Rates | None, reduction: Any = None, *, by_size: bool
 ) -> Profile:
-    """Measure a profile. A loss that ``reduction`` computes over the whole mini-batch is not part of the profile."""
+    """Measure a profile, without a loss that ``reduction`` computes over mini-batches; ``by_size``: see profile_of."""
     whole = isinstance(reduction, WholeMinibatch)
     profiled = profile_of(
         without_loss(opened.captured, reduction) if whole else opened.captured, opened.example, opened.larger,
