@@ -220,7 +220,7 @@ def _addends(loss: fx.Node, reach: _Reach) -> Iterator[fx.Node]:
 
 
 def _scales(node: fx.Node, reach: _Reach) -> bool:
-    """Return True if a product or quotient only scales a value, by a factor that is equal for all micro-batches."""
+    """Return True if a product or quotient only scales a value, by a factor that all micro-batches have in common."""
     first, second = node.args[:2]
     if not isinstance(second, fx.Node):
         return True

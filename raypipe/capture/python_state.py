@@ -120,7 +120,7 @@ def first_change(once: Memory, twice: Memory) -> str:
 
 
 def refuse_change(once: Memory, twice: Memory, whose: str) -> None:
-    """Raise an error if state differs between the states after one and after two calls of ``whose``.
+    """Raise an error if the state after the second call of ``whose`` differs from that after the first.
 
     Raises:
         CaptureError: names the path of the state and both values.

@@ -262,7 +262,7 @@ def refuse_failed_checks(
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Raise CaptureError if a buffer (by name) is not equal ``before`` and ``after`` a backward.
+    """Raise CaptureError if a buffer differs ``before`` and ``after`` a backward; both have buffers by name.
 
     A pipeline runs backwards in another order than plain PyTorch.
     """

@@ -55,7 +55,7 @@ def seconds_between(begin: Moment, end: Moment) -> float:
     """Estimate the seconds that the work between two clock readings would take on an otherwise idle processor.
 
     If the thread has not waited in between, this is its CPU time or the wall time, whichever is less: the rest of the
-    wall time belongs to other processes. If it has slept or waited for a device, or perhaps has, this is the wall time.
+    wall time belongs to other processes. If it has slept or waited, or if that is unknown, this is the wall time.
 
     Args:
         begin, end: clock readings of this thread.

@@ -37,7 +37,7 @@ class Owner(NamedTuple):
     """Driver that stage actors obey.
 
     Attributes:
-        name: name of the driver's actor, with which names of its stage actors begin; "" for another process.
+        name: name of the driver's actor, a prefix of its stage actors' names; "" for a process that is no driver.
         term: number that grows with each driver of the run; stages obey the driver of the highest term only.
     """
 
