@@ -338,7 +338,7 @@ def _same(here: Any, there: Any) -> bool:
 
 
 def _reads(key: Any) -> bool:
-    """Return True if the repr of a mapping's key is a stable name for it, which a copy of the key has too."""
+    """Return True if the repr of a mapping's key identifies it, as for numbers and texts, and is equal for a copy."""
     return all(map(_reads, key)) if isinstance(key, tuple) else isinstance(key, (*_PLAIN, *_IN_WORDS))
 
 

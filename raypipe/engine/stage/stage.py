@@ -277,7 +277,7 @@ class GraphFunction:
 
     @property
     def tried_constant(self) -> tuple[str, ...]:
-        """Empty: the graph shows every buffer that a forward updates."""
+        """Empty, because the graph shows every buffer that a forward updates."""
         return ()
 
     def __getstate__(self) -> tuple[Any, ...]:
