@@ -42,11 +42,11 @@ class PipelineFields:
             balancing of experts. "per_microbatch" accepts such a loss: it is computed for each micro-batch, weighted by
             the items of its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in
             the same way.
-        loss_over: samples over which the loss is computed. "microbatch" weights the loss of each micro-batch by
-            ``loss_reduction``. "minibatch" computes it once over the outputs of all micro-batches, which losses need
-            that compare samples with each other (contrastive losses). All forwards of a step then precede its backwards
-            (schedule "gpipe"), so that every stage holds all micro-batches, and the last stage has one worker. "auto"
-            is "minibatch" if no weights of micro-batches make the loss, else "microbatch".
+        loss_over: samples over which the loss is computed. "microbatch" computes the loss of each micro-batch and
+            weights it by ``loss_reduction``. "minibatch" computes it once, over the outputs of all micro-batches, as
+            losses need that compare samples with each other (contrastive losses); all forwards of a step then precede
+            its backwards (schedule "gpipe"), so that every stage holds all micro-batches, and the last stage has one
+            worker. "auto" is "microbatch", or "minibatch" if no weights of micro-batches make the loss.
         partitioner: "prefix_sum" cuts the profiled operations in execution order, "antichain" in any order that their
             dependencies allow; "auto" takes the better of the two. "parameters" profiles nothing and gives all stages
             about equal parameter bytes. A list of module names begins a new stage at each of these modules.

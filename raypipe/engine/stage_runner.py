@@ -336,7 +336,7 @@ class StageRunner:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage by ``compute``; update metrics; return the loss's parts, or the outputs if ``_whole``."""
+        """Run the last stage by ``compute``; return loss parts, or outputs if ``_whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
         if not self._whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)

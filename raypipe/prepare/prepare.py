@@ -130,9 +130,9 @@ _ON_ONE_SIZE = "forward takes one number of samples only: every micro-batch of t
 
 
 def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
-    """Return the opened arguments with a planner's Request for a loss over the whole mini-batch.
+    """Return the opened arguments with a request for a loss over the whole mini-batch.
 
-    The Request has a schedule in which all forwards precede the backwards, and one worker for the last stage.
+    All forwards precede the backwards, and the last stage gets one worker.
     """
     request, last = opened.request, len(opened.captured.graph.nodes) - 1
     schedule = "gpipe" if pipeline.schedule == "auto" else request.schedule

@@ -107,7 +107,8 @@ class PlanBasis:
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
         whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
         loss_s: seconds of that loss, once per mini-batch; 0 if unknown.
-        processors: number of processors of the machine that all workers will share; None without one, or if unknown.
+        processors: number of processors of the machine that all workers will share; None if they share none, or
+            unknown.
         notes: further sentences for every plan.
     """
 
