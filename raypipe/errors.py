@@ -26,8 +26,7 @@ class RaypipeError(Exception):
     """Base class of every error that raypipe raises on purpose. The message is one paragraph that ends with the remedy.
 
     Attributes:
-        raised_at_s: time of the failure on a stage, in seconds since 1970 by the clock of the stage's host; None if
-            unknown.
+        raised_at_s: time of the failure on a stage, in Unix seconds by the clock of the stage's host; None if unknown.
         ran_out: worker that ran out of memory, if that caused the error; else None.
 
     Both attributes are kept when the error is sent to another process.

@@ -85,8 +85,7 @@ def reference(
     Args:
         pipeline: the fields that count are minibatch_size ("auto" is a DataLoader's batch size), num_microbatches,
             loss_reduction, max_grad_norm, seed, and on_nonfinite="skip". If num_microbatches is "auto",
-            partitioner="parameters" and num_stages must be set, because the number of micro-batches then follows from
-            them.
+            partitioner="parameters" and num_stages must be set, from which the number of micro-batches then follows.
         microbatches_by_step: number of micro-batches of every step of a run with retune_microbatches; metrics.parquet
             has it at the end of each step's ``schedule``.
         device: device to compute on, for example "cuda"; a pipeline on such a device gives bitwise equal results.

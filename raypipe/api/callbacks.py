@@ -23,8 +23,7 @@ def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
         run, scaling: ray.train's RunConfig and ScalingConfig, or None.
 
     Raises:
-        ConfigError: an item is not a callback, has a method that is never called, or needs a package that is not
-            installed.
+        ConfigError: an item is not a callback, has a method that is never called, or needs a package that is missing.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         raise ConfigError(f"callbacks={callbacks!r} is not a list; give callbacks=[...].")

@@ -41,8 +41,7 @@ class Stages:
     """Factory of running stages, and of receivers for their outputs.
 
     Attributes:
-        open: (job) -> context manager that yields the job's running stages, as a fleet; they stop at the end of the
-            context.
+        open: (job) -> context manager that yields the job's running stages as a fleet, and stops them at its end.
         outputs: creates an object that collects the last stage's outputs.
     """
 

@@ -228,7 +228,7 @@ class RunHandle:
             raise
         self.close()
         if news.outcome is None or records is None:
-            raise news.error or StageError(f"Run {self.name!r} ended without a word.")
+            raise news.error or StageError(f"Run {self.name!r} ended without a result or an error.")
         return result_of(news.status, news.outcome, records)
 
     def close(self) -> None:

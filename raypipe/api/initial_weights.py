@@ -193,7 +193,9 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
-    """Drop weights that the model lacks and may ignore: extra state, and names that transformers ignores.
+    """Return the weights without those that the model neither has nor needs.
+
+    These are extra state (get_extra_state), and names that a model of transformers ignores.
 
     Args:
         own: tensors of the model by name.

@@ -25,8 +25,7 @@ class RunSummary:
             "failed" if released, "unknown" if missing or unreadable. A holder on another machine never counts as dead.
         step: optimizer steps done, as far as they were written to the folder.
         num_steps: total number of steps of the run; 0 if unknown.
-        last_write_s: time of the last write to the run's files, in Unix seconds; None if the storage does not report
-            it.
+        last_write_s: time of the last write to the run's files, in Unix seconds; None if the storage reports none.
         folder: path or address of its folder.
     """
 

@@ -159,10 +159,10 @@ class PipelineTrainer:
         """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a summary of four lines.
 
         Args:
-            cluster: devices and links to plan for, instead of scaling_config's workers. ``fit`` ignores such a plan and
-                makes its own.
+            cluster: devices and links to plan for, instead of scaling_config's workers. ``fit`` makes a plan of its
+                own.
             profiled: result of ``profile``; None measures the model in this process if the plan needs seconds.
-            explain: True if ``print`` shall show the complete plan (``Plan.explain``): tables, every reason, rejected
+            explain: True to let ``print`` show the complete plan (``Plan.explain``): tables, all reasons, rejected
                 options.
 
         Raises:

@@ -103,7 +103,7 @@ class _UserLoss:
 
 
 def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
-    """Return the model's own loss, which is the last stage's output; several outputs are terms with own weights."""
+    """Return the last stage's outputs: the model's own loss, or the terms of the loss if there are several."""
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -196,7 +196,7 @@ class Capture:
             rows: columns by name, with which the model is divided; see loss_tail.py.
 
         Raises:
-            CaptureError: the model cannot be divided; the message is the reason, a clause.
+            CaptureError: the model cannot be divided; the message is a clause, to be put into another message.
         """
         if not isinstance(self.model, TracedModel) or not isinstance(self.recipe.stages, TracedRecipe):
             raise CaptureError("the children of an nn.Sequential are not traced")
@@ -301,9 +301,9 @@ def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, pre
     wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
-            f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "
-            f"{precision.leaves}, too coarse for that. Take precision='bf16-autocast', or a norm without statistics "
-            "(GroupNorm, LayerNorm)."
+            f"precision={precision.name!r} would keep {wrong[0]!r} in {precision.leaves}, too coarse for the "
+            "small changes that every forward makes to it. Take precision='bf16-autocast', or a norm without "
+            "statistics (GroupNorm, LayerNorm)."
         )
 
 
@@ -373,6 +373,8 @@ def _traced(
 
     Args:
         kept: keys of the outputs that metrics read, which a model with its own loss returns after the loss.
+        returns_loss: True if the model returns its own loss.
+        evaluates, parts, progress: see ``capture``.
 
     Returns:
         (graphs of both modes, terms of the loss); the terms are None unless the model returns its own loss.
@@ -438,13 +440,13 @@ def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title
 
 
 def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StageProgram:
-    """Copy the last stage's program, with ``loss_fn(output, target)`` replaced by ``take(output)``."""
+    """Copy the last stage's program with another loss: ``take(output)`` in place of ``loss_fn(output, target)``."""
     assert isinstance(program.loss, _UserLoss), "a model that returns its own loss has no output"
     return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
 
 
 def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None, *, parts: bool) -> LossTerms | None:
-    """Find what each term of the model's own loss averages over, such as samples or labels.
+    """Find the terms of the model's own loss, and what each of them averages over, such as samples or labels.
 
     If the terms need separate weights and ``parts`` is True, both graphs are changed in place: they return the terms
     one by one. If the two graphs do not have the same terms, both still return the sum.

@@ -43,7 +43,7 @@ class Traced:
         checks: FILE:LINE of checks on values that the graph leaves out, see capture/branches.py.
         one_size: True if the graph takes the number of samples of the example only.
         conditions: expressions over symbolic sizes of the columns; the graph is valid only for sizes that meet all.
-        fixed: reason why sizes that vary have to be those of the example; "" if they are open.
+        fixed: reason why only the number of samples may differ from the example's sizes; "" if others may too.
     """
 
     graph: fx.Graph
@@ -122,7 +122,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map each node to the node that allocated the memory of its output: itself, or for a view the node of the base."""
+    """Map each node to the node that allocated the memory of its output: itself, or for a view that of its base."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         base = _viewed(node)
@@ -223,9 +223,9 @@ def line_of(node: fx.Node) -> str:
 
 
 def _replace_after(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Let all users of ``old`` that come after ``new`` read ``new``; ``order`` has the position of each node.
+    """Replace ``old`` by ``new`` in those users of ``old`` that come after ``new``; ``order`` has all positions.
 
-    The operation ``new`` has changed ``old`` in place so far, and now returns a new tensor.
+    The operation ``new`` changed ``old`` in place until now. It has become an operation that returns a new tensor.
     """
     for user in list(old.users):
         if order[user] > order[new]:
@@ -273,7 +273,7 @@ def _changes(tensor: fx.Node, roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
 
 
 def _itself(value: fx.Node) -> fx.Node:
-    """Return the tensor that a chain of in-place operations and detach() started from."""
+    """Return the tensor from which ``value`` came by in-place operations and detach() only."""
     while value.op == "call_function" and (
         value.target is aten.detach.default or (str(value.target).split(".")[1].endswith("_") and mutated_args(value))
     ):

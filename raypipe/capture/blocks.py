@@ -31,8 +31,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequentia
 def watched_blocks(model: nn.Module, begins: Callable[[int, int], None]) -> Iterator[None]:
     """Call ``begins(number of the block, number of blocks)`` before each forward of a block of the model.
 
-    Blocks are counted from 1. The hook is torch's global one: modules show no hook of their own, since some of torch
-    (nn.TransformerEncoderLayer) and of users' code computes in another way if they have one.
+    Blocks are counted from 1. The hook is registered for all modules of torch, because some modules (such as torch's
+    nn.TransformerEncoderLayer) compute in another way if they have a hook of their own.
     """
     blocks = blocks_of(model)
     numbers = {id(block): number for number, block in enumerate(blocks, 1)}

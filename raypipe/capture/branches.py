@@ -61,18 +61,18 @@ class _Place(NamedTuple):
 
 
 def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, ...]] | None:
-    """Trace a model and decide those of its branches on values that can go one way only.
+    """Trace a model, and decide its branches on values of the data if each of them can go only one way.
 
-    These are checks, and comparisons of a random number with a bound outside of its range.
+    Such branches are checks, and comparisons of a random number with a bound outside of its range.
 
     Args:
         trace: traces the model; called once, and once or twice more for each check.
 
     Returns:
-        (result of ``trace``, FILE:LINE of each check); None if a branch is no check.
+        (result of ``trace``, FILE:LINE of each check); None if a branch can go both ways.
 
     Raises:
-        Exception: ``trace`` fails, although every branch that it came to is a check.
+        Exception: ``trace`` fails, although every branch that it met can go only one way.
     """
     passed: dict[_Place, bool] = {}
     main, traced, error = _attempt(trace, passed)
@@ -94,7 +94,7 @@ def trace_past_checks(trace: Callable[[], Traced]) -> tuple[Traced, tuple[str, .
 def _attempt(
     trace: Callable[[], Traced], passed: Mapping[_Place, bool], otherwise: _Place | None = None
 ) -> tuple[_Decided, Traced | None, BaseException | None]:
-    """Call ``trace`` in a new ``_Decided(passed, otherwise)``; return (this mode, result or None, error or None)."""
+    """Call ``trace`` in a new ``_Decided(passed, otherwise)``; return (that mode, result or None, error or None)."""
     with _Decided(passed, otherwise) as decided:
         try:
             return decided, trace(), None
@@ -103,9 +103,11 @@ def _attempt(
 
 
 def _fails_check(error: BaseException, decided: _Decided) -> bool:
-    """Return True for an error of a raise or assert statement of the latest branch, without another cause.
+    """Return True if the branch that was decided last is a check, and ``error`` is its failure.
 
-    A SystemExit always counts: no operation that a machine lacks raises one, and libraries wrap sys.exit (wandb.init).
+    The error must come from a raise or assert statement in the function of the branch, in a caller of that function, or
+    in a function that only fails; a cause of the error must too. A SystemExit always counts: no operation that a
+    machine lacks raises one, and libraries wrap sys.exit (wandb.init).
     """
     if isinstance(error, SystemExit):
         return True
@@ -162,15 +164,15 @@ class _Decided(TorchFunctionMode):
     random operations do not change.
 
     Args:
-        passed: by place, decisions (truth values) at branches that are known to be checks; others are decided False.
-        otherwise: place to decide the other way.
+        passed: place -> truth value, for branches that are known to be checks. Other branches get False.
+        otherwise: place whose branch is decided the other way; None for no such place.
 
     Attributes:
         decisions: decision at every place so far, in the order of the visits.
         last: place of the latest decision; None before the first.
         frame: frame of the latest decision.
         lines: the user's line, as FILE:LINE, of every decision and of every call of ``torch._assert``.
-        handled: error that the caller of the trace handles, which is then a context of every error of forward, or None.
+        handled: error that was handled when the trace began, or None; it is the context of every error of forward.
     """
 
     def __init__(self, passed: Mapping[_Place, bool], otherwise: _Place | None = None) -> None:
@@ -263,7 +265,7 @@ class _Decided(TorchFunctionMode):
 
 @contextmanager
 def _symbols_decided(decide: Callable[[FrameType], bool | None]) -> Iterator[None]:
-    """Answer ``x.max().item() > 3`` and the like by ``decide(calling frame)``; None lets torch raise its error."""
+    """Decide branches on symbolic truth values by ``decide(frame of the branch)``; None raises torch's own error."""
     original = torch.SymBool.__bool__
 
     def decided(self: torch.SymBool) -> bool:

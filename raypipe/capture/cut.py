@@ -135,10 +135,11 @@ class _Source:
         self.take("key", key)
 
     def take(self, wanted: str, number: int, by: int | None = None) -> None:
-        """Add an argument named ``wanted``, or similar if that name is taken, for the value ``number``.
+        """Add an argument of the function for the value ``number``.
 
         Args:
-            by: operation that uses the value, if it is a parameter; None for other values.
+            wanted: name of the argument; a similar name is used if this is taken.
+            by: operation that uses the value, if it is a parameter: each use has an argument of its own; else None.
         """
         name = self._unique(wanted)
         self._arguments.append(name)
@@ -155,7 +156,7 @@ class _Source:
         return self._append(number, value.name, source, read)
 
     def text(self, outputs: Sequence[int]) -> str:
-        """Return the source of the function. Each value is set to None in the line that reads it last, as fx does."""
+        """Return the source of the function that returns ``outputs``; values are dropped after their last use."""
         returned = [self._name(number) for number in outputs]
         last_use = {name: at for at, (_, _, read) in enumerate(self._body) for name in read}
         last_use.update(dict.fromkeys(returned, len(self._body)))
@@ -182,7 +183,7 @@ class _Source:
         raise CaptureError(f"{value.name} is read in a stage that does not have it; please report this model.")
 
     def _size(self, number: int, size: str) -> str:
-        """Append a line that reads a symbolic size from an input or data column of this stage; return its name."""
+        """Append a line that reads the symbolic size ``size`` as the value ``number``; return its name in the stage."""
         for source in (*self._inputs, *self._lines.of_kind(ValueKind.COLUMN)):
             dim = self._lines.values[source].dim_of(size)
             if dim is not None and source in self._names:
@@ -329,7 +330,7 @@ def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list
 
 
 def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
-    """Return the first of the stages ``holders`` from ``earliest`` on; without one, raise a CaptureError."""
+    """Return the first stage in ``holders`` from ``earliest`` on, or raise CaptureError with the tensor's ``name``."""
     holder = next((stage for stage in holders if stage >= earliest), None)
     if holder is None:
         raise CaptureError(

@@ -112,9 +112,9 @@ def _shared_memory(analysis: Analysis, order: dict[fx.Node, int], roots: dict[fx
 
 
 def _kept_sums(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield the positions of consecutive users, in pairs, of each tensor whose gradient sums three or more terms.
+    """Yield pairs of positions (a, b) of consecutive users of a tensor whose gradient is a sum of three or more terms.
 
-    The users must keep their order, because rounding of such a sum depends on the order of its terms.
+    These users must keep their order, because rounding of such a sum depends on the order of its terms.
     """
     trained: set[fx.Node] = set()
     for node in analysis.nodes:
@@ -153,7 +153,7 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _kept_places(analysis: Analysis, order: dict[fx.Node, int]) -> Iterator[Pair]:
-    """Yield pairs of positions (a, b), where operation a must not come after operation b, to keep neighbours together.
+    """Yield pairs of positions (a, b) that keep neighbours together: b must not be in an earlier stage than a.
 
     An operation without users stays before the next operation of its module. An operation without inputs from others
     stays after its predecessor, unless it reads both a data column and a parameter.
@@ -216,7 +216,7 @@ def model_graph(
 
 
 def _output_bytes(node: fx.Node, known: dict[fx.Node, int]) -> int:
-    """Count an operation's output bytes; an output whose size depends on values counts as its largest input."""
+    """Count an operation's output bytes; if the size depends on values, those of its largest input (by ``known``)."""
     value = node.meta.get("val")
     if is_open(value):
         return max(_output_bytes(used, known) if used not in known else known[used] for used in node.all_input_nodes)

@@ -105,7 +105,7 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
 
 
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
-    """Build the error for a captured "graph" or "loss" (``kind``) that does not run although the model itself does."""
+    """Build the error for a captured "graph" or "loss" (``kind``) that fails although the model ``title`` does not."""
     return CaptureError(
         f"The {kind} of {title}, as it was captured, does not run although the model itself does{quoted(error)}: "
         f"{short(error)} Build the model as an nn.Sequential of blocks, which are not traced, or leave out of forward "
@@ -114,7 +114,7 @@ def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
 
 
 def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) -> tuple[Any, RaypipeError | None]:
-    """Run the model as plain PyTorch, without gradients.
+    """Run the model as plain PyTorch, without gradients, in training or evaluation mode.
 
     Returns:
         (output, None), or (None, error that names the module that failed and its input).
@@ -224,7 +224,7 @@ def _part_of(x: torch.Tensor, held: torch.Tensor) -> bool:
 
 @contextmanager
 def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set the model to one mode for the code inside, and switch gradients and warnings off.
+    """Set the model to training or evaluation mode for the code inside, and switch gradients and warnings off.
 
     Modes, buffers and torch's random generator are restored afterwards.
     """

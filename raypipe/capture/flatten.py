@@ -175,7 +175,9 @@ def _copy_nodes(
         if node.op == "get_attr":
             env[node] = operator.attrgetter(str(node.target))(owner)
             if not isinstance(env[node], fx.GraphModule):
-                raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
+                raise CaptureError(
+                    f"The graph reads the attribute {node.target!r}, which raypipe cannot send to workers."
+                )
             continue
         if node.target in _AUTOCAST_ENDS:
             raise CaptureError(
@@ -218,7 +220,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
-    """Turn one branch of a torch.cond in ``traced`` into a function of its operands; ``detached``: see _copy_nodes."""
+    """Convert one branch of a torch.cond in ``traced`` to a function of its operands; ``detached``: see _copy_nodes."""
     inner = Traced(fx.Graph(), {}, {}, {}, {}, traced.key, 0, traced.out_spec)
     env: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
@@ -341,7 +343,7 @@ def in_levels(nodes: Iterable[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
 
 
 def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add one operation to ``graph`` that computes ``nodes``, all nodes of a torch.func.vmap in another graph.
+    """Add one operation to ``graph`` that computes ``nodes``: all nodes of a torch.func.vmap in another graph.
 
     Args:
         env: node of the other graph -> its counterpart in ``graph``.
@@ -368,7 +370,9 @@ def _fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dic
                 "of place."
             )
         if node.op != "call_function" or node.target is OPERATION:
-            raise CaptureError(f"torch.func.vmap reads {node.target!r}{line_of(node)}, which raypipe cannot ship.")
+            raise CaptureError(
+                f"torch.func.vmap reads {node.target!r}{line_of(node)}, which raypipe cannot send to workers."
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), inside)
         known[node] = inner.create_node("call_function", node.target, args, kwargs, node.name)
     read = [node for node in nodes if any(user not in nodes for user in node.users)]

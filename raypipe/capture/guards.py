@@ -74,8 +74,7 @@ def data_detached() -> Iterator[None]:
     has (``self.head = self.head.to(x.dtype)``) do nothing, as in plain PyTorch.
 
     Raises:
-        CaptureError: forward assigns other values to ``x.data``, or converts a module to another dtype or device; names
-            the line.
+        CaptureError: forward assigns other values to ``x.data``, or converts a module to another dtype or device.
     """
     held: Any = torch.Tensor.data
     convert = torch.nn.Module._apply
@@ -154,7 +153,7 @@ def _files_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def eager_branches(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model of transformers go the way of eager mode where its code branches on whether torch.export traces it.
+    """Make a model of transformers take its eager branch where its code branches on whether torch.export traces it.
 
     Qwen3-Next solves a triangular system in eager mode, and unrolls a loop of 63 steps for torch.export, whose results
     differ in the last digits. Files that do not use ``is_torchdynamo_exporting`` are left as they are, because their
@@ -284,7 +283,7 @@ def _decorated_off(function: Callable[..., Any]) -> bool:
 
 
 class _OnlyCtcLoss(TorchFunctionMode):
-    """Function mode that raises ``refusal`` at each operation but a CTC loss, which then computes without cuDNN."""
+    """Function mode that computes CTC losses, without cuDNN, and raises ``refusal`` at any other operation."""
 
     def __init__(self, refusal: CaptureError) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def divide(
         num_kept: number of the last outputs, which metrics read; all outputs before them are terms of the loss.
 
     Raises:
-        CaptureError: the model cannot be divided; the message is the reason, a clause.
+        CaptureError: the model cannot be divided; the message is a clause, to be put into another message.
     """
     blocks = _blocks(analysis, *(_ways(analysis, tensors, some) for some in (rows, _made_up(rows))))
     mixed = {node for node, number in blocks.items() if number == 0}
@@ -132,9 +132,9 @@ def _made_up(rows: Columns) -> Columns:
 
 
 def _blocks(analysis: Analysis, *ways: Mapping[fx.Node, frozenset[int]]) -> dict[fx.Node, int]:
-    """Return the number of blocks by which each value is joined (``join_blocks``); 0 for a value that mixes samples.
+    """Choose the number of blocks by which each value is joined (``join_blocks``); 0 for a value that mixes samples.
 
-    If the numbers are the same in either way, they are blocks behind a concatenation and behind blocks.
+    If several numbers fit, it is the largest behind an operation that makes blocks, such as cat, else the smallest.
 
     Args:
         ways: results of ``_ways`` for several sets of rows.
@@ -149,9 +149,9 @@ def _blocks(analysis: Analysis, *ways: Mapping[fx.Node, frozenset[int]]) -> dict
 
 
 def _ways(analysis: Analysis, tensors: Tensors, rows: Columns) -> dict[fx.Node, frozenset[int]]:
-    """Return the numbers of blocks by which each node's values for both halves of the rows join to that of all rows.
+    """Find the numbers of blocks with which ``join_blocks`` makes a node's value for all rows from those of its halves.
 
-    Values that mix samples have no such number, nor have those that no stage could send, such as tuples of them.
+    The set is empty for a value that mixes samples, and for one that no stage could send, such as a tuple of these.
     """
     traced, count = analysis.traced, len(next(iter(rows.values())))
     half = count // 2
@@ -186,12 +186,17 @@ def _ways(analysis: Analysis, tensors: Tensors, rows: Columns) -> dict[fx.Node, 
 
 
 def _is_size(value: Any) -> bool:
-    """Return True for a number of items, which differs for any rows; what it changes shows in the numbers."""
+    """Return True for a number, such as a size; if it differs between rows, the values that depend on it show that."""
     return not isinstance(value, torch.Tensor | tuple | list)
 
 
 def _positions(node: fx.Node, call: Any, of_data: set[fx.Node]) -> set[fx.Node]:
-    """Return the index tensors of an operation that are the numbers of all samples in order, as in x[arange(n), at]."""
+    """Return the index tensors of an operation that select every sample in order, as arange(n) in x[arange(n), at].
+
+    Args:
+        call: (args, kwargs) of the operation for all rows.
+        of_data: nodes that are computed from data or random numbers.
+    """
     if _name(node).removeprefix("aten::").rstrip("_") not in _AT_INDICES:
         return set()
     x, indices = call[0][:2]
@@ -204,11 +209,11 @@ def _positions(node: fx.Node, call: Any, of_data: set[fx.Node]) -> set[fx.Node]:
 
 
 def _crosses(node: fx.Node, calls: Sequence[Any], own: set[fx.Node]) -> bool:
-    """Return True if an operation may compute a sample's result from other samples, whatever the numbers are.
+    """Return True if an operation may compute a sample's result from other samples, whatever its values are.
 
     Args:
-        calls: arguments of the operation for all rows, and for each half of them.
-        own: index tensors that lead from each sample to itself.
+        calls: (args, kwargs) of the operation for all rows, and for each half of them.
+        own: index tensors that select every sample in order, see ``_positions``.
     """
     if _draws(node):
         return not node.meta["val"].is_floating_point()
@@ -239,9 +244,9 @@ def _placeholders(traced: Traced, tensors: Tensors, columns: Columns) -> dict[fx
 
 
 def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operation without dropout, with one value in place of random numbers, and norms as in evaluation.
+    """Compute an operation for a trial: without dropout, constants as random numbers, and norms as in evaluation.
 
-    Random numbers and statistics of batch norms are those of a micro-batch in any pipeline.
+    Random numbers and batch statistics belong to a micro-batch in any pipeline, so they do not count as mixing samples.
     """
     target: Any = node.target
     args, kwargs = pytree.tree_map(_wider, (tuple(args), dict(kwargs)))
@@ -266,7 +271,7 @@ def _wider(argument: Any) -> Any:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return True if a node draws random numbers, dropout apart."""
+    """Return True if a node draws random numbers; dropout does not count."""
     if node.target is not keyed_call:
         return False
     op, _, _, *rest = node.args
@@ -279,7 +284,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _joins(values: Sequence[Any], rows: int, *, of_data: bool) -> frozenset[int]:
-    """Return the numbers of blocks by which values for both halves of some rows join to the value for all rows.
+    """Return the numbers of blocks with which ``join_blocks`` makes the first of ``values`` from the other two.
 
     Args:
         values: value for all rows, for their first half and for their second half.
@@ -337,7 +342,7 @@ def _tail(
 
 
 def _refuse(analysis: Analysis, tail: Sequence[fx.Node], inputs: Sequence[fx.Node], tensors: Tensors) -> None:
-    """Raise CaptureError, with a clause as its message, if the last stage cannot compute the tail."""
+    """Raise CaptureError if the last stage cannot compute the tail; the message is a clause."""
     traced, roots = analysis.traced, storage_roots(analysis.traced.graph)
     read = {used: node for node in reversed(tail) for used in node.all_input_nodes}
     if traced.key in read:
@@ -364,7 +369,7 @@ def _refuse(analysis: Analysis, tail: Sequence[fx.Node], inputs: Sequence[fx.Nod
 def _body(
     analysis: Analysis, tail: Sequence[fx.Node], inputs: Sequence[fx.Node], held: Sequence[str], kept: Sequence[fx.Node]
 ) -> Traced:
-    """Copy the graph without its tail; for what it returns see ``Halves``."""
+    """Copy the graph without its tail; it returns the outputs of ``Halves.body``."""
     traced, graph, copies = analysis.traced, fx.Graph(), dict[fx.Node, fx.Node]()
     live = {*analysis.nodes, *analysis.rebuildable}
     for node in traced.graph.nodes:

@@ -73,8 +73,8 @@ class _Count:
 
     Attributes:
         node: the number, the labels, or the mask.
-        ignore_index: for labels, the label that does not count, which may be a size of the data; False for a mask; None
-            for a number.
+        ignore_index: for labels, the label that does not count, maybe a size of the data; False for a mask; None for a
+            number.
         class_weights: weight of each class, for labels; None if every label counts as 1.
     """
 
@@ -100,8 +100,8 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
         tensors: the model's parameters and buffers by name, for class weights.
 
     Returns:
-        the terms; None if a graph for one number of samples divides by a number from the data, which may not add up
-        over micro-batches.
+        The terms. None if the graph is for one number of samples only and divides by a number from the data: such
+        divisors may not add up over micro-batches.
     """
     output = next(node for node in traced.graph.nodes if node.op == "output")
     loss: Any = output.args[0]
@@ -164,13 +164,16 @@ def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.
 
 
 def _averages(nodes: Iterable[fx.Node], reach: _Reach) -> list[_Count]:
-    """List the divisors of averages that follow from the data, also of averages that are stacked or in a maximum."""
+    """List the divisors of the averages among ``nodes``, if they follow from the data.
+
+    These may be averages that are not terms themselves, because they are stacked or are arguments of a maximum.
+    """
     numbers = [node for node in nodes if _is_number(node) and node not in reach.of_data]
     return [kind for node in numbers if isinstance(kind := _kind(node, reach), _Count)]
 
 
 class _Reach:
-    """Nodes of a loss's graph, by what they are computed from. Random operations, and nodes behind them, are left out.
+    """Sets of nodes of a loss's graph, by what they are computed from; no node depends on a random operation.
 
     Attributes:
         of_data: data columns, and nodes computed from data columns, constants and buffers only.
@@ -217,7 +220,7 @@ def _addends(loss: fx.Node, reach: _Reach) -> Iterator[fx.Node]:
 
 
 def _scales(node: fx.Node, reach: _Reach) -> bool:
-    """Return True if a product or quotient scales a value by a factor that is equal for all micro-batches."""
+    """Return True if a product or quotient only scales a value, by a factor that all micro-batches have in common."""
     first, second = node.args[:2]
     if not isinstance(second, fx.Node):
         return True
@@ -236,8 +239,7 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
     """Classify a term of the loss.
 
     Returns:
-        A _Count for an average whose divisor follows from the data, _SAMPLES for an average over samples, _ADDED_UP
-        for a sum.
+        A _Count for an average whose divisor follows from the data, _ADDED_UP for a sum, _SAMPLES for any other term.
     """
     name = _name(node)
     if name in _LABELS:
@@ -297,7 +299,7 @@ def _words(count: _Count) -> str:
 
 
 def _program(traced: Traced, counts: list[_Count], tensors: Mapping[str, torch.Tensor]) -> GraphFunction:
-    """Build a function that computes the value of each divisor from the data columns; ``tensors``: see loss_terms."""
+    """Build a function from data columns to the value of each divisor; ``tensors``: parameters and buffers by name."""
     graph = fx.Graph()
     read = [node for count in counts for node in (count.node, count.ignore_index, count.class_weights)]
     wanted = reachable([node for node in read if isinstance(node, fx.Node)])

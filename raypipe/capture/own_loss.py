@@ -18,14 +18,16 @@ from raypipe.errors import CaptureError
 
 
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
-    """Return the scalar loss in a model's output.
+    """Return the scalar loss in a model's output. The first of these rules that applies finds it:
 
-    The loss is the output if that is a tensor, else its item or attribute "loss", else the first item of a sequence if
-    that is a floating-point scalar. Otherwise the loss is the only floating-point scalar at any depth of the output,
-    the only one with the key "loss", or the only one with a gradient: an accuracy or a detached term beside it has
-    none. A scalar under a key with "aux" in it, as "aux_loss", is not. A tensor of shape (1,) counts as a scalar if it
-    is the output, has the key "loss", or if no scalar without dimensions has a gradient: a learned scale may have this
-    shape.
+        1. the output, if it is a tensor
+        2. its item or attribute "loss"
+        3. the first item of a sequence, if that is a floating-point scalar
+        4. at any depth, the only floating-point scalar with the key "loss", else the only one with a gradient (an
+           accuracy or a detached term has none), else the only one; but not if its key contains "aux", as "aux_loss"
+
+    A tensor of shape (1,) counts as a scalar if it is the output or has the key "loss", or if no scalar without
+    dimensions has a gradient: a learned scale may have this shape.
 
     Raises:
         CaptureError: the output has no scalar loss, or several scalars that may be the loss.
@@ -64,7 +66,10 @@ def _is_plain(scalar: torch.Tensor) -> bool:
 
 
 def _is_one(value: torch.Tensor) -> bool:
-    """Return True for shape (1,), of a loss in view(1); a number of samples is a symbol while a model is traced."""
+    """Return True for the shape (1,), such as that of loss.view(1).
+
+    A first size that is a symbol is a number of samples while a model is traced, and does not count.
+    """
     return value.dim() == 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
 
 
@@ -134,7 +139,7 @@ _NUMBERS = int, float, torch.SymInt, torch.SymFloat
 
 @contextmanager
 def own_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``model.forward`` by a function and give it the signature of the original; restored afterwards."""
+    """Replace ``model.forward`` by a function, with the signature of the original, within the context."""
     before = vars(model).get("forward")
     # torch.export reads the signature to pair dynamic shapes with arguments.
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]

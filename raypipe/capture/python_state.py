@@ -64,7 +64,7 @@ class Memory:
     """Python state at one moment.
 
     Attributes:
-        values: path, written as in Python code -> value that can be compared.
+        values: path, such as "model.layers[0].count" -> value that can be compared.
         undo: functions that restore the attributes and containers that were read.
     """
 
@@ -85,7 +85,7 @@ class Memory:
 
 
 class _Tensor(NamedTuple):
-    """Content of a tensor when it was read; ``begin`` shows its first three elements, for messages."""
+    """Content of a tensor when it was read; ``begin`` is a text with its first three elements, for messages."""
 
     shape: str
     dtype: str
@@ -120,7 +120,7 @@ def first_change(once: Memory, twice: Memory) -> str:
 
 
 def refuse_change(once: Memory, twice: Memory, whose: str) -> None:
-    """Raise an error if state differs between the states after one and after two calls of ``whose``.
+    """Raise an error if the state after the second call of ``whose`` differs from that after the first.
 
     Raises:
         CaptureError: names the path of the state and both values.
@@ -338,7 +338,7 @@ def _same(here: Any, there: Any) -> bool:
 
 
 def _reads(key: Any) -> bool:
-    """Return True if the repr of a key of a mapping identifies it, and a copy of the key has the same repr."""
+    """Return True if the repr of a mapping's key identifies it, as for numbers and texts, and is equal for a copy."""
     return all(map(_reads, key)) if isinstance(key, tuple) else isinstance(key, (*_PLAIN, *_IN_WORDS))
 
 
@@ -406,7 +406,7 @@ def _forget(cache: Any, size: int) -> None:
 
 
 def _reset(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute to ``value`` again, unless it is frozen."""
+    """Set an attribute back to ``value``, unless its object is frozen."""
     if getattr(holder, name, None) is not value:
         with contextlib.suppress(AttributeError):  # frozen
             setattr(holder, name, value)

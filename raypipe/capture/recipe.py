@@ -57,20 +57,17 @@ class TracedRecipe:
     ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
         """Build the stage functions for training and for evaluation.
 
-        Evaluation is divided so that each parameter, and each buffer that changes, is read in a stage that holds it in
-        training.
+        Evaluation is divided so that each parameter and changing buffer is read in a stage that holds it in training.
 
         Args:
             cuts: ascending indices into ``order``, at each of which a new stage of training begins.
-            order: permutation of the operations of training, as positions in execution order; empty for execution order
-                itself.
+            order: permutation of the operations of training, as positions in execution order; empty for that order.
 
         Returns:
             (functions for training, functions for evaluation); the latter are None if nothing is evaluated.
 
         Raises:
-            CaptureError: a buffer that changes would be in two stages, or evaluation needs a tensor in another stage
-                than training.
+            CaptureError: a buffer that changes would be in two stages, or evaluation needs a tensor in another stage.
         """
         num_stages, train = len(cuts) + 1, self.train
         stages = assign_by_position(train, cuts, order)
@@ -186,13 +183,13 @@ class ModelRecipe:
             used: names of the parameters that a training forward uses.
 
         Raises:
-            CaptureError: no such parameter exists.
+            CaptureError: no trainable parameter is in ``used``.
         """
         first = min((holders[name][0] for name in self.trainable if name in used), default=None)
         if first is None:
             raise CaptureError(
-                "No parameter that the model uses requires a gradient, so there is nothing to train. "
-                "Set requires_grad=True on the parameters that shall move."
+                "No parameter that the model uses requires a gradient, so there is nothing to train. Set "
+                "requires_grad=True on the parameters to be trained."
             )
         return first
 

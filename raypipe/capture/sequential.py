@@ -135,8 +135,7 @@ class SequentialFunction:
     def bind(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Put these tensors into the modules of the children, as their parameters and buffers.
 
-        The tensors stay in the modules after a call: torch.func.functional_call, which takes them out, costs 65 us per
-        child.
+        The tensors stay in the modules: torch.func.functional_call, which takes them out, costs 65 us per child.
         """
         if self._modules is None:
             self._prepare()
@@ -154,14 +153,14 @@ class SequentialFunction:
         return module(x)
 
     def _refuse_rounded(self, unconverted: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
-        """Raise StageError if forward has changed a buffer that had been converted to 16 bits: the copy is dropped.
+        """Raise StageError if forward has changed the 16-bit copy of a buffer, because the change would be lost.
 
         On the CPU, values are compared. On a GPU a comparison would make the host wait, so only version counters are
         read there, and norms in training mode always count as changing their statistics.
 
         Args:
             unconverted: buffers as they were passed to the stage.
-            used: buffers after the conversion, on which the children ran.
+            used: buffers after the conversion to 16 bits, on which the children ran.
         """
         for name, kept, buffer, owner in zip(self.buffers, unconverted, used, self._owners, strict=True):
             if buffer is kept:
@@ -170,9 +169,9 @@ class SequentialFunction:
             other = buffer.device.type == "cpu" and not same_bits(buffer, kept.to(buffer.dtype))
             if buffer._version or trains or other:
                 raise StageError(
-                    f"A forward changed the buffer {name!r}, and changed none when the model was tried. precision="
-                    f"{self.precision.name!r} would lose that: its buffers are copies in {self.precision.leaves}. Take "
-                    "precision='bf16-autocast'."
+                    f"A forward changed the buffer {name!r}, which it did not change when the model was tried. "
+                    f"precision={self.precision.name!r} would lose that: its buffers are copies in "
+                    f"{self.precision.leaves}. Take precision='bf16-autocast'."
                 )
 
     def _prepare(self) -> None:
@@ -222,7 +221,7 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
 
     Raises:
         CaptureError: a child does not return one tensor, changes a parameter, keeps Python state between calls, or
-            cannot run on the meta device although its weights are there.
+            cannot run on the meta device, if the model's weights are on it.
     """
     example = example.to("meta") if without_weights(model) else example
     return _children(model, example.clone(), training=True), _children(model, example.clone(), training=False)
@@ -309,9 +308,9 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
             )
     if not isinstance(output, torch.Tensor):
         raise CaptureError(
-            f"{whose} of the nn.Sequential returns {type(output).__name__}; between the "
-            "children of a pipeline one tensor travels. Let it return a tensor, or wrap the model in an nn.Module "
-            "that torch.export can trace."
+            f"{whose} of the nn.Sequential returns {type(output).__name__}, but the children of a pipeline pass one "
+            "tensor to each other. Let it return a tensor, or wrap the model in an nn.Module that torch.export can "
+            "trace."
         )
 
 

@@ -208,7 +208,7 @@ def _texts(
 ) -> tuple[dict[fx.Node, tuple[tuple[str, ...], tuple[int, ...]]], dict[str, Any]]:
     """Generate the Python source of every operation, split where it refers to other values.
 
-    fx generates the source from a copy of the graph, in which the name of each node contains the node's number.
+    fx generates the source from a copy of the graph, in which each node's name contains the node's index in ``number``.
 
     Returns:
         ({node: (fragments of its source, numbers of the values to which it refers between these fragments)},

@@ -75,7 +75,7 @@ def trace(
         inputs: one example micro-batch of at least two samples.
         returns_loss: True if the model computes its own loss; the graph then returns only the loss and ``kept``.
         training: True for training mode, False for evaluation mode.
-        fixed: reason to trace for the example's sizes, without trying to leave any open; "" tries it.
+        fixed: reason to trace for the example's sizes only; "" leaves sizes that vary open if that succeeds.
         one_size: True to trace for the example's number of samples only.
         kept: keys of outputs that a model with its own loss returns after the loss.
         progress: takes a text such as "tracing layer 7 of 24" before each block of the model, see ``blocks_of``.
@@ -142,7 +142,7 @@ def _columns_named(model: torch.nn.Module, kwargs: Mapping[str, torch.Tensor]) -
 
 @contextmanager
 def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss: bool) -> Iterator[None]:
-    """Prepare a model for torch.export; restored afterwards.
+    """Prepare a model for torch.export inside the context, and restore the model afterwards.
 
     Calls that a trace would drop raise a CaptureError. Activation checkpoints, cumulative batch norms, CTC losses
     and the output dtypes of LSTMs are preserved in the trace. If ``returns_loss`` is True, the model returns only its
@@ -158,7 +158,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
 
 
 def _refusal(model: torch.nn.Module, error: Exception) -> CaptureError | None:
-    """Return the CaptureError to raise for an error of torch.export; None if its message does not show the cause."""
+    """Return the CaptureError to raise for an error of torch.export; None if that error does not show its cause."""
     cause = error.__cause__ or error.__context__
     if isinstance(cause, CaptureError):
         return cause
@@ -249,8 +249,7 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     Conditions on the number of samples only are left out: ``rehearse`` tries other numbers.
 
     Raises:
-        CaptureError: a size of a column became an expression, which cannot be read off a shape, or a condition cannot
-            be evaluated.
+        CaptureError: a column's size became an expression, which no shape shows, or a condition cannot be evaluated.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -270,13 +269,13 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 @contextmanager
 def _conditions_checked(model: nn.Module) -> Iterator[None]:
-    """End the trace of a model at a block if the blocks before it branch on open sizes in a way stages cannot check.
+    """End a trace before one of the model's blocks if earlier ones branch on open sizes in a way stages cannot check.
 
-    A condition is not checked at once, because torch.export simplifies it when it knows more of the sizes: from
-    ``max(1, s // 2) == s // 2`` nothing is left once ``s // 2 > 0`` follows from other conditions.
+    Conditions are checked only there, because torch.export simplifies a condition as soon as it has further facts about
+    the sizes: from ``max(1, s // 2) == s // 2`` nothing is left once ``s // 2 > 0`` follows from other conditions.
 
     Raises:
-        CaptureError: before a block, within the forward that is traced.
+        CaptureError: within the forward that is traced, before a block.
     """
     original, shapes, num_checked = model.forward, list[torch.Size](), 0
 
@@ -311,18 +310,19 @@ def _refuse_derived(sizes: Sequence[Any]) -> None:
 
 
 def _guards(sizes: Sequence[Any], recorded: Sequence[Any]) -> list[str]:
-    """Return the recorded guards that are conditions on open sizes, SymNodes of symbols, as Python expressions."""
+    """Return the recorded guards that depend on open sizes, as Python expressions.
+
+    Args:
+        sizes: SymNodes of the open sizes, each a symbol.
+        recorded: guards of torch's ShapeEnv.
+    """
     symbols = {size.expr for size in sizes}
     guards = (sizes[0].shape_env.simplify(guard.expr) for guard in recorded)
     return [PythonPrinter().doprint(guard) for guard in guards if guard.free_symbols & symbols]
 
 
 def _refuse_unchecked(conditions: Sequence[str], shapes: Sequence[Sequence[Any]]) -> None:
-    """Raise CaptureError if a condition does not hold for the example, for then it cannot be evaluated.
-
-    Args:
-        shapes: symbolic shapes of the columns, which carry the example's sizes.
-    """
+    """Raise CaptureError if a condition does not hold for the example, which shows that stages cannot evaluate it."""
     sizes = [size.node for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
     example = {str(size.expr): size.hint for size in sizes}
     for condition in conditions:

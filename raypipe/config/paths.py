@@ -80,9 +80,9 @@ def absolute_path(text: str, *, written: bool = False) -> str:
         return str(path if path.exists() or not kept.exists() else kept)
     if (copy := job_copy(kept)) is not None:
         raise ConfigError(
-            f"{text} lies in {copy}, Ray's copy of the job's working directory. The next submission has another one "
-            f"and would begin anew. Give a relative path, which starts from {DEFAULT_STORAGE} in a job, or an absolute "
-            "one elsewhere, or an s3:// or gs:// address."
+            f"{text} is in {copy}, Ray's copy of the job's working directory. The next submission has another one and "
+            f"would begin anew. Give a relative path, which starts from {DEFAULT_STORAGE} in a job, or an absolute one "
+            "elsewhere, or an s3:// or gs:// address."
         )
     return str(kept)
 

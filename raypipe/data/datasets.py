@@ -48,7 +48,7 @@ class Packed(Dataset[Any]):
         separator: token added after every document, such as a tokenizer's eos_token_id; None adds no separator.
         column: column of the token ids, if documents are dicts.
         labels: "same" returns items {"input_ids", "labels"} with the same tokens twice, for models of transformers,
-            which shift the labels themselves. "next" returns (tokens, the token after each of them), for a model with a
+            which shift the labels themselves. "next" returns (tokens, the token after each), for a model with a
             loss_fn.
         apart: True separates the documents of a block. A document's first token is no target (-100 instead). Items
             also have "position_ids" of shape (length,), which begin at 0 in every document and block, and
@@ -334,7 +334,7 @@ class Images(Dataset[Any]):
         try:
             pixels = self._pixels(path)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for damaged files
-            raise DataError(f"{path} cannot be read: {error}. Mend it, or leave it out.") from None
+            raise DataError(f"{path} cannot be read: {error}. Repair it, or leave it out.") from None
         channels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         tensor = torch.from_numpy(np.ascontiguousarray(channels))
         return (tensor if self._transform is None else self._transform(tensor)), label

@@ -161,7 +161,7 @@ class MapSource:
             return items
 
     def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
-        """Read the items at these indices. If that fails, the items are read one by one to find the bad one.
+        """Read the items at the indices ``rows`` by one call of ``batched``, or one by one to find an item that fails.
 
         Raises:
             DataError: an item cannot be read; the message names the item.

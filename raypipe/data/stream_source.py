@@ -145,8 +145,7 @@ class StreamSource:
         """Read samples a second time; None if that fails or takes longer than ``READ_AGAIN_S`` seconds.
 
         Reading begins at the nearest position of which a reader in this process has stored the stream's state, else at
-        the beginning of the stream. For a ray.data.Dataset the result is always None. The arguments are those of
-        ``read``.
+        the beginning of the stream. For a ray.data.Dataset the result is None. Arguments are those of ``read``.
         """
         if self.read_by_tasks:  # reading would execute the dataset again
             return None
@@ -246,7 +245,7 @@ class StreamReading:
         return self._source.named(epoch, position)
 
     def close(self) -> None:
-        """End the iteration; the next read begins another one, with the same samples."""
+        """End the iteration; the next read begins another one, in which each position has the same sample."""
         with self._lock:
             self._reader.close()
 
@@ -289,7 +288,7 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows. Closing the iterator ends the dataset's execution, which else may start Ray at exit."""
+        """Yield the rows. Closing the iterator ends the dataset's execution, which may start Ray at exit otherwise."""
         rows = iter(self._dataset.iter_rows())
         try:
             for row in rows:  # noqa: UP028  "yield from" would close them first

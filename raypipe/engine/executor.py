@@ -272,7 +272,7 @@ class Executor:
         ]
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
-        """Read the data of a later segment in advance; may be called in another thread while ``run`` is active."""
+        """Read the data of a later segment in advance; callable from another thread while ``run`` is active."""
         if not (training or self.placement.leads):
             return
         for work in self.works.values():
@@ -489,10 +489,10 @@ def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Actio
 
 
 def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """Merge the last parts of ``_split_row``, or append empty parts, so that there are ``count`` parts.
+    """Merge the last of ``parts``, or append empty ones, so that there is one part for each of ``count`` mini-batches.
 
-    ``count`` is the number of mini-batches. In a continuous schedule, a worker may have more or fewer parts than that:
-    stages without a backward may step before others, or begin a mini-batch that does not end in the segment.
+    In a continuous schedule a worker may have more or fewer parts: stages without a backward may step before others, or
+    begin a mini-batch that does not end in the segment.
     """
     kept = parts[: count - 1]
     kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]

@@ -116,7 +116,7 @@ class LocalFleet:
         self._halted = True
 
     def makers(self, reports: Sequence[StepReport]) -> tuple[dict[str, Any], ...]:
-        """Return an empty tuple: Fleet returns facts about the process of each stage, but here the process is one."""
+        """Return (), because all stages run in this process; Fleet returns facts about the process of each stage."""
         return ()
 
     def spans(self) -> list[Span]:

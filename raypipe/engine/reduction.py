@@ -88,7 +88,8 @@ def all_reduces(
 ) -> dict[int, AllReduce]:
     """Create the gradient exchange between replicas for each of a worker's stages, by stage.
 
-    With ``settings.shard_optimizer``, the stages' optimizers step only this worker's slices from now on.
+    With ``settings.shard_optimizer``, the stages' optimizers step only this worker's slices from now on. ``works`` has
+    the runners by stage, and ``channels`` those to other workers by worker.
     """
     shards, by_stage = is_sharded(placement, settings), {}
     for stage, work in works.items():
@@ -194,9 +195,8 @@ class Reduction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (gradient norm of the whole model, loss), scalars, equal on every stage.
 
-        The first call exchanges messages; calls for the worker's other stages return the same result. The norm does not
-        depend on the partition: it is the norm of the parameters' norms in the order of the user's named_parameters(),
-        as in torch.
+        The first call exchanges messages; calls for the worker's other stages return the same result. For any partition
+        it is the norm of the parameters' norms in the order of the user's named_parameters(), as in torch.
 
         Args:
             losses: terms of the mini-batch's loss, if this worker holds the last stage; else empty.

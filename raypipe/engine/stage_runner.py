@@ -355,7 +355,7 @@ class StageRunner:
         arguments: ForwardInputs,
         microbatch: int,
     ) -> None:
-        """Add a note to an exception of the user's code if one sample alone raises an exception of the same type."""
+        """Add a note to an exception of ``compute(arguments)`` if one sample alone raises an exception of its type."""
         _, position, samples = self._segment.locate(microbatch)
 
         def run(rows: ForwardInputs) -> None:

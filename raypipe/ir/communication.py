@@ -235,8 +235,8 @@ def chunk_bytes(lanes: int, replicas: int) -> int:
 def exchange_bytes(gradient_bytes: int, lanes: int, replicas: int) -> int:
     """Return the peak bytes that a replica holds for an exchange, in addition to its gradient sums.
 
-    In each of its lanes (partial gradient sums) the replica holds a copy of the chunk, the chunks received, and their
-    transfer buffers. In addition it holds the sum over its own lanes, and the sum over all lanes.
+    In each of its lanes (partial gradient sums) the replica holds a copy of a chunk (``chunk_bytes``), the chunks
+    received, and their transfer buffers. In addition it holds the sum over its own lanes, and the sum over all lanes.
 
     Args:
         gradient_bytes: gradients of the stage in one lane.

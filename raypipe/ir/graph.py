@@ -50,8 +50,8 @@ class Node:
         param_bytes: bytes of param_names.
         cut_bytes: bytes that would cross a cut right after this node for one sample; None if no cut is possible.
         forward_s, backward_input_s, backward_weight_s: seconds per micro-batch; 0 until profiled.
-        activation_bytes: bytes of its outputs that any backward keeps, and of what only its own keeps, for one sample;
-            0 until profiled.
+        activation_bytes: bytes for one sample that are kept for backwards: its outputs, and what only its own backward
+            reads; 0 until profiled.
         output_bytes: bytes of its output for one sample.
         frozen_bytes: the part of param_bytes without gradient and optimizer state.
         buffer_bytes: bytes of the module buffers of which this node is the first user.

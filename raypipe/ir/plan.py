@@ -22,7 +22,7 @@ class StagePrediction:
 
     Attributes:
         devices: names of its devices, one per replica.
-        forward_s, backward_s: seconds per micro-batch. If replicas share a row of the schedule, they are divided by the
+        forward_s, backward_s: seconds per micro-batch. If replicas are simulated as one worker, they are divided by the
             number of replicas, and include the all-reduce.
         weight_s: the part of backward_s for which no other stage waits (W).
         in_flight: largest number of micro-batches in flight: after their F, before their B (or W, if split).
@@ -359,8 +359,9 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
     """Return the smallest idle share of worker time, for equal stages, free messages and backwards that are not split.
 
-    Each of P workers holds v = S / P stages. With at least P micro-batches a worker idles while P - 1 stages compute;
-    with fewer, while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is 1F1B).
+    Each of the P workers holds v = S / P of the S stages. With at least P micro-batches a worker idles while P - 1
+    stages compute, else while the whole pipeline fills (Narayanan et al., arXiv:2104.04473, section 2.2; v = 1 is
+    1F1B).
     """
     each = num_stages / num_workers
     slots = max(each * num_microbatches + num_workers - 1, num_microbatches + num_stages - 1)

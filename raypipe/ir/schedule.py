@@ -218,8 +218,8 @@ class Wiring:
                 raise ScheduleError(f"Stage {stage} is placed on workers {listed}: give it one or more, each once.")
             if len(workers) > self.lanes:
                 raise ScheduleError(
-                    f"Stage {stage} has {len(workers)} replicas, but lanes={self.lanes} deals its micro-batches out to "
-                    f"{self.lanes} only: set at least {len(workers)} lanes."
+                    f"Stage {stage} has {len(workers)} replicas, but lanes={self.lanes} assigns its micro-batches "
+                    f"to {self.lanes} only: set at least {len(workers)} lanes."
                 )
             for worker in workers:
                 if together.setdefault(worker, workers) != workers:
@@ -314,7 +314,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         F  <- RECV_F <- SEND_F <- F of the stage before       (or directly, on the same worker)
         B  <- F, and RECV_B <- SEND_B <- B of the stage after
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
-        stages, or of its own where norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
+        stages, or of its own if norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
 
     REDUCE_GRAD, REDUCE_NORM and STEP are in the row of every replica. REDUCE_GRAD waits for backwards on all replicas
     of its stage. An action that depends on one of these three waits for it in its own row. If its own row does not have
@@ -413,11 +413,11 @@ class Schedule:
         return tuple(a.shifted(shift) if shift else a for row, shift in parts for a in row)
 
     def rows(self, repeats: int = 1) -> tuple[tuple[Action, ...], ...]:
-        """Return all rows, by worker."""
+        """Return all rows, by worker, with ``repeats`` times the body."""
         return tuple(self.row(w, repeats) for w in range(self.num_workers))
 
     def num_microbatches(self, repeats: int = 1) -> int:
-        """Count the micro-batches from one flush to the next."""
+        """Count the micro-batches from one flush to the next, with ``repeats`` times the body."""
         parts = (part for worker in range(self.num_workers) for part in self._parts(worker, repeats))
         return 1 + max((a.microbatch + shift for row, shift in parts for a in row if a.op is Op.F), default=-1)
 

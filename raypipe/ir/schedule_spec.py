@@ -82,8 +82,7 @@ def kinds_to_search(schedule: str) -> tuple[str, ...]:
     """Return the kinds of schedule that the controller may choose from; () if it may not change this schedule.
 
     Args:
-        schedule: "auto" or a kind, as in PipelineConfig.schedule. It is assumed that the user set no group size or
-            slack.
+        schedule: "auto" or a kind, as in PipelineConfig.schedule. The user has set no group size or slack.
     """
     if schedule == "auto":
         return AUTO_KINDS
@@ -153,7 +152,7 @@ class ScheduleSpec:
             )
         if self.per_replica and not (takes(self.kind, "update_interval") and self.replicas):
             raise ScheduleError(
-                f"per_replica means nothing to the schedule {str(self)!r}: it is of 'pipedream' with replicas."
+                f"per_replica has no effect on the schedule {str(self)!r}: it is of 'pipedream' with replicas."
             )
         least = {"num_microbatches": 1, "group_size": 1, "chunks": 1, "first_trainable": 0, "update_interval": 1}
         least["lanes"] = 1

@@ -45,8 +45,7 @@ class RowsKey(NamedTuple):
         num_microbatches: micro-batches per mini-batch.
         num_minibatches: mini-batches completed by the rows.
         training: False for evaluation.
-        update_interval: see Segment; part of the key, because a smaller last mini-batch may have equally many
-            micro-batches.
+        update_interval: see Segment; in the key, because a smaller last mini-batch may have equally many micro-batches.
         spec: schedule if it differs from the plan's; None for the plan's own.
     """
 

@@ -111,7 +111,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of worker time that no compute action used: 0 is perfect, (S-1)/(M+S-1) is 1F1B's."""
+        """Share of worker time without a compute action, from 0 (every worker always computes) to 1."""
         busy_s = [array("d") for _ in range(self.num_workers)]
         for worker, computes, start_s, end_s in self._computing():
             if computes:
@@ -120,7 +120,7 @@ class Timeline:
         return 1.0 - sum(map(sum, busy_s)) / span if span else 0.0
 
     def _computing(self) -> Iterator[tuple[int, bool, float, float]]:
-        """Yield (worker, True if it computes, start, end) of every span, without making objects of packed ones."""
+        """Yield (worker, True if it computes, start, end) of every span, without creating the Spans of PackedSpans."""
         spans = self.spans
         if isinstance(spans, PackedSpans):
             by_code = [op in COMPUTE for op in OPS]

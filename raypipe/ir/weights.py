@@ -34,8 +34,8 @@ class WeightPolicy:
 
     Attributes:
         rule: version that a forward uses.
-        interval: u, micro-batches per update; None for one update per mini-batch, before and after which the pipeline
-            is empty.
+        interval: u, micro-batches per update; None for one update per mini-batch, with an empty pipeline before and
+            after.
         intervals: u_s by stage if stages update at different intervals, all of which divide ``interval``; else empty.
         capacities: maximum number of versions by stage; empty means one. If an update finds all of them in use, it is
             deferred: its gradients are added to those of the next update.

@@ -30,8 +30,8 @@ def undisturbed() -> Iterator[None]:
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigError(
-            "The trainer was called within torch.autocast(...), which stages know nothing of. Call it outside, and set "
-            "PipelineConfig(precision=...)."
+            "The trainer was called within torch.autocast(...), which does not apply to stages. Call it outside, and "
+            "set PipelineConfig(precision=...)."
         )
     with torch.inference_mode(False), torch.enable_grad():
         yield
@@ -49,8 +49,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         survives: True if workers keep copies of the state in memory, so that the run can resume after a failure.
-        unfilled: function that builds the model without weights and names the sources of its weights; None if ``model``
-            has weights.
+        unfilled: function that builds the model without weights and names their sources; None if ``model`` has weights.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -154,7 +153,7 @@ def check_travel(arguments: Mapping[str, Any]) -> None:
 
 
 class _EnoughError(Exception):
-    """Exception that stops the pickling of an argument after 16 MiB, as a trial; the argument is accepted."""
+    """Exception that ends the trial of an argument once 16 MiB were pickled without an error; it is then accepted."""
 
 
 class _Sink:
@@ -170,7 +169,7 @@ class _Sink:
 
 
 def _nothing(*_: Any) -> None:
-    """Replace the constructor of a value that ``check_travel`` does not pickle; never called: nothing is unpickled."""
+    """Serve as constructor of a tensor or table in the pickle of a trial; never called, since nothing is unpickled."""
 
 
 def check_operations(programs: Iterable[StageProgram]) -> None:

@@ -52,16 +52,16 @@ class _Watched(TorchDispatchMode):
         storage = _storage(tensor)
         if storage in self._named:
             raise CaptureError(
-                f"{self._whose} reads {self._named[storage]!r} of the model that the trainer was given. Stages train "
-                f"copies of it, so that it would see the values of the beginning for ever. {self._cure}"
+                f"{self._whose} reads {self._named[storage]!r} of the model that the trainer was given. Stages "
+                f"train copies of it, so that it would always read the initial values. {self._cure}"
             )
         if self._allowed is None or storage in self._allowed or not torch.is_grad_enabled():
             return
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             raise CaptureError(
-                f"{self._whose} computes with a parameter of shape {list(tensor.shape)} that the model does not have, "
-                "so no optimizer is given it and it would never learn. Make it a part of the model, which can return "
-                "its own loss, or freeze it: requires_grad_(False)."
+                f"{self._whose} computes with a parameter of shape {list(tensor.shape)} that the model does not "
+                "have, so no optimizer would train it. Make it a part of the model, which can return its own loss, or "
+                "freeze it: requires_grad_(False)."
             )
 
 
@@ -69,7 +69,7 @@ class _Watched(TorchDispatchMode):
 def no_reads_of(
     named: Mapping[str, torch.Tensor], whose: str, cure: str = "", *, allowed: Iterable[torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """Refuse operations inside that read one of these tensors, or a view of one.
+    """Refuse operations inside the context that read one of these tensors, or a view of one.
 
     Args:
         named: forbidden tensors by name.
@@ -262,7 +262,7 @@ def refuse_failed_checks(
 
 
 def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Raise CaptureError if a buffer (by name) is not equal ``before`` and ``after`` a backward.
+    """Raise CaptureError if a buffer differs ``before`` and ``after`` a backward; both have buffers by name.
 
     A pipeline runs backwards in another order than plain PyTorch.
     """
@@ -278,9 +278,10 @@ def refuse_changed_by_backward(before: Mapping[str, torch.Tensor], after: Mappin
 def _refuse_spoiled(
     captured: Capture, names: Sequence[str], after: Sequence[torch.Tensor], rows: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Raise DataError if a forward on ``rows`` has made a finite buffer NaN or infinite; ``after`` has new contents.
+    """Raise DataError if a forward on ``rows`` has made one of the finite buffers ``names`` NaN or infinite.
 
-    A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not.
+    A batch norm in plain PyTorch refuses a single value per channel, but its traced operation does not. ``after`` has
+    the buffers' new contents.
     """
     for name, buffer in zip(names, after, strict=True):
         before = captured.buffers[name]
@@ -300,9 +301,9 @@ def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], ca
     if not loss.requires_grad:
         what = "loss_fn" if captured.loss_fn is not None else "The model"
         raise CaptureError(
-            f"{what} returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or a "
-            "conversion to a number stands between it and the parameters. Compute the loss from the model's output by "
-            "differentiable operations."
+            f"{what} returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or "
+            "a conversion to a number is between it and the parameters. Compute the loss from the model's output "
+            "by differentiable operations."
         )
     try:
         gradients = torch.autograd.grad(loss, [leaf for _, leaf in leaves], allow_unused=True)

@@ -106,7 +106,7 @@ def minibatch_rule(
 
 
 def _most_blocks(captured: Capture, rule: WholeMinibatch) -> dict[str, tuple[int, ...]]:
-    """Return the blocks (``join_blocks``) of outputs that hold several views of all samples, one after the other."""
+    """Return the number of blocks (``join_blocks``) of each output by mode, if each block has all samples once."""
     found, evaluates = {}, not isinstance(captured.model, TracedModel) or captured.model.eval is not None
     for mode, dims in rule.joined.items():
         outputs = _outputs(captured, 4, mode if evaluates else "train") or ()
@@ -192,8 +192,8 @@ def _try_joined(
 
     Args:
         model: the captured model, with its weights.
-        training: True for the graph of training, with batch norms as in evaluation; False for that of evaluation, or
-            for that of training if only this was captured: where they differ, so do the losses.
+        training: True for the graph of training, with batch norms as in evaluation; False for that of evaluation, if it
+            was captured, else for that of training.
 
     Returns:
         the loss with its gradients, computed in fp32 or float64 whatever the precision of the run; None if the graph
@@ -271,7 +271,7 @@ def _generic(model: torch.nn.Module, captured: Capture) -> dict[str, torch.Tenso
 
 
 def without_loss(captured: Capture, rule: WholeMinibatch) -> Capture:
-    """Return a capture to be profiled: its loss only holds what the last stage holds of each micro-batch."""
+    """Return a capture to be profiled: its loss holds what the last stage holds of each micro-batch (HeldOutputs)."""
     return replace(captured, recipe=replace(captured.recipe, loss=HeldOutputs(rule.joined["train"])))
 
 
@@ -309,12 +309,12 @@ def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | N
 def loss_seconds(captured: Capture, rule: WholeMinibatch, samples: int, rows: Columns) -> float:
     """Measure the seconds of the loss over the whole mini-batch on this CPU, forward and backward.
 
-    It is computed on random outputs, of as many samples as take at most TIMED_BYTES; the seconds of more samples grow
-    as its bytes do.
+    It is timed on random outputs with as many samples as TIMED_BYTES allow. For more samples the seconds are multiplied
+    by the ratio of the loss's bytes.
 
     Args:
         samples: number of samples of the mini-batch.
-        rows: columns by name, of which the targets are taken, repeatedly.
+        rows: columns by name; their targets are repeated as often as necessary.
 
     Returns:
         the seconds; 0 if the loss fails on these outputs, or does not run on the meta device.

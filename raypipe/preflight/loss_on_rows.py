@@ -262,7 +262,7 @@ class LossTrial:
             return None
 
     def _tried(self, rows: Columns, *, training: bool, in_float64: bool, most_bytes: int) -> Tried:
-        """Compute losses in one mode and dtype.
+        """Compute losses in training or evaluation mode, in float64 or in the model's dtype.
 
         Args:
             most_bytes: limit of the bytes kept for the backward; 0 computes no gradients.
@@ -333,8 +333,8 @@ class LossTrial:
             )
         if mode.index:
             raise CaptureError(
-                "loss_fn draws random numbers, which nothing but a model's forward may: draws there are keyed by seed, "
-                "step and micro-batch, and so the same wherever stages run. Let forward draw them and return what the "
+                "loss_fn draws random numbers, which only a model's forward may: there they are keyed by seed, "
+                "step and micro-batch, and so equal wherever stages run. Let forward draw them and return what the "
                 "loss needs."
             )
 
@@ -446,14 +446,14 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
 
 
 def without_dropout(captured: Capture, *, training: bool | None = None) -> GraphFunction | None:
-    """Return the whole graph, without dropout, as one function.
+    """Return the whole graph as one function that computes in fp32 and without dropout.
 
     Args:
-        training: True for the graph of training, whatever the precision, which then changes buffers if the model does;
-            False for that of evaluation; None for the graph of training unless that changes buffers, in fp32 only.
+        training: True for the graph of training, even if it changes buffers; False for that of evaluation. None for the
+            graph of training, or that of evaluation if training changes buffers; the run's precision must then be fp32.
 
     Returns:
-        the function, which computes in fp32; None if the model has no weights, or the graph was not captured.
+        The function. None if the model has no weights, the graph was not captured, or the precision is another one.
     """
     assert isinstance(captured.model, TracedModel)
     if any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())):

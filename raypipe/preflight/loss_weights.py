@@ -193,10 +193,10 @@ def _instead(pipeline: PipelineConfig) -> str:
 
 def _refusal_of_bend(operation: str, pipeline: PipelineConfig) -> ConfigError:
     return ConfigError(
-        f"loss_reduction='auto': the loss takes {operation} of an average over the samples. Of the averages of "
-        "micro-batches it is another loss as soon as one of them lies on the other side of the bend, though until then "
-        f"they add up. Set {pipeline.one_microbatch} to keep it exact, or loss_reduction='per_microbatch' to give each "
-        f"micro-batch a bend of its own.{_instead(pipeline)}"
+        f"loss_reduction='auto': the loss takes {operation} of an average over the samples. The losses of "
+        "micro-batches add up only while the averages of all of them are on the same side of its bend. Set "
+        f"{pipeline.one_microbatch} to keep it exact, or loss_reduction='per_microbatch' to compute the loss of each "
+        f"micro-batch separately.{_instead(pipeline)}"
     )
 
 

@@ -54,8 +54,8 @@ def metric_reads(
     parts = parts_by_key(output)
     if not parts:
         raise ConfigError(
-            f"metrics look at what the model returns, but {type(model).__name__} returns only its loss. Let it return "
-            "logits or predictions too, in a dict, a tuple or an object, or give a loss_fn."
+            f"metrics read what the model returns, but {type(model).__name__} returns only its loss. Let it "
+            "return logits or predictions too, in a dict, a tuple or an object, or give a loss_fn."
         )
     outputs: dict[Any, None] = {}
     columns: dict[Any, None] = {}

@@ -42,9 +42,9 @@ def refuse_still_norms(model: nn.Module) -> None:
         module = model.get_submodule(path)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             raise CaptureError(
-                f"The module {path!r}, {type(module).__name__}, is in evaluation mode, and training puts the whole "
-                f"model into training mode, as model.train() does: its statistics would change. "
-                f"{_CURE.format(name=path)} If they shall change, call model.train() before."
+                f"The module {path!r}, {type(module).__name__}, is in evaluation mode, and training puts the "
+                "whole model into training mode, as model.train() does: its statistics would "
+                f"change. {_CURE.format(name=path)} If they are to change, call model.train() before."
             )
 
 
@@ -107,8 +107,8 @@ def refuse_aliased_memory(captured: Capture) -> None:
     for one, other in _overlapping(named):
         if one in changing or other in changing:
             raise CaptureError(
-                f"{one!r} and {other!r} are two tensors over the same memory. Stages hold each for itself, so that "
-                "what changes one would not show in the other, as it does in plain PyTorch. Make them one and the same "
+                f"{one!r} and {other!r} are two tensors over the same memory. Stages hold them separately, so that "
+                "a change of one would not change the other, as it does in plain PyTorch. Make them one and the same "
                 "(model.head.weight = model.embed.weight), or give one of them its own memory with clone()."
             )
 
@@ -118,9 +118,9 @@ def _refuse_constants(constants: Collection[torch.Tensor], named: Tensors, chang
         for name in changing:
             if name in named and _share(constant, named[name]):
                 raise CaptureError(
-                    f"forward reads a tensor over the memory of {name!r} that is not a parameter or buffer. Stages "
-                    f"would keep its present values, while it follows {name!r} in plain PyTorch. Read {name!r} in "
-                    "forward, with detach() if no gradient shall flow, or clone() the tensor."
+                    f"forward reads a tensor over the memory of {name!r} that is not a parameter or buffer. "
+                    f"Stages would keep its present values, while it follows {name!r} in plain PyTorch. Read {name!r} "
+                    "in forward, with detach() if it needs no gradient, or clone() the tensor."
                 )
 
 

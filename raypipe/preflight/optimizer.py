@@ -431,7 +431,7 @@ def _compare_rates(
 
 
 def _differing_option(own: Mapping[str, Any], whole: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first option that differs as ("lr=0.1", "lr=0.05"), own first; None if all are equal."""
+    """Return the first option that differs, as texts of both values ("lr=0.1", "lr=0.05"); None if all are equal."""
     for key in sorted(own.keys() & whole.keys()):
         if any(isinstance(x, torch.Tensor | float) for x in (own[key], whole[key])):
             same = torch.as_tensor(own[key]).allclose(torch.as_tensor(whole[key]), rtol=_TOLERANCE, atol=0.0)
@@ -464,7 +464,12 @@ def _compare_slices(stages: Mapping[int, Sequence[str]], stand_ins: Tensors, mak
 def _slice_differs(
     whole: _Stepped, half: _Stepped, parts: Sequence[list[ParameterSlice]], replica: int, gradients: Sequence[Tensors]
 ) -> str:
-    """Step one replica's slices with ``half``; return how they differ from ``whole``, already stepped, or ""."""
+    """Step the slices of one replica with ``half``; describe the first difference to ``whole``, or return "".
+
+    Args:
+        whole: optimizer of whole parameters, which has made the same steps.
+        parts: slices by replica.
+    """
     try:
         half.slices = Slices(parts, replica, half.parameters)
         half.slices.take_over(half.optimizer)
@@ -474,4 +479,4 @@ def _slice_differs(
     if not half.optimizer.state.keys() <= {x for group in half.optimizer.param_groups for x in group["params"]}:
         return "it keeps state for other tensors than those of its groups."
     differing = [name for name, first, stop in parts[replica] if not half.moves_like(whole, name, slice(first, stop))]
-    return f"it moves a part of {differing[0]!r} otherwise than all of it." if differing else ""
+    return f"it changes a part of {differing[0]!r} differently than all of it." if differing else ""

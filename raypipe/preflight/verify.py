@@ -163,10 +163,10 @@ class _Check:
         return _chained(programs, {**self.tensors, **held}, columns, key, self.before.restore)
 
     def first_module(self, batches: Sequence[Columns], held: Tensors, least: float) -> str:
-        """Describe the first module whose output on the last micro-batch differs; else the last module that agrees.
+        """Describe the first module whose output on the last micro-batch differs, or else the last that was compared.
 
         The model is cut after as many modules as possible, and the outputs of each stage are compared with the output
-        of the same module in plain PyTorch.
+        of the same module in plain PyTorch. For ``held`` see ``stages``, for ``least`` see ``_rounding``.
 
         Returns:
             Text to append to the error; "" if no module could be compared.
@@ -409,8 +409,8 @@ def _close(here: torch.Tensor, there: torch.Tensor, least: float, largest: float
 
     Args:
         least: tolerance relative to the largest value of ``here``, see ``_rounding``.
-        largest: largest value of all gradients; a tenth of the tolerance applies to it, since the terms of a sum may
-            cancel out.
+        largest: largest value of all gradients; a tenth of the tolerance applies to it, since terms of a sum may
+            cancel.
     """
     if here.shape != there.shape or here.dtype != there.dtype:
         return False

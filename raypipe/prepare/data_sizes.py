@@ -89,7 +89,7 @@ class DataSizes:
 
 
 def look_at(source: Source, columns: Sequence[Any], minibatch: int) -> DataSizes:
-    """Read some mini-batches of a source, spread over an epoch; the first ones of a stream.
+    """Read some mini-batches of ``minibatch`` samples, spread over an epoch; of a stream the first ones.
 
     A mini-batch that cannot be read is left out: the step that reads it reports the error.
     """

@@ -236,7 +236,10 @@ def _scheduler_labels(optimizer: torch.optim.Optimizer, make: MakeScheduler | No
 
 
 def _rates(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Iterable[tuple[str, Any]]:
-    """Yield (label, learning rate) of each group after 1, 2, 4, ... steps; 9 digits, on which all processors agree."""
+    """Yield (label, learning rate) of each group after 1, 2, 4, ... calls of ``step``, until ``step`` raises.
+
+    Rates are rounded to 9 digits, which are equal on all processors.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scheduler steps without the optimizer, and past its end
         for done in range(1, LATEST_UPDATE + 1):

@@ -274,7 +274,7 @@ def check_columns(columns: Sequence[Any], source: Source, train: Source, name: s
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:
-    """Read the first samples, at least two, as {column: tensor}.
+    """Read the first ``samples`` samples, but at least two, as {column: tensor}.
 
     Raises:
         DataError: the data has no target for the loss_fn.

@@ -137,7 +137,7 @@ class Job:
         return dataclasses.replace(self, basis=basis, planned=dataclasses.replace(self.planned, plan=plan))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """Return the checked schedule of a step with this number of micro-batches: a row of actions for each worker."""
+        """Return the checked schedule of a step, or evaluation, of so many micro-batches: actions for each worker."""
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:

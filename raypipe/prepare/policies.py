@@ -111,13 +111,13 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
     """Raise ConfigError for arguments that threads of one process do not support."""
     if detached:
-        raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+        raise ConfigError("A local run is in threads of this process and cannot be detached from it.")
     workers = worker_range(scaling)
     if workers is not None:
         raise ConfigError(
-            f"ScalingConfig(num_workers=({workers.least}, {workers.most})): threads of one process (local=True) do not "
-            f"become more or fewer. Give num_workers={workers.most}, whose plan such a run grows to and whose bits it "
-            "has, or leave out local=True."
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})): the number of threads of a local run is "
+            f"fixed. Give num_workers={workers.most}, the number to which such a run grows, with bitwise equal "
+            "results, or leave out local=True."
         )
 
 

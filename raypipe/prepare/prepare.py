@@ -145,7 +145,9 @@ def _minibatch_size(opened: Opened) -> int:
 
 
 def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch, *, bounded: bool) -> Profile:
-    """Count the bytes of the loss over a mini-batch as workspace of the last operation, when all outputs are held.
+    """Add the memory of a loss over the whole mini-batch to the profile, as workspace of the last operation.
+
+    If the last stage may recompute, the outputs and targets that it holds until the loss are added too.
 
     Args:
         bounded: True if devices may have memory limits.
@@ -251,7 +253,7 @@ def profile(
 def _measured(
     opened: Opened, pipeline: PipelineConfig, rates: Rates | None, reduction: Any = None, *, by_size: bool
 ) -> Profile:
-    """Measure a profile; without the loss if ``reduction`` computes that over the whole mini-batch."""
+    """Measure a profile, without a loss that ``reduction`` computes over mini-batches; ``by_size``: see profile_of."""
     whole = isinstance(reduction, WholeMinibatch)
     profiled = profile_of(
         without_loss(opened.captured, reduction) if whole else opened.captured, opened.example, opened.larger,

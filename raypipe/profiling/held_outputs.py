@@ -36,9 +36,10 @@ class HeldOutputs:
 
 
 class _Held(torch.autograd.Function):
-    """Keeps copies of the first ``copied`` tensors, none of the next ``single``, and the others as they are.
+    """Autograd function that returns 0, and keeps tensors until its backward.
 
-    The copies are the gradients by their tensors; those by the ``single`` tensors are zeros.
+    It keeps copies of the first ``copied`` tensors, none of the next ``single`` tensors, and the others as they are.
+    The backward returns the copies as gradients by their tensors, and zeros as gradients by the ``single`` tensors.
     """
 
     @staticmethod

@@ -109,8 +109,7 @@ class _Bytes:
     Attributes:
         samples: number of samples for which ``kept`` was counted.
         kept: bytes that are kept for backwards, see ``KeptBytes``.
-        spaces: workspace as lines over the number of samples, (fixed bytes, bytes per sample), of which the largest
-            counts.
+        spaces: workspace as lines over the number of samples, (fixed bytes, bytes per sample); the largest counts.
     """
 
     samples: int

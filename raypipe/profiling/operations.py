@@ -55,8 +55,7 @@ def seconds_between(begin: Moment, end: Moment) -> float:
     """Estimate the seconds that the work between two clock readings would take on an otherwise idle processor.
 
     If the thread has not waited in between, this is its CPU time or the wall time, whichever is less: the rest of the
-    wall time belongs to other processes. If it has slept or waited for a device, or if that is unknown, this is the
-    wall time.
+    wall time belongs to other processes. If it has slept or waited, or if that is unknown, this is the wall time.
 
     Args:
         begin, end: clock readings of this thread.
@@ -263,7 +262,7 @@ class OperationTimer:
 
 
 def _backward(roots: Sequence[Any], seeds: Sequence[Any], wanted: Sequence[Any], *, keep: bool) -> float:
-    """Measure the seconds of a backward, without autograd's constant overhead; 0 if no gradient is wanted."""
+    """Measure the seconds of a backward, less autograd's overhead; 0 if none is ``wanted``; ``keep`` keeps graphs."""
     if not roots or not wanted:
         return 0.0
     begin = Moment.now()

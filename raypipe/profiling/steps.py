@@ -224,7 +224,7 @@ class _Run:
 
 @functools.cache
 def _without_autocast(kind: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``target`` without autocast for device type ``kind``; cached, so always the same."""
+    """Return a function that calls ``target`` without autocast for device type ``kind``, always the same for both."""
     return functools.partial(uncast, kind, target)
 
 

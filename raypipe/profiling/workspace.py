@@ -218,7 +218,7 @@ def workspaces(
 
 
 def _line(few: int, low_bytes: int, many: int, high_bytes: int) -> tuple[int, int]:
-    """Fit a line (bytes at 0 samples, bytes per sample) through two points; neither number is negative."""
+    """Fit a line (bytes at 0 samples, bytes per sample), neither negative, to (few, low_bytes), (many, high_bytes)."""
     slope = (high_bytes - low_bytes) / (many - few)
     fixed = low_bytes - slope * few
     if slope < 0:
@@ -227,7 +227,7 @@ def _line(few: int, low_bytes: int, many: int, high_bytes: int) -> tuple[int, in
 
 
 def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[int, int]:
-    """Choose a line (bytes at 0 samples, bytes per sample) through a single point, see ``workspaces``."""
+    """Choose such a line for one point, ``nbytes`` at ``samples``; ``position``: of the operation; see workspaces."""
     if position in passes.steps.weight_like:
         return max(0, nbytes), 0
     leaves = (passes.leaves[site] for site in passes.steps.sites[position])

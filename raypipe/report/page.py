@@ -246,7 +246,7 @@ def _span(run: RunFacts) -> tuple[float, float]:
 
 
 def _turned(run: RunFacts) -> list[str]:
-    """Draw the schedules over steps: group sizes k if all are kfkb or 1f1b, else numbers with a legend."""
+    """Draw the schedules over steps: group sizes k if all are kfkb or 1f1b, else a number for each, with a legend."""
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:
         return []

@@ -87,13 +87,12 @@ class ControllerThread:
 
     Args:
         setup: configuration of the controller; None if no schedule or codec may change.
-        state: attribute ``state`` of the thread of the run's previous submission (call of fit); "" for a new run.
+        state: last value of the attribute ``state`` in the run's previous submission (call of fit); "" for a new run.
         machine: controller to run; None to make one from ``setup`` and ``state``.
 
     Attributes:
         setting: settings of the next order.
-        state: state of the controller as JSON, for a later submission; updated after the decisions in SAVED and by
-            ``close``.
+        state: state of the controller as JSON, for a later submission; updated by decisions in SAVED and ``close``.
         opened: event that is set once the first step has been handled.
     """
 
@@ -166,7 +165,7 @@ class ControllerThread:
                 self._estimated_s = time.monotonic()
         except Exception as error:  # noqa: BLE001  (as above)
             self._machine = None
-            self._news.put(f"The controller failed and turns nothing any more: {error!r}")
+            self._news.put(f"The controller failed, and changes no settings any more: {error!r}")
             self.opened.set()
 
     def _setting_of(self, choice: Choice) -> ActiveSettings:
@@ -184,8 +183,7 @@ class Control:
     """Interface of the loop to the run's controller. Without a controller, orders run with the plan's own settings.
 
     Args:
-        make: (configuration, state) -> started controller thread; the state was saved by an earlier submission, or is
-            "".
+        make: (configuration, state) -> started controller thread; an earlier submission saved the state, or it is "".
         reporter: publishes decisions and estimates; the controller's state is saved in its folder.
         replanning: detector of stages that need another cut; None if the cut is fixed.
     """

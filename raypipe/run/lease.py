@@ -68,7 +68,7 @@ class Holder(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """True if the holder is a dead process of this machine, or this process under an old lease.
+        """True if the holder is a dead process of this machine, or this process with an earlier lease.
 
         False if unknown.
         """
@@ -255,8 +255,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
     def check(self) -> None:
         """Raise LeaseError if another process has taken the lease, as of the last reading by the renewing thread.
 
-        If that reading is older than ASLEEP_S seconds, for example after the process was suspended, the lease is read
-        now.
+        If that reading is older than ASLEEP_S seconds, as after a suspension of the process, the lease is read now.
 
         Raises:
             LeaseError: the lease was taken; the message has the new holder.
@@ -373,7 +372,8 @@ def _locked(place: Place) -> Iterator[None]:
         file = path.open("ab")
     except OSError as error:
         raise CheckpointError(
-            f"The run's folder {place} cannot be written: {error}. Change the rights, or give another storage_path."
+            f"The run's folder {place} cannot be written: {error}. Change the permissions, or give another "
+            "storage_path."
         ) from error
     with file:
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S

@@ -55,8 +55,7 @@ class LoopSetup:
         lease: lease on the run's folder; None if no other process can access it.
         recovery: makes transitions of the stages; None if stages cannot fail separately, as in threads.
         lost: error that describes the loss, if this driver has taken over the stages of a lost driver; None otherwise.
-            With an error the run begins with a recovery, and a StageLostError counts as a failure, because stages were
-            lost too.
+            With an error the run begins with a recovery; a StageLostError counts as a failure.
     """
 
     fleet: AnyFleet
@@ -132,8 +131,7 @@ class _Loop:
     def run(self) -> Outcome:
         """Train to the end, and recover from failures.
 
-        Training starts from the newest checkpoint, or from the in-memory copies on stages that were taken over from a
-        lost driver.
+        Training starts from the newest checkpoint, or from the copies on stages taken over from a lost driver.
         """
         lost = self._lost
         self._resume() if lost is None else self._resume_from_copies(lost)
@@ -224,8 +222,8 @@ class _Loop:
         """Record an error that ends the run, and save the last completed step if its stages still hold it.
 
         Returns:
-            Argument of the callbacks' ``on_end``. None if another process has taken the run over: then nothing is
-            written.
+            Argument of the callbacks' ``on_end``. None, and nothing is written, if another process has taken the run
+            over.
         """
         if self._lease is not None and self._lease.lost:
             return None

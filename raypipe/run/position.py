@@ -129,8 +129,7 @@ class Progress:
 
     Attributes:
         at: position in the data after the last step that every stage has finished.
-        skipped: number of steps since the loaded checkpoint that were skipped for a loss or gradient that is not
-            finite.
+        skipped: number of steps since the loaded checkpoint that were skipped for a non-finite loss or gradient.
         empty: True if the pipeline holds no micro-batches of later steps.
         end_s: end of the last step, in seconds; None if the next step's duration is not measured from there.
         saved: step of the newest checkpoint that the stages were requested to write.

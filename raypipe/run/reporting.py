@@ -88,7 +88,7 @@ class Reporter:
 
 
 class CallbackThread:
-    """Queue of calls to the callbacks of one submission, and the thread that makes them; no thread without callbacks.
+    """Queue of calls to the callbacks of one submission, and a thread that makes them, if there are callbacks.
 
     Args:
         complain: called with (kind, message, steps done, failures in a row) if a callback raises, is too slow, or

@@ -190,7 +190,7 @@ class Requests:
             self._offer = offer
 
     def join(self) -> None:
-        """Request that spare workers join stages that lack replicas, after the orders that were issued already."""
+        """Request that spare workers join stages that lack replicas, after the orders issued so far."""
         with self._lock:
             self._joining = True
 

@@ -222,9 +222,9 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
 
 
 def _versions(was: Mapping[str, str], now: Mapping[str, str], done: int, note: str) -> str:
-    """Describe changed versions, and the step from which the new ones apply, followed by ``note``.
+    """Describe changed versions, and the step ``done`` up to which the old ones trained, followed by ``note``.
 
-    "" if all are equal.
+    Returns "" if all are equal.
     """
     if was == now:
         return ""

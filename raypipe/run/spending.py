@@ -38,8 +38,7 @@ class Meter:
     Args:
         price: price of a worker-hour.
         workers: returns the number of workers that the run holds, spares included.
-        held: True if this driver takes over workers of a lost driver. Then the time since the last write of cost.json
-            is added.
+        held: True if this driver takes over workers of a lost one; the time since the last cost.json is then added.
         guard: returns a context for each write to the folder, such as ``Lease.completing``, which raises if another
             process has taken the run over.
         clock: returns seconds since 1970.

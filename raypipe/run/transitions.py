@@ -111,9 +111,7 @@ class Transitions(Protocol):
     def keep_copy(self, step: int) -> None:
         """Have every stage copy its present state to memory, and wait until all have.
 
-        Sending the copies to other workers goes on afterwards.
-
-        The pipeline must be empty.
+        The pipeline must be empty. Sending the copies to other workers goes on afterwards.
 
         Args:
             step: number of optimizer steps that every stage has completed, with which the copy is labelled.

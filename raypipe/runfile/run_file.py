@@ -190,7 +190,7 @@ def _check(run: RunFile) -> None:
     if unnamed:
         parts = "; ".join(f"{key} was {words}" for key, words in unnamed)
         raise ConfigError(
-            f"{run.name} cannot train yet, for the program that began the run had parts that no file can name: {parts}"
+            f"{run.name} cannot train yet: the program that started the run had parts that no file can name: {parts}"
             '. Write {target: "package.module:function"} for each of them.'
         )
     for key, value in run.values.items():

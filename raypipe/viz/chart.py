@@ -267,7 +267,7 @@ def _thinned(points: Sequence[Point], most: int) -> Iterable[Point]:
 
 
 def _extremes(group: Sequence[Point]) -> Iterable[Point]:
-    """Return the minimum, the maximum and one non-finite point of a group, in order."""
+    """Return the minimum, the maximum and one non-finite point of a group, in the order of the group."""
     known = [point for point in group if _finite(point)]
     extremes = {min(known, key=_height), max(known, key=_height)} if known else set()
     return sorted(extremes | {*[point for point in group if not _finite(point)][:1]}, key=lambda point: point[0])

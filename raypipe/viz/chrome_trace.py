@@ -134,7 +134,7 @@ def _counters(spans: Sequence[Span], process: int, clock: Clock) -> list[Event]:
 
 
 def _totals(moments: Iterable[tuple[float, int]], start: int) -> list[tuple[float, int]]:
-    """Return (time, running total) after each of the moments (time, change); simultaneous changes are merged."""
+    """Return (time, running total from ``start``) after each of the moments (time, change), one for equal times."""
     totals: dict[float, int] = {}
     total = start
     for moment_us, change in sorted(moments):

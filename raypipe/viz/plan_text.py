@@ -250,7 +250,7 @@ def _step_lines(prediction: Prediction) -> list[str]:
 
 
 def _fullest(prediction: Prediction, placement: Sequence[int]) -> str:
-    """Describe the stage with the most memory; if workers hold several stages, the worker with the most in total."""
+    """Describe the stage with the most memory; if ``placement`` puts several stages on a worker, the fullest worker."""
     if len(set(placement)) < len(placement):
         held: dict[int, int] = {}
         for stage, worker in zip(prediction.stages, placement, strict=True):

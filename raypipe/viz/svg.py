@@ -94,7 +94,7 @@ def text(
 
 
 def shortened(words: str, most_px: float, size: float = 14) -> str:
-    """Shorten words to a width in pixels by replacing their middle with an ellipsis."""
+    """Shorten words to ``most_px`` pixels in a font of ``size`` pixels, by an ellipsis in place of their middle."""
     most = max(8, int(most_px / (0.62 * size)))
     if len(words) <= most:
         return words

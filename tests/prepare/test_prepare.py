@@ -323,7 +323,7 @@ def no_class() -> torch.Tensor:
         (
             lambda output, target: (output.argmax(1) == target).float().mean(), Y,
             "loss_fn returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or a "
-            "conversion to a number stands between it and the parameters. Compute the loss from the model's output by "
+            "conversion to a number is between it and the parameters. Compute the loss from the model's output by "
             "differentiable operations.",
         ),
         (

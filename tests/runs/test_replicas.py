@@ -196,7 +196,7 @@ def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"Stage 0 changes '1\..*' in every forward, so that its 2 replicas"):
         batch_norm.plan()
     trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), EVEN, num_replicas=[1, 2]).plan()
-    with pytest.raises(PlanError, match="replicated_buffers=True means nothing here"):
+    with pytest.raises(PlanError, match="replicated_buffers=True has no effect here"):
         trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), EVEN, num_replicas=[1, 2], replicated_buffers=True).plan()
     workers = SimpleNamespace(num_workers=(2, 4))
     refuse_replicas(trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan(), workers)

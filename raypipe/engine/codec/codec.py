@@ -110,7 +110,7 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
 
 
 def applies(name: str, dtype: torch.dtype, elements: int) -> bool:
-    """Return True if a codec supports a dtype and saves bytes, which it cannot for a single element with its scale."""
+    """Return True if a codec supports a dtype and saves bytes; one element with its scale is no smaller than before."""
     return dtype in _TAKES[name] and wire_bytes(name, dtype, elements) < elements * dtype.itemsize
 
 

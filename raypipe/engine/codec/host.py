@@ -143,7 +143,7 @@ def _scales_of(largest: np.ndarray, levels: Levels) -> tuple[np.ndarray, np.ndar
 
 
 def draws(key: int, start: int, count: int) -> np.ndarray:
-    """Return pseudo-random odd int16, shape (count,), for the elements from position ``start``, which must be even.
+    """Return pseudo-random odd int16, shape (count,), for ``key`` and the positions from ``start``, an even number.
 
     Multiplied by DRAW they are uniform in (-1/2, 1/2), symmetric about 0. An element is rounded stochastically by
     adding such a number to the element divided by its scale, and rounding to nearest. A whole number is never changed.

@@ -117,7 +117,7 @@ def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
     for stage, of_stage in by_stage.items():
         common = next((copy.header for copy in of_stage if copy.header.piece == COMMON), None)
         if common is None:
-            raise CheckpointError(f"Of the copy of stage {stage} there are only slices.")
+            raise CheckpointError(f"The copy of stage {stage} lacks its common piece.")
         title = f"The copy of stage {stage} after step {common.step}"
         numbers = sorted(copy.header.piece for copy in of_stage)
         if numbers != list(range(common.pieces + 1)):
@@ -133,7 +133,7 @@ def copy_source(copies: Iterable[CopyPiece]) -> StoredState:
         pieces += [_piece(copy, title) for copy in of_stage]
     if len(set(updates.values())) > 1:
         counts = ", ".join(f"{title}: {count}" for title, count in updates.items())
-        raise CheckpointError(f"Copies of different numbers of updates make no state together ({counts}).")
+        raise CheckpointError(f"Copies after different numbers of updates cannot be joined ({counts}).")
     most = max((copy.header.updates for of_stage in by_stage.values() for copy in of_stage), default=0)
     return StoredState(" and ".join(titles) or "No copy", most, pieces)
 

@@ -329,8 +329,8 @@ class HeldCopies:
     def begin(self, header: CopyHeader) -> HeldCopy:
         """Begin to receive a copy, and return it; return the held copy instead if it is complete and of the same step.
 
-        The newest complete copy of an earlier step is kept. Incomplete copies are dropped, and copies of later steps,
-        from which the run has rolled back. The memory of a dropped copy is reused.
+        The newest complete copy of an earlier step is kept. Incomplete copies are dropped, and so are copies of later
+        steps, because the run has rolled back. The memory of a dropped copy is reused.
         """
         before = [copy for copy in self._copies if copy.whole and copy.header.step <= header.step]
         kept = max(before, key=lambda copy: copy.header.step, default=None)

@@ -55,8 +55,8 @@ class Writes(TorchFunctionMode):
     """Recorder of in-place writes to parameters on the meta device: for each, the source line of the last write.
 
     The line is None if an initialiser made the write. torch.nn.init reads is_meta and then skips some fills, so a read
-    of is_meta counts as a write. Parameters report the CPU as their device, so that constructors allocate other tensors
-    there.
+    of is_meta counts as a write. Parameters report the CPU as their device, so that constructors use it for other
+    tensors.
 
     Attributes:
         first: for each parameter, by its id, the module and the name under which it was registered first.
@@ -331,7 +331,7 @@ class ModuleInit:
         return TensorInfo(bare.dtype, tuple(bare.shape), 0, math.prod(bare.shape) * bare.dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See StateSource. Only the parameters of one module are in memory at a time."""
+        """Compute parameters by name, as StateSource; only the parameters of one module are in memory at a time."""
         by_module: dict[str, dict[str, str]] = {}
         for name in names:
             path, local = self.owners[name]

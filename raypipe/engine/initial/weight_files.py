@@ -86,7 +86,7 @@ class WeightFiles:
         return TensorInfo(dtype, shape, 0, math.prod(shape) * dtype.itemsize)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See StateSource. Files are read one after the other, from beginning to end; one tensor is held at a time."""
+        """Read tensors by name, as StateSource: file by file, each from beginning to end, one tensor at a time."""
         wanted = sorted(names, key=lambda name: (str(self.tensors[name].file), self.tensors[name].info.begin))
         with ExitStack() as stack:
             file: TensorFile | None = None

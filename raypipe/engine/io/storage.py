@@ -200,7 +200,8 @@ class Place:
         """Write a file piece by piece: ``with folder.writer("x") as write: write(data)``. Missing folders are created.
 
         If the block raises, the file stays as it was, except in an object store: pyarrow cannot cancel an upload, so
-        the pieces written so far replace the file. A checksum in another file can detect this.
+        the pieces written so far replace the file. A checksum in another file can detect this. For ``partial`` see
+        ``write_bytes``.
         """
         place = self._below(name)
         unfinished = self / partial if partial else replace(place, path=f"{place.path}.partial")

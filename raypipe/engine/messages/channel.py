@@ -107,8 +107,7 @@ class Channel(Protocol):
 
         Args:
             codec_forward: codec of activations that require a gradient (SEND_F); the default is no codec.
-            codec_backward: codec of gradients (SEND_B); the default is no codec. Other tensors are never encoded, see
-                engine/codec.
+            codec_backward: codec of gradients (SEND_B); the default is no codec. Other tensors are never encoded.
         """
 
     def leave_coded(self) -> None:

@@ -155,6 +155,7 @@ def encode(action: Action, tensors: Payload, form: FrameFormat, weight_version: 
     Args:
         codec: codec of the tensors that it supports. In a forward message it encodes only tensors that require a
             gradient, so no masks or positions.
+        weight_version: see ``Channel.send``.
 
     Raises:
         LinkError: there are too many tensors, or one has an unsupported type, device or size; names the action.

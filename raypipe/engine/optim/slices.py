@@ -185,8 +185,7 @@ class Chunk:
         """Sum the slice of the replica on ``worker`` over lanes, in their order.
 
         Args:
-            lanes: for each lane (its elements of the slice; for each entry of ``sites``, 1 if the lane has a sum, else
-                0).
+            lanes: for each lane (its elements of the slice; by entry of ``sites``, 1 if the lane has a sum, else 0).
         """
         first, stop = self._bounds[worker]
         ends = [*accumulate(self._sizes, initial=0)]
@@ -302,7 +301,10 @@ class Slices:
         return {id(parameter): part for part, parameter in self.held.items()}
 
     def take_gradients(self) -> None:
-        """Set the gradient of each slice to a view of its parameter's gradient, which is complete within the slice."""
+        """Set the gradient of each slice to a view of its part of the parameter's gradient; None if that has none.
+
+        The part must have been summed over the replicas before.
+        """
         for part, parameter in self.held.items():
             whole = self._parameters[part.name].grad
             parameter.grad = None if whole is None else flat(whole)[part.first : part.stop]

@@ -104,8 +104,8 @@ class Update:
     def average(self) -> None:
         """Convert every ``parameter.grad``, in place, from a sum to the mean of this update.
 
-        Each is divided by the loss scale and by the number of deferred updates plus 1, and multiplied by the factor
-        that ``of`` has set for the stage's own update interval.
+        Each is divided by the loss scale and by the number of deferred updates plus 1, and multiplied by the factor for
+        the stage's own update interval (see ``of``).
         """
         if self._state.slices is not None:
             self._state.slices.take_gradients()
@@ -229,8 +229,8 @@ class Update:
         """Update the loss scale; return True if the step is skipped because the loss scale may have been too large.
 
         Returns True for a norm that is not finite, if the scale is above 1 or if the stage has no optimizer (and so no
-        scale). At a scale of 1 it returns False, so that the caller follows ``on_nonfinite``. Without fp16 it always
-        returns False.
+        scale). At a scale of 1 it returns False, and the caller follows ``on_nonfinite``. Without fp16 it returns
+        False.
 
         Args:
             finite: True if the gradient norm of the model is finite.

@@ -71,7 +71,7 @@ class Recomputation:
     def first(
         self, run: Callable[[ForwardInputs], Tensors], arguments: ForwardInputs
     ) -> tuple[Tensors, Callable[[], Tensors]]:
-        """Run the forward; return (outputs without their graph, function that recomputes them with their graph).
+        """Call ``run``, the forward; return (outputs without a graph, function that recomputes them with their graph).
 
         The backward must call the function at most once.
 
@@ -97,10 +97,10 @@ class Recomputation:
     def _second(
         self, run: Callable[[ForwardInputs], Tensors], kept: ForwardInputs, requires_grad: tuple[bool, ...]
     ) -> Tensors:
-        """Recompute the outputs with their graph, at the beginning of the backward.
+        """Recompute the outputs with their graph by ``run(kept)``, at the beginning of the backward.
 
         Raises:
-            StageError: other outputs require a gradient than in the forward.
+            StageError: other outputs require a gradient than in the first forward (``requires_grad``).
         """
         outputs = run(kept)
         now_required = tuple(x.requires_grad for x in outputs)

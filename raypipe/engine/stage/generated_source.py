@@ -250,9 +250,9 @@ def _arrived(operation: str, module: str) -> Registered:
         importlib.import_module(module or namespace)
     except ImportError as error:
         raise StageError(
-            f"The model calls torch.ops.{namespace}.{name}, which this worker does not know: the module "
-            f"{module or namespace!r} that registers it cannot be imported here ({error}). Ship it to all nodes, as "
-            "with ray.init(runtime_env={'working_dir': '.'})."
+            f"The model calls torch.ops.{namespace}.{name}, which this worker cannot call: "
+            f"the module {module or namespace!r} that registers it cannot be imported here ({error}). Send it to all "
+            "nodes, as with ray.init(runtime_env={'working_dir': '.'})."
         ) from None
     return Registered(operation, module)
 

@@ -155,8 +155,8 @@ def update_weights(
         interval: micro-batches per update; divides the number of micro-batches.
 
     Returns:
-        (weights in the gradients, shares in the loss of the mini-batch): two lists, with one tuple per micro-batch and
-        in it one number per part of the loss. The lists are equal if there is one update.
+        (weights in the gradients, shares in the loss of the mini-batch): two lists, equal if there is one update. Each
+        has a tuple for every micro-batch, with a number for every part of the loss.
 
     Raises:
         DataError, ConfigError: as ``loss_weights``.

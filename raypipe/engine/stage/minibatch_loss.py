@@ -69,11 +69,11 @@ class LossTail:
 
         forward of a micro-batch --> inputs of the tail, parameters and buffers that it reads --joined--> tail --> loss
 
-    The last stage returns parameters and buffers of the tail among its outputs, so that their gradients take the way of
-    any other gradient by an output.
+    The last stage returns parameters and buffers of the tail among its outputs, so that they get gradients as any other
+    output does.
 
     Attributes:
-        train, eval: functions of the tail by mode, which return the terms of the loss; ``eval`` is None if nothing is
+        train, eval: functions of the tail, which return the terms of the loss; ``eval`` is None if nothing is
             evaluated.
         targets: names of the data columns that they read.
         blocks: by mode, for each input of the tail, see ``join_blocks``.

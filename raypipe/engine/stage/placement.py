@@ -45,7 +45,7 @@ class Placement:
         return tuple(stage for stage, workers in enumerate(self.homes) if worker in workers)
 
     def first_stage(self, worker: int) -> int:
-        """Return the lowest stage of a worker, by which messages are named that belong to all stages of the worker."""
+        """Return the lowest stage of a worker, which names the messages for all stages of the worker."""
         return self.stages_of(worker)[0]
 
     def home_of(self, stage: int, lane: int = 0) -> int:

@@ -86,8 +86,7 @@ class StageProgram:
     Attributes:
         index, num_stages: position of the stage.
         train: function for training.
-        eval: function for evaluation, from the same capture, with the same names and partition; None without
-            evaluation.
+        eval: function for evaluation, of the same capture, names and partition; None without evaluation.
         parameters: canonical names of the trainable and frozen parameters held here.
         buffers: names of the buffers held here.
         trainable: names among parameters with requires_grad.
@@ -278,7 +277,7 @@ class GraphFunction:
 
     @property
     def tried_constant(self) -> tuple[str, ...]:
-        """Empty: the graph shows every buffer that a forward updates."""
+        """Empty, because the graph shows every buffer that a forward updates."""
         return ()
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -316,8 +315,7 @@ class StageBuffers:
     evaluation                                     +--> average --F--> average    (dropped)
 
     Evaluation mode changes no statistics of a BatchNorm, but a module may count or average in every forward. An
-    evaluation runs as in plain PyTorch on a copy of the model: its updates are visible to its later forwards, and then
-    dropped.
+    evaluation is as in plain PyTorch on a copy of the model: its updates last until its end.
 
     Args:
         modes: functions of "train", and of "eval" if there is evaluation.
@@ -374,7 +372,7 @@ class StageBuffers:
                 )
 
     def of(self, *, training: bool) -> dict[str, torch.Tensor]:
-        """Return the buffers for a forward, which may change them."""
+        """Return the buffers for a forward in training or in an evaluation; the forward may change them."""
         return self._held["train"] if training or self._evaluation is None else self._evaluation
 
 

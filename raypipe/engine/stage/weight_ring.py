@@ -98,7 +98,7 @@ class WeightRing:
         return len(self._slots)
 
     def begin(self, first_microbatch: int, interval: int) -> None:
-        """Reset the version counters for an empty pipeline, with ``interval`` micro-batches per update."""
+        """Reset the version counters for an empty pipeline, with ``interval`` micro-batches per update from now on."""
         assert not self._used, "a version is in use, but the pipeline is empty"
         self._first, self._interval = first_microbatch, interval
         self._base = self._wanted = self.newest

@@ -166,7 +166,7 @@ def predicted_step(plan: Plan) -> Timeline | None:
 
 
 def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Make the schedules for all numbers of micro-batches that occur; an epoch's last mini-batch may have fewer."""
+    """Make the schedules for all numbers of micro-batches that occur: an epoch's last mini-batch may have fewer."""
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
     if "eval" in num_samples:
         lengths["eval"] = num_samples["eval"]

@@ -146,8 +146,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
     """Make a plan, with memory budgets, notes and reasons.
 
     Args:
-        decision: partition and schedule to use, such as an offered partition; None chooses all that the request leaves
-            open.
+        decision: partition and schedule to use, such as offered ones; None chooses all that the request leaves open.
         generation: number of plans that the run had before.
 
     Raises:
@@ -238,8 +237,7 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
     A synchronous plan needs no shares and is returned unchanged.
 
     Raises:
-        PlanError: stages share a parameter, and their update intervals differ or are too short for an exchange of its
-            gradients.
+        PlanError: stages share a parameter, and their update intervals differ or are too short to exchange gradients.
     """
     interval = plan.weights.interval
     if interval is None:
@@ -302,8 +300,8 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
         )
     if request.replicated_buffers and request.replicas is not None and not notes:
         raise PlanError(
-            "replicated_buffers=True means nothing here: no stage with several replicas changes a buffer in its "
-            "forward. Leave it out."
+            "replicated_buffers=True has no effect here: no stage with several replicas changes a buffer in "
+            "its forward. Leave it out."
         )
     if request.replicated_buffers and not notes:
         notes.append("replicated_buffers=True changes nothing: no stage with several replicas changes a buffer.")
@@ -316,8 +314,8 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
 
 def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
     return PlanError(
-        f"Stage {stage} changes {buffer!r} in every forward, so that its {replicas} replicas would come to differ, "
-        "each by the micro-batches that it saw. Give the stage one worker (num_replicas takes a list, one number per "
+        f"Stage {stage} changes {buffer!r} in every forward, so that its {replicas} replicas, which compute "
+        "different micro-batches, would differ. Give the stage one worker (num_replicas takes a list, one number per "
         "stage), put the module on another stage with partitioner=[...], use a layer that normalises without "
         "statistics of batches, such as GroupNorm, or set replicated_buffers=True, with which each replica keeps its "
         "own: exact in its parameters where training does not read them, as of a BatchNorm."

@@ -138,8 +138,8 @@ class Plans:
             replicas = configured or 1
             if isinstance(replicas, tuple) and len(replicas) != num_stages:
                 raise PlanError(
-                    f"num_replicas={replicas} speaks of {len(replicas)} stages. Set it for {num_stages}, as in "
-                    f"resize({num_stages}, num_replicas=1)."
+                    f"num_replicas={replicas} has numbers for {len(replicas)} stages. Set it for {num_stages}, as "
+                    f"in resize({num_stages}, num_replicas=1)."
                 )
         basis = another(basis, self.first, num_stages=num_stages, num_workers=workers, replicas=replicas)
         return self.assembled(later_plan(basis))
@@ -157,8 +157,8 @@ class Plans:
         """
         if self.made.flow is not None:
             raise PlanError(
-                f"The schedule {self.first.schedule.kind!r} needs all of its replicas: with fewer its weights would "
-                "have other ages, and the run other bits."
+                f"The schedule {self.first.schedule.kind!r} needs all of its replicas: with fewer, the ages of "
+                "its weights and so the results would change."
             )
         if (counts := counts_for(self.replicas, workers, self.made.setup.homes)) is None:
             return self.assembled(self.planned_for(workers))

@@ -131,8 +131,8 @@ class RayConnection:
         stages = "with it" if self._owner else "wait a while for another one"
         return StageError(
             f"The driver of run {self._name!r} is gone, and its stages {stages}: {str(error).splitlines()[0]} Start "
-            "the run again under the same name; it goes on where its stages stand if they live, else from its newest "
-            "checkpoint."
+            "the run again under the same name; it continues from the state of its stages if they live, else from its "
+            "newest checkpoint."
         )
 
     def check(self) -> None:
@@ -179,8 +179,8 @@ class RayConnection:
             if not self._comes_back(error.__cause__):
                 raise
             raise PlanError(
-                f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run goes on "
-                "with the stages that it had or was to have, as its status shows. Resize again if need be."
+                f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run "
+                "continues with its old stages or the new ones, as its status shows. Resize again if need be."
             ) from None
 
     def predicted(self) -> Timeline | None:
@@ -195,7 +195,7 @@ class RayConnection:
         """
         if self._driver is None:
             raise StageError(
-                f"Run {self._name!r} is over. What is left of it lies in its folder; raypipe.Result.from_path reads it."
+                f"Run {self._name!r} is over. Its results are in its folder; raypipe.Result.from_path reads them."
             )
         return self._driver
 

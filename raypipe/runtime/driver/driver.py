@@ -217,8 +217,7 @@ class _DriverActor:
             spec: settings of the run from now on.
             left: state of the lost driver.
             submission: new submission of the run, whose count of failures begins at 0; None in a restarted driver.
-            requests: requests of clients. If the stages shall only save a checkpoint, a separate object with a request
-                to stop.
+            requests: requests of clients; a separate object with a request to stop, if stages only save a checkpoint.
         """
         left.end_starting(owner.name)
         failures = left.charter.failures if submission is None else 0  # a new submission counts anew

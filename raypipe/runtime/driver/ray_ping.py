@@ -47,7 +47,7 @@ def ping_cluster(address: str) -> None:
     except AuthenticationError:
         raise
     except RayError as error:
-        raise ConnectionError(f"what listens there is no Ray cluster that answers: {error}") from error
+        raise ConnectionError(f"what listens there is no Ray cluster, or does not answer: {error}") from error
 
 
 def cluster_address(address: str) -> str:

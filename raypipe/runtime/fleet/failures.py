@@ -143,7 +143,8 @@ def _failure(
 ) -> tuple[int, RaypipeError] | None:
     """Return (rank, failure) of a worker's call of ``work``; None if the call succeeded.
 
-    The rank is the position in the list of ``root_cause``: 0 is the likeliest cause.
+    The rank is the position in the list of ``root_cause``: 0 is the likeliest cause. ``segments`` and ``explain`` are
+    as in ``root_cause``.
     """
     try:
         ray.get(ref, timeout=0)

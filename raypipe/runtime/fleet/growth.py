@@ -248,6 +248,7 @@ def growth_of(
 
     Args:
         size: size of the last resize, under an earlier driver; None if the run was not resized.
+        event: see Growth.
     """
     if spec.workers is None:
         return None

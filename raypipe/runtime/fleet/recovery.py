@@ -172,7 +172,7 @@ class Recovery:
         except PlanError as error:  # a worker was lost meanwhile, so that there are too few
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may work at the next attempt
-            raise StageLostError(f"The run could not go back: {error}") from None
+            raise StageLostError(f"The run could not roll back: {error}") from None
         self._lighter = None
         self.begin()
         clock.lap("restore")
@@ -287,7 +287,7 @@ class Recovery:
         """Apply an offered partition of the stages."""
         clock, fleet, setup = Laps(), self._fleet, self._plans.made.setup
         if offer.generation != setup.generation:
-            raise PlanError("The run has another plan than the one that was to be changed.")
+            raise PlanError("The plan of the run is no longer the one for which the change was made.")
         made = self._plans.of_stages(len(setup.programs), setup.num_workers, offer.decision)
         clock.lap("plan")
         fleet.keep_copy(step, send=False)
@@ -322,7 +322,7 @@ class Recovery:
         try:
             fleet.places.grow(fleet.places.living + max(0, made.setup.num_workers - len(fleet.places.staying(nodes))))
             if len(fleet.places.staying(nodes)) < made.setup.num_workers:
-                raise PlanError("The only places for other workers are on nodes that are about to go.")
+                raise PlanError("Only nodes that are about to go have room for other workers.")
             return made
         except PlanError as error:
             try:
@@ -379,8 +379,7 @@ class Recovery:
         """Apply a plan between two steps, with the state after ``step`` that workers or in-memory copies have.
 
         Args:
-            size: size that the user requested: Growth does not exceed it, and Spares restore it after losses. None for
-                other changes.
+            size: size that the user requested, as a maximum for Growth and a target for Spares; None for other changes.
             linked, without, ready: see ``Fleet.living``.
 
         Raises:

@@ -48,8 +48,7 @@ class Waiting:
         requests: requests of clients; a request to stop ends a wait.
         report: called with a sentence that names what the run waits for.
         event: called with (decision, reason, ...) to record an event in events.jsonl.
-        patience: seconds that one wait may take; None for no limit; "auto" for no limit with an autoscaler, else
-            NOT_SCALED_S.
+        patience: longest wait in seconds; None for no limit; "auto" for no limit with an autoscaler, else NOT_SCALED_S.
         check: called repeatedly during a wait; the wait ends with its exception if it raises one.
     """
 
@@ -96,8 +95,7 @@ class Waiting:
                 begins, or 0 to wait for more members.
             least: smallest number of workers that the run needs, for messages.
             why: reason for ``least``, for messages; "" without one.
-            going: returns the deadline of each node that is about to go, by Ray's id; members on these nodes are
-                replaced.
+            going: returns the deadline of each node that is about to go, by Ray's id; members there are replaced.
 
         Returns:
             Number of workers with which the run begins; 0 if the run was stopped.
@@ -135,7 +133,7 @@ class Waiting:
                         self._event("wait for workers", line)
                     reported = line
                 if short.yields and short is not seen and coming > places.living:
-                    self._event("give way", "another run waits with a part of what it needs, and comes first by name")
+                    self._event("give way", "another run holds a part of what it needs, and has priority by its name")
                     places.ask_for(0)
                     rests_s = now_s + YIELD_S
                 seen = short

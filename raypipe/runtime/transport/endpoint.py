@@ -87,8 +87,7 @@ class Endpoint(Protocol):
         """Open the links to all peers, while each peer does the same; return one channel per peer, by worker number.
 
         Raises:
-            LinkError: a peer did not open in time, died, has another plan, or is in a newer generation; no link is
-                left open.
+            LinkError: a peer did not open in time, died, or has another plan or a newer generation; no link stays open.
         """
 
     def close(self) -> None:

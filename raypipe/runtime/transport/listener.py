@@ -265,8 +265,8 @@ def choose_congestion_control(sock: socket.socket, environment: Mapping[str, str
         if option is None or not _take(sock, option, wanted):
             raise LinkError(
                 f"{CONGESTION_VARIABLE}={wanted} is not possible on host {socket.gethostname()}: its system does not "
-                "have it, or not without rights (sysctl net.ipv4.tcp_allowed_congestion_control lists what anybody may "
-                "take). Without the variable links take the system's own, or CUBIC instead of BBR."
+                "have it, or not without rights (sysctl net.ipv4.tcp_allowed_congestion_control lists the "
+                "permitted ones). Without the variable links take the system's own, or CUBIC instead of BBR."
             )
     elif option is not None and _in_use(sock, option).startswith("bbr") and not _take(sock, option, "cubic"):
         _take(sock, option, "reno")  # if that needs root too, BBR stays

@@ -128,8 +128,8 @@ class ProcessGroupEndpoint:
         gpu = self.address.gpu
         if gpu and opening.checksum == "on":
             raise ConfigError(
-                "link_checksum='on' is not possible with transport='collective' between GPUs, whose payloads no "
-                "processor sees. Leave it out, or take transport='tcp'."
+                "link_checksum='on' is not possible with transport='collective' between GPUs, whose payloads do "
+                "not pass through a CPU. Leave it out, or take transport='tcp'."
             )
         for peer, at in peers.items():
             if gpu and at.gpu == gpu:

@@ -98,7 +98,7 @@ class QueuedChannel(ABC):
         """Release threads and sockets; called after the sending thread has ended."""
 
     def broke(self, cause: ConnectionError) -> None:
-        """Refuse further messages after the medium broke under the sending thread; messages are still received."""
+        """Refuse to send further messages after the sending thread lost the medium; messages are still received."""
         self.refuse(LinkError(f"{self.name}: the peer closed the link or died ({cause})."))
 
     # Methods for the worker.

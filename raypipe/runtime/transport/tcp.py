@@ -79,10 +79,9 @@ def open_links(
     Args:
         listener: this worker's listener; stays open.
         opening: settings of the links; its secret has 16 random bytes or more.
-        peers: ``SocketListener.address`` of each peer; None if ``opening.addresses`` has them. (host, port) suffices
-            for TCP alone.
-        make: called with (peer, connections) to create a channel, which owns the connections; None creates a
-            SocketChannel.
+        peers: ``SocketListener.address`` of each peer; None for ``opening.addresses``. (host, port) suffices for TCP
+            alone.
+        make: called with (peer, connections) to create a channel, which owns these; None creates a SocketChannel.
 
     Returns:
         The channels, by worker number of the peer.
@@ -360,7 +359,7 @@ class _LinkOpener:
     def _raise_reset(self, sender: int, receiver: int) -> None:
         raise LinkError(
             f"the connection from worker {sender} to worker {receiver} was reset in the middle of its handshake, and "
-            f"did not come back within {DOUBT_S:g} s: one end takes it for open, or hangs. Open all links again."
+            f"did not come back within {DOUBT_S:g} s: one end considers it open, or hangs. Open all links again."
         )
 
     def _raise_late(self) -> None:

@@ -169,8 +169,7 @@ class WorkerCopies:
     ) -> None:  # fmt: skip
         """Begin to copy the state of every stage, between two steps; a thread finishes the copies during the next step.
 
-        If the previous copy is still being sent to the holder, this step is not copied, so that steps do not wait for a
-        slow holder.
+        If the previous copy is still being sent, this step is not copied, so that steps do not wait for a slow holder.
 
         Args:
             step: optimizer steps done.

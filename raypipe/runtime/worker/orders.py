@@ -93,8 +93,8 @@ class Fence:
         with self._lock:
             if term < self._term:
                 raise LeaseError(
-                    f"The stages obey the driver of generation {self._term}, which took the run over, and no longer "
-                    f"that of generation {term}. This one ends; follow the other one."
+                    f"The stages obey the driver of generation {self._term}, which took the run over, and no "
+                    f"longer that of generation {term}. This driver ends; follow the other one."
                 )
             self._term = term
             yield

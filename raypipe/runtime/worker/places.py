@@ -37,8 +37,7 @@ class Owner(NamedTuple):
     """Driver that stage actors obey.
 
     Attributes:
-        name: name of the driver's actor, with which the names of its stage actors begin; "" for a process that is not a
-            run's driver.
+        name: name of the driver's actor, a prefix of its stage actors' names; "" for a process that is no driver.
         term: number that grows with each driver of the run; stages obey the driver of the highest term only.
     """
 

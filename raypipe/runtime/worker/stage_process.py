@@ -60,9 +60,9 @@ def refuse_another_folder(place: Place, held_by: str) -> None:
             list(folder.iterdir())  # refreshes the NFS cache, which may lack a lease written a moment ago
     if holder_of(place) != held_by:
         raise PlanError(
-            f"The run's folder {place} on node {ray.util.get_node_ip_address()} ({platform.node()}) is another one "
-            "than on the node of the driver, so that every checkpoint would be in pieces. Give a storage_path that all "
-            "nodes share (a mounted folder, s3://, gs://), or keep the run on one node."
+            f"The run's folder {place} on node {ray.util.get_node_ip_address()} ({platform.node()}) is not the "
+            "same folder as on the driver's node, so that a checkpoint's files would be in two folders. Give a "
+            "storage_path that all nodes share (a mounted folder, s3://, gs://), or keep the run on one node."
         )
 
 

@@ -238,5 +238,5 @@ def test_copies_of_other_numbers_of_updates_are_not_joined() -> None:
         copies.take(step, step)
         header, fetch = piece_of(copies, step)
         sources.append(CopyPiece(replace(header, stage=step), fetch))
-    with pytest.raises(CheckpointError, match="Copies of different numbers of updates"):
+    with pytest.raises(CheckpointError, match="Copies after different numbers of updates"):
         copy_source(sources)

@@ -164,8 +164,8 @@ class Elsewhere(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("maker", "why"),
     [
-        (lambda p: torch.optim.Adafactor(p, lr=0.1), "it moves a part of"),
-        (clipping, "it moves a part of"),
+        (lambda p: torch.optim.Adafactor(p, lr=0.1), "it changes a part of"),
+        (clipping, "it changes a part of"),
         (Elsewhere, "On stage 0 it keeps state for other tensors"),
     ],
     ids=["adafactor", "clipping", "elsewhere"],

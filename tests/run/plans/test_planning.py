@@ -75,7 +75,7 @@ def test_other_stages_and_replicas_in_the_same_lanes_go_on_with_the_same_bits(sc
 @pytest.mark.parametrize(
     ("given", "asked", "words"),
     [
-        ({"num_replicas": [2, 1]}, (3, None), r"\(2, 1\) speaks of 2 stages. .* resize\(3, num_replicas=1\)"),
+        ({"num_replicas": [2, 1]}, (3, None), r"\(2, 1\) has numbers for 2 stages. .* resize\(3, num_replicas=1\)"),
         ({"num_replicas": 2}, (2, (3, 1)), r"num_replicas=\(3, 1\): .* 2 lanes, .* than 2 replicas.* num_lanes=6"),
         ({}, (2, 2), "num_replicas=2: the run sums gradients in one lane, .* more than 1 replica. .* num_lanes=2"),
         (

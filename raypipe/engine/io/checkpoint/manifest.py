@@ -176,7 +176,7 @@ def make_manifest(
         entries: results of ``write_snapshot`` of every stage, on all replicas that have ShardWriters, in any order.
         position: see Manifest; ``dataclasses.asdict`` of a planner's Position.
         metrics: metrics of the step, by which ``prune`` compares checkpoints.
-        generation, holder: see Manifest.
+        aliases, generation, holder: see Manifest.
 
     Raises:
         CheckpointError: an entry is missing or does not fit the others.

@@ -291,7 +291,7 @@ def _options(
 
 
 def _kept_options(group: OptionGroup, fresh: FreshOptions, defaults: Collection[str]) -> OptionGroup:
-    """Return the saved group without the options that ``fresh`` selects; the loss scale is always kept."""
+    """Return the saved group without the options that ``fresh.takes``, given ``defaults``; the loss scale is kept."""
     if not (fresh.names or fresh.scheduled or fresh.every):
         return group
     kept = {

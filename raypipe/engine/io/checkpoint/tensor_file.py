@@ -162,8 +162,7 @@ class TensorInfo:
     """Dtype, shape and position of a tensor.
 
     Attributes:
-        begin: first byte of the tensor, counted from the end of a file's header, or from the beginning of a copy's
-            memory.
+        begin: first byte of the tensor, from the end of a file's header, or from the beginning of a copy's memory.
     """
 
     dtype: torch.dtype
@@ -189,8 +188,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 def table_of(tensors: Mapping[str, torch.Tensor], begin: int = 0) -> dict[str, Any]:
     """Create the table of a safetensors header, {name: dtype, shape, data_offsets}, in the order of the tensors' bytes.
 
-    Dtypes with large elements come first, as in the library safetensors, so that every tensor is aligned to its
-    elements.
+    Dtypes with large elements come first, as in the library safetensors, so that every tensor is aligned.
 
     Args:
         begin: offset of the first tensor in bytes.
