@@ -196,7 +196,11 @@ def judge(tier: Tier, status: int, ran: int, skipped: int, long: bool = False) -
         return Outcome("FAILED", f"{counts}, pytest's exit status {status}")
     if ran:
         return Outcome("passed", counts)
-    return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=(not tier.optional or has_gpu()) and (skipped > 0 or not long))
+    return Outcome(
+        "SKIPPED",
+        f"no test ran, {skipped} skipped",
+        could_run=(not tier.optional or has_gpu()) and (skipped > 0 or not long),
+    )
 
 
 def parts_of(
