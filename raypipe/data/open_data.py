@@ -120,7 +120,10 @@ _STREAM = (
 
 
 def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (argument, value, remedy) of the first argument of a DataLoader that a run cannot follow, if any."""
+    """Yield (argument, value, remedy) for the first argument of a DataLoader that raypipe does not support.
+
+    Nothing is yielded if all arguments are supported.
+    """
     sampler: Any = data.sampler
     if isinstance(data.dataset, IterableDataset):
         yield "dataset", type(data.dataset).__name__, _STREAM

@@ -25,12 +25,12 @@ _CASTS = ("float", "half", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Loss of some rows, unweighted.
+    """Unweighted loss of some samples (rows of a batch), and its gradients.
 
     Attributes:
         value: value of the loss.
-        gradients: parameter name -> sketch of its gradient, float64: the product of a fixed random vector and the
-            gradient, see ``_sketch``. A missing gradient is zero.
+        gradients: parameter name -> float64 sketch of its gradient: a fixed random vector times the gradient as a
+            matrix, so one value per column (see ``_sketch``). The gradient of a parameter that is missing is zero.
     """
 
     value: float

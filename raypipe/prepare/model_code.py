@@ -66,16 +66,18 @@ def is_plain(value: Any) -> bool:
 
 
 class _Walk:
-    """Collector of labels of all functions that the forward methods of some classes call, directly or indirectly.
+    """Collector of all functions that the forward methods of some classes call, directly or indirectly.
 
-    A name that a function reads is resolved in its globals, in its closure, and in the methods of all classes.
+    Each function or value is stored under a label, its qualified name. A name that a function reads is looked up in
+    the function's globals, in its closure, and in the methods of all classes.
 
     Args:
         classes: classes of the model's modules.
 
     Attributes:
-        found: label -> {"file": name, "sha256": a digest for each function of this label}, or a plain value.
-        options: label -> values, one for each module or object of a class.
+        found: label -> {"file": name, "sha256": a digest for each function of this label}; label -> value if the name
+            is that of a plain value.
+        options: "attribute of class" -> values of this attribute, one for each instance of the class.
     """
 
     def __init__(self, classes: tuple[type, ...]) -> None:

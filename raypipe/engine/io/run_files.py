@@ -214,11 +214,13 @@ def steps_written(run: Place) -> int:
 
 
 class MetricsWriter:
-    """Writer of the step records of one run. The records of the last part (file), and unwritten ones, are in memory.
+    """Writer of the step records of one run to a series of files (parts).
+
+    The records of the newest part, and those not yet written, are kept in memory.
 
     Args:
         run: folder of the run.
-        clock: function that returns a time in seconds.
+        clock: function that returns the current time in seconds, which decides when records are written.
         evaluations: names of the columns for results of this run's evaluations.
     """
 

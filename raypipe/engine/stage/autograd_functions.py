@@ -80,7 +80,10 @@ def as_operation(function: Any, arguments: Sequence[Any]) -> Any:
 
 
 def traced_call(name: str) -> AutogradFunction:
-    """Return the call that ``raypipe::autograd_function`` makes with this name in a trace of this process."""
+    """Return the custom autograd function that was recorded under ``name`` when this process traced a model.
+
+    The operator ``raypipe::autograd_function`` gets only this name, and calls what is returned here.
+    """
     return _traced[name]
 
 

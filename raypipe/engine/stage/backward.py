@@ -191,7 +191,7 @@ class _Island(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """Island whose backward W runs; ``output_grads`` returns the gradients at its edges, from which W continues."""
+    """Island whose whole backward belongs to W, which starts from ``output_grads()``, the gradients at its edges."""
 
     island: _Island
     output_grads: Callable[[], Sequence[Gradient]]

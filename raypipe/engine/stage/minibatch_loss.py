@@ -26,9 +26,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def join_blocks(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
-    """Join tensors of micro-batches along ``dim``, where each has ``blocks`` equal blocks with all of its samples.
+    """Join the tensors of micro-batches along ``dim``, block by block.
 
-    Two views of each sample are two blocks: a0 a1 b0 b1 and a2 a3 b2 b3 become a0 a1 a2 a3 b0 b1 b2 b3.
+    Each tensor consists of ``blocks`` equally long blocks, and each block has one entry for every sample of the
+    micro-batch. Block i of the result joins block i of all tensors. With two views a and b of samples 0 to 3
+    (``blocks=2``), a0 a1 b0 b1 and a2 a3 b2 b3 become a0 a1 a2 a3 b0 b1 b2 b3.
     """
     if blocks == 1:
         return torch.cat(list(parts), dim)

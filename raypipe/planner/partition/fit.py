@@ -76,7 +76,10 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
 
 @cached_by_graph(KEPT)
 def _charged(graph: ModelGraph, charges: tuple[tuple[int, int], ...]) -> ModelGraph:
-    """Return the graph with ``charges`` (node, bytes) added to buffers, which do not depend on the batch size."""
+    """Return a copy of the graph in which each (node, bytes) of ``charges`` adds these bytes to the node's buffers.
+
+    Buffers are the part of a node's memory that does not depend on the batch size.
+    """
     if not charges:
         return graph
     nodes = list(graph.nodes)

@@ -34,10 +34,10 @@ _ACTOR = "stage-actor-"
 
 
 class Owner(NamedTuple):
-    """Driver that stage actors obey.
+    """Process that owns stage actors and that they obey, as a rule a driver.
 
     Attributes:
-        name: name of the driver's actor, a prefix of its stage actors' names; "" for a process that is no driver.
+        name: name of the driver's actor, with which the names of its stage actors begin; "" if the owner is no driver.
         term: number that grows with each driver of the run; stages obey the driver of the highest term only.
     """
 
