@@ -40,6 +40,7 @@ from raypipe.engine.initial.meta_init import stand_ins
 from raypipe.engine.stage.generated_source import with_structure
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
+from raypipe.engine.stage.quantized_linear import buffers_of, traceable
 from raypipe.engine.stage.randomness import evaluating
 from raypipe.engine.stage.stage import Loss, StageProgram
 from raypipe.engine.stage.user_metrics import MetricReads
@@ -246,9 +247,20 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     """
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
+    saved = frozenset(model.state_dict().keys())
+    with traceable(model):
+        return _captured(model, example, columns, loss_fn, evaluates=evaluates, metric_reads=metric_reads,
+                         precision=precision, parts=parts, varying=varying, progress=progress, saved=saved)  # fmt: skip
+
+
+def _captured(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
+              loss_fn: LossFn | None, *, evaluates: bool, metric_reads: MetricReads, precision: Precision, parts: bool,
+              varying: frozenset[tuple[Any, int]], progress: Callable[[str], None],
+              saved: frozenset[str]) -> Capture:  # fmt: skip
+    """Capture a model inside of ``traceable``; ``saved`` has the names in its state_dict, see ``capture``."""
     taken = _Example.of(example, columns, loss_fn, precision)
     taken = taken._replace(inputs=taken.inputs._replace(varying=varying))
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named, buffers = dict(model.named_parameters()), buffers_of(model)
     held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
     frozen = frozenset(n for n, p in named.items() if not p.requires_grad)
     source: TracedModel | SequentialModel
@@ -278,9 +290,8 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         metric_reads,
         precision,
     )
-    persistent = frozenset(model.state_dict().keys()) & buffers.keys()
     one_size = taken.samples if isinstance(source, TracedModel) and source.train.traced.one_size else None
-    return Capture(recipe, named, buffers, persistent, source, taken.shapes, terms, one_size)
+    return Capture(recipe, named, buffers, saved & buffers.keys(), source, taken.shapes, terms, one_size)
 
 
 def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, precision: Precision) -> Loss:
@@ -298,7 +309,7 @@ def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, pre
     if not precision.leaves:
         return
     changing = _changed_by(source)
-    wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
+    wrong = sorted(name for name, x in buffers_of(model).items() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
             f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "
@@ -452,7 +463,7 @@ def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | No
     Args:
         training, evaluating: graphs in both modes; ``evaluating`` is None if nothing is evaluated.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **buffers_of(model)}
     terms = loss_terms(training, set(training.columns), tensors)
     if terms is None or not terms.parts:
         return terms
