@@ -6,14 +6,13 @@
     stage          torch.ops.raypipe.linear_4bit(x, weight, bias, [weight.absmax, ...], ...)
 
 An operation builds the quant_state from its arguments, which are tensors of the stage like any other, and calls what
-the layer calls. Results have the bits of the layer in training mode. In evaluation mode on CPUs with AVX512-BF16 the
-layer itself computes in bf16, and the operation does not.
+the layer calls. Results have the bits of the layer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +42,42 @@ def is_quantized(operation: Any) -> bool:
     return str(operation).startswith(("bitsandbytes.", "raypipe.linear_"))
 
 
+def settle(model: nn.Module) -> dict[str, Any]:
+    """Bring quantized layers into a state that no forward changes; return them by path.
+
+    The first forward of an 8-bit layer moves its scales. A forward of a 4-bit layer in evaluation mode on a CPU with
+    AVX512-BF16 rounds its scales to bf16, packs the weight anew, and from then on computes in bf16, in training too,
+    without gradients. That is switched off.
+
+    Raises:
+        CaptureError: a layer is packed already; names it and the fix.
+    """
+    bnb = sys.modules.get("bitsandbytes")
+    layers = {} if bnb is None else {path: one for path, one in model.named_modules() if _kind(bnb, one)}
+    for path, layer in layers.items():
+        if _kind(bnb, layer) == 8:
+            if layer.weight.CB is not None:
+                layer.init_8bit_state()
+            continue
+        layer.support_avx512bf16_for_cpu = False
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise CaptureError(
+                f"{path}.weight has been packed for inference on this CPU by a forward in evaluation mode, which "
+                "rounds its scales and takes its gradients. Load the model anew, and train before you evaluate: then "
+                "evaluations keep the weight as it is."
+            )
+    return layers
+
+
+def without_frozen_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out of a state_dict what quantized layers of ``model`` would refuse to load: their scales, which are fixed.
+
+    A layer of bitsandbytes refuses the state_dict that it has made itself.
+    """
+    scales = tuple(name for path in settle(model) for name in (f"{path}.weight.", f"{path}.SCB"))
+    return {name: tensor for name, tensor in state.items() if not (scales and name.startswith(scales))}
+
+
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
     """Make the frozen state of quantized layers visible as parameters and buffers, and their calls as operations.
@@ -52,14 +87,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: a layer is not quantized yet, or its weight is not frozen; names it and the fix.
     """
-    bnb = sys.modules.get("bitsandbytes")
-    layers = {} if bnb is None else {path: one for path, one in model.named_modules() if _kind(bnb, one)}
+    bnb: Any = sys.modules.get("bitsandbytes")
+    layers = settle(model)
     if not layers:
         yield
         return
     calls: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
     weights = {layer: layer._parameters["weight"] for layer in layers.values()}
-    kinds: dict[type, Any] = {bnb.nn.Linear4bit: None, bnb.nn.Linear8bitLt: None}  # type: ignore[union-attr]
+    kinds: dict[type, Any] = {bnb.nn.Linear4bit: None, bnb.nn.Linear8bitLt: None}
     try:
         for path, layer in layers.items():
             state = (_state_4bit if _kind(bnb, layer) == 4 else _state_8bit)(path, layer)
@@ -103,7 +138,6 @@ def _state_4bit(path: str, layer: Any) -> dict[str, torch.Tensor]:
             f"{path}.weight is quantized to 4 bits and has requires_grad=True, but a rounded weight has no gradient. "
             "Freeze it (requires_grad_(False)) and train adapters, as peft's LoraConfig adds them."
         )
-    layer.state_dict()  # a forward in evaluation mode may have changed the layout of the weight, which this undoes
     quant_state = getattr(layer.weight, "quant_state", None) or layer.quant_state
     if quant_state is None:
         raise CaptureError(
@@ -138,8 +172,6 @@ def _state_8bit(path: str, layer: Any) -> dict[str, torch.Tensor]:
             f"{path} is a Linear8bitLt with has_fp16_weights=True, whose weight is trained and quantized in every "
             "forward. Build it with has_fp16_weights=False and train adapters, as peft's LoraConfig adds them."
         )
-    if layer.weight.CB is not None:  # the first forward would do this, in a trial whose changes are undone
-        layer.init_8bit_state()
     scales = layer.state.SCB
     if scales is None:
         raise CaptureError(
@@ -181,7 +213,24 @@ def _linear_4bit(
     bias = None if bias is None else bias.to(x.dtype)
     if is_fake(x):  # autograd functions cannot be traced; this computes the same
         return functional.linear(x, bnb.functional.dequantize_4bit(weight, inner).to(x.dtype), bias).to(given)
+    if x.is_meta:
+        return _Counted.apply(x, weight, bias, inner).to(given)
     return bnb.matmul_4bit(x, weight, bias=bias, quant_state=inner).to(given)
+
+
+class _Counted(torch.autograd.Function):
+    """Frozen linear layer in operations whose FLOPs and bytes can be counted; bitsandbytes has one kernel for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: Any) -> torch.Tensor:
+        ctx.weight, ctx.state, ctx.has_bias = weight, state, bias is not None
+        return functional.linear(x, _bitsandbytes().functional.dequantize_4bit(weight, state).to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        whole = _bitsandbytes().functional.dequantize_4bit(ctx.weight, ctx.state).to(grad.dtype)
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return (torch.matmul(grad, whole) if ctx.needs_input_grad[0] else None), None, of_bias, None
 
 
 def _linear_8bit(
