@@ -39,6 +39,7 @@ from raypipe.engine.io.checkpoint import load_state_dict, newest_step
 from raypipe.engine.io.checkpoint.state_source import StateSource
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.module_copy import copy_of
+from raypipe.engine.stage.quantized_linear import has_described
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.preflight.arguments import Unfilled
 from raypipe.prepare.inputs import build_model
@@ -360,6 +361,8 @@ class WorkerWeights:
             weights = stored_weights(self.source, self.storage)
             self.digest = {"sampled_sha256": sampled_digest(weights)}
             return Unfilled(model, (_files_of(model, weights, f"init_from={self.source!r}"),))
+        if has_described(model):  # to be planned only
+            return Unfilled(model, ())
         return Unfilled(model, (ModuleInit.of(model, seen[-1], self.seed),))
 
     def note(self, run: str | None, resume: bool | None) -> str:

@@ -248,7 +248,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
     saved = frozenset(model.state_dict().keys())
-    with traceable(model):
+    with traceable(model, precision):
         return _captured(model, example, columns, loss_fn, evaluates=evaluates, metric_reads=metric_reads,
                          precision=precision, parts=parts, varying=varying, progress=progress, saved=saved)  # fmt: skip
 

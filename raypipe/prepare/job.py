@@ -22,6 +22,7 @@ from raypipe.engine.io.storage import Place
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.feed import token_column
+from raypipe.engine.stage.quantized_linear import has_described
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import ConfigError
@@ -79,6 +80,12 @@ class Job:
     @property
     def initial(self) -> tuple[StateSource, ...]:
         """Sources of the stages' initial tensors; each tensor comes from the first source that lists its name."""
+        if has_described(self.opened.model):
+            raise ConfigError(
+                "weights_on='workers': the model has 4-bit layers without values, which can be planned, but workers "
+                "cannot quantize. Quantize it in this process, as from_pretrained does with a BitsAndBytesConfig, and "
+                "leave weights_on out."
+            )
         elsewhere = {name for source in self.unfilled for name in source.names}
         held = {name: x for name, x in self.tensors.items() if not x.is_meta and name not in elsewhere}
         return (*self.unfilled, GivenTensors(held))

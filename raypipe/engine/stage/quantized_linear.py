@@ -22,7 +22,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from raypipe.errors import CaptureError, StageError
+from raypipe.ir.precision import FP32, Precision
 
+_INFO_BYTES, _NESTED_BLOCK = 167, 256
+"""Bytes of the numbers of a quant_state as bitsandbytes saves them, about, and values that share an outer scale."""
 _DOT = ":"
 """Stands for the dot in the names of buffers such as ``weight.absmax``, which torch refuses to register."""
 
@@ -79,19 +82,25 @@ def without_frozen_state(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 @contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
+def traceable(model: nn.Module, precision: Precision = FP32) -> Iterator[None]:
     """Make the frozen state of quantized layers visible as parameters and buffers, and their calls as operations.
 
     Inside the context the weight of each layer is a plain parameter with the same memory. Restored afterwards.
 
     Raises:
-        CaptureError: a layer is not quantized yet, or its weight is not frozen; names it and the fix.
+        CaptureError: a layer is not quantized yet, its weight is not frozen, or ``precision`` would round its scales;
+            names it and the fix.
     """
     bnb: Any = sys.modules.get("bitsandbytes")
     layers = settle(model)
     if not layers:
         yield
         return
+    if precision.leaves:
+        raise CaptureError(
+            f"precision={precision.name!r} would round the scales of {next(iter(layers))!r}, which is quantized, to "
+            f"{precision.leaves}. Take precision='bf16-autocast', which computes in bf16 and converts no weights."
+        )
     calls: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
     weights = {layer: layer._parameters["weight"] for layer in layers.values()}
     kinds: dict[type, Any] = {bnb.nn.Linear4bit: None, bnb.nn.Linear8bitLt: None}
@@ -100,7 +109,10 @@ def traceable(model: nn.Module) -> Iterator[None]:
             state = (_state_4bit if _kind(bnb, layer) == 4 else _state_8bit)(path, layer)
             weight = weights[layer]
             assert weight is not None
-            layer._parameters["weight"] = nn.Parameter(weight.detach().as_subclass(torch.Tensor), requires_grad=False)
+            values = weight.detach().as_subclass(torch.Tensor)
+            if is_described(layer):
+                values = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
+            layer._parameters["weight"] = nn.Parameter(values, requires_grad=False)
             for name, tensor in state.items():
                 layer._buffers[name.replace(".", _DOT)] = tensor.detach().as_subclass(torch.Tensor)
                 layer._non_persistent_buffers_set.add(name.replace(".", _DOT))
@@ -138,7 +150,15 @@ def _state_4bit(path: str, layer: Any) -> dict[str, torch.Tensor]:
             f"{path}.weight is quantized to 4 bits and has requires_grad=True, but a rounded weight has no gradient. "
             "Freeze it (requires_grad_(False)) and train adapters, as peft's LoraConfig adds them."
         )
-    quant_state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+    quant_state = _quant_state(layer)
+    if is_described(layer):
+        blocks = -(-layer.weight.numel() // quant_state.blocksize)
+        first = torch.uint8 if quant_state.nested else torch.float32
+        state = {"absmax": _unset(blocks, first), "quant_map": _unset(16), "info": _unset(_INFO_BYTES, torch.uint8)}
+        if quant_state.nested:
+            outer = _unset(-(-blocks // quant_state.state2.blocksize))
+            state |= {"nested_absmax": outer, "nested_quant_map": _unset(256), "nested_offset": torch.zeros(())}
+        return {f"weight.{name}": x for name, x in state.items()}
     if quant_state is None:
         raise CaptureError(
             f"{path} is a {type(layer).__name__} that is not quantized yet: its weight still is "
@@ -148,8 +168,34 @@ def _state_4bit(path: str, layer: Any) -> dict[str, torch.Tensor]:
     return state | ({"weight.nested_offset": quant_state.offset} if quant_state.nested else {})
 
 
+def _unset(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of shape (count,) that takes no memory."""
+    return torch.zeros((), dtype=dtype).expand(count)
+
+
+def is_described(layer: Any) -> bool:
+    """Return True for a 4-bit layer on the meta device, which has the shape of its weight before quantization."""
+    weight = layer.weight
+    return bool(weight.is_meta and hasattr(weight, "quant_type") and weight.quant_state is None)
+
+
+def has_described(model: nn.Module) -> bool:
+    """Return True if some 4-bit layer of the model is only described, so that it can be planned, but not trained."""
+    return any(map(is_described, settle(model).values()))
+
+
+def _quant_state(layer: Any, weight: Any = None) -> Any:
+    """Return the quant_state of a layer: bitsandbytes' own, or one without tensors if the layer is only described."""
+    weight = layer.weight if weight is None else weight
+    if not (weight.is_meta and weight.quant_state is None):
+        return getattr(weight, "quant_state", None) or layer.quant_state
+    make = _bitsandbytes().functional.QuantState
+    outer = make(None, blocksize=_NESTED_BLOCK, dtype=torch.float32) if weight.compress_statistics else None
+    return make(None, weight.shape, None, weight.blocksize, weight.quant_type, weight.dtype, None, outer)
+
+
 def _call_4bit(layer: Any, weight: Any, names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
-    quant_state = getattr(weight, "quant_state", None) or layer.quant_state
+    quant_state = _quant_state(layer, weight)
     nested = quant_state.state2.blocksize if quant_state.nested else 0
     parts = ("absmax", "quant_map", *(("nested_absmax", "nested_quant_map", "nested_offset") if nested else ()))
     order = [f"weight{_DOT}{part}" for part in parts]
