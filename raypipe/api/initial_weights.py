@@ -347,6 +347,7 @@ class WorkerWeights:
             )
         self.model, self.source, self.storage, self.seed = model, source, storage, seed
         self.digest: dict[str, str] | None = None
+        self._described = False
 
     def __call__(self) -> Unfilled:
         seen: list[Writes] = []
@@ -361,7 +362,8 @@ class WorkerWeights:
             weights = stored_weights(self.source, self.storage)
             self.digest = {"sampled_sha256": sampled_digest(weights)}
             return Unfilled(model, (_files_of(model, weights, f"init_from={self.source!r}"),))
-        if has_described(model):  # to be planned only
+        self._described = has_described(model)
+        if self._described:
             return Unfilled(model, ())
         return Unfilled(model, (ModuleInit.of(model, seen[-1], self.seed),))
 
@@ -371,6 +373,8 @@ class WorkerWeights:
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is not None:
             return f"Workers take their weights from the run's own checkpoint of step {done}. {unseen}"
+        if self._described:
+            return "The model has 4-bit layers without values: it can be planned, and not trained."
         if self.source is None:
             return (
                 f"Workers make the weights that the run begins with, by the model's initialisers, from seed. {unseen}"

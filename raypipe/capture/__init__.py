@@ -40,7 +40,7 @@ from raypipe.engine.initial.meta_init import stand_ins
 from raypipe.engine.stage.generated_source import with_structure
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
-from raypipe.engine.stage.quantized_linear import buffers_of, traceable
+from raypipe.engine.stage.quantized_linear import buffers_of, settle, traceable
 from raypipe.engine.stage.randomness import evaluating
 from raypipe.engine.stage.stage import Loss, StageProgram
 from raypipe.engine.stage.user_metrics import MetricReads
@@ -248,16 +248,23 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
     saved = frozenset(model.state_dict().keys())
+    in_children = isinstance(model, nn.Sequential) and is_plain_sequential(model) and not settle(model)
     with traceable(model, precision):
         return _captured(model, example, columns, loss_fn, evaluates=evaluates, metric_reads=metric_reads,
-                         precision=precision, parts=parts, varying=varying, progress=progress, saved=saved)  # fmt: skip
+                         precision=precision, parts=parts, varying=varying, progress=progress, saved=saved,
+                         in_children=in_children)  # fmt: skip
 
 
 def _captured(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
               loss_fn: LossFn | None, *, evaluates: bool, metric_reads: MetricReads, precision: Precision, parts: bool,
               varying: frozenset[tuple[Any, int]], progress: Callable[[str], None],
-              saved: frozenset[str]) -> Capture:  # fmt: skip
-    """Capture a model inside of ``traceable``; ``saved`` has the names in its state_dict, see ``capture``."""
+              saved: frozenset[str], in_children: bool) -> Capture:  # fmt: skip
+    """Capture a model inside of ``traceable``, see ``capture``.
+
+    Args:
+        saved: names in the model's state_dict.
+        in_children: True for an nn.Sequential of which stages call the children.
+    """
     taken = _Example.of(example, columns, loss_fn, precision)
     taken = taken._replace(inputs=taken.inputs._replace(varying=varying))
     named, buffers = dict(model.named_parameters()), buffers_of(model)
@@ -268,7 +275,7 @@ def _captured(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, t
     terms = None
     with model_in(model, precision):
         one_input = len(taken.inputs.args) == 1 and not taken.inputs.kwargs
-        if isinstance(model, nn.Sequential) and is_plain_sequential(model) and one_input:
+        if in_children and isinstance(model, nn.Sequential) and one_input:
             source = stages = _children_captured(model, taken.inputs, evaluates=evaluates)
             graph = sequential_graph(source.train, held, frozen)
         else:

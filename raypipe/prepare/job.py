@@ -80,12 +80,6 @@ class Job:
     @property
     def initial(self) -> tuple[StateSource, ...]:
         """Sources of the stages' initial tensors; each tensor comes from the first source that lists its name."""
-        if has_described(self.opened.model):
-            raise ConfigError(
-                "weights_on='workers': the model has 4-bit layers without values, which can be planned, but workers "
-                "cannot quantize. Quantize it in this process, as from_pretrained does with a BitsAndBytesConfig, and "
-                "leave weights_on out."
-            )
         elsewhere = {name for source in self.unfilled for name in source.names}
         held = {name: x for name, x in self.tensors.items() if not x.is_meta and name not in elsewhere}
         return (*self.unfilled, GivenTensors(held))
@@ -220,6 +214,12 @@ class Job:
             self.plan.microbatch_size,
         )
         opened.memory.restore()
+        if has_described(opened.model):
+            raise ConfigError(
+                "weights_on='workers': the model has 4-bit layers without values, which can be planned, but workers "
+                "cannot quantize. Quantize it in this process, as from_pretrained does with a BitsAndBytesConfig, and "
+                "leave weights_on out."
+            )
         if opened.unfilled:  # without tensors nothing can be compared; a note of the plan states that
             return
         if any(tensor.is_meta for tensor in (*captured.parameters.values(), *captured.buffers.values())):

@@ -26,7 +26,7 @@ from raypipe.ir.precision import FP32, Precision
 
 _INFO_BYTES, _NESTED_BLOCK = 167, 256
 """Bytes of the numbers of a quant_state as bitsandbytes saves them, about, and values that share an outer scale."""
-_DOT = ":"
+_DOT = "\N{ONE DOT LEADER}"
 """Stands for the dot in the names of buffers such as ``weight.absmax``, which torch refuses to register."""
 
 
@@ -103,7 +103,7 @@ def traceable(model: nn.Module, precision: Precision = FP32) -> Iterator[None]:
         )
     calls: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
     weights = {layer: layer._parameters["weight"] for layer in layers.values()}
-    kinds: dict[type, Any] = {bnb.nn.Linear4bit: None, bnb.nn.Linear8bitLt: None}
+    kinds: dict[Any, Any] = {bnb.nn.Linear4bit: None, bnb.nn.Linear8bitLt: None}
     try:
         for path, layer in layers.items():
             state = (_state_4bit if _kind(bnb, layer) == 4 else _state_8bit)(path, layer)
@@ -273,7 +273,7 @@ class _Counted(torch.autograd.Function):
         return functional.linear(x, _bitsandbytes().functional.dequantize_4bit(weight, state).to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         whole = _bitsandbytes().functional.dequantize_4bit(ctx.weight, ctx.state).to(grad.dtype)
         of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return (torch.matmul(grad, whole) if ctx.needs_input_grad[0] else None), None, of_bias, None
