@@ -39,6 +39,7 @@ from raypipe.engine.io.checkpoint import load_state_dict, newest_step
 from raypipe.engine.io.checkpoint.state_source import StateSource
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.module_copy import copy_of
+from raypipe.engine.stage.quantized_linear import has_described
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.preflight.arguments import Unfilled
 from raypipe.prepare.inputs import build_model
@@ -348,6 +349,7 @@ class WorkerWeights:
             )
         self.model, self.source, self.storage, self.seed = model, source, storage, seed
         self.digest: dict[str, str] | None = None
+        self._described = False
 
     def __call__(self) -> Unfilled:
         seen: list[Writes] = []
@@ -362,6 +364,9 @@ class WorkerWeights:
             weights = stored_weights(self.source, self.storage)
             self.digest = {"sampled_sha256": sampled_digest(weights)}
             return Unfilled(model, (_files_of(model, weights, f"init_from={self.source!r}"),))
+        self._described = has_described(model)
+        if self._described:
+            return Unfilled(model, ())
         return Unfilled(model, (ModuleInit.of(model, seen[-1], self.seed),))
 
     def note(self, run: str | None, resume: bool | None) -> str:
@@ -370,6 +375,8 @@ class WorkerWeights:
         done = newest_step(self.storage / run) if run and resume is not False else None
         if done is not None:
             return f"Workers take their weights from the run's own checkpoint of step {done}. {unseen}"
+        if self._described:
+            return "The model has 4-bit layers without values: it can be planned, and not trained."
         if self.source is None:
             return (
                 f"Workers make the weights that the run begins with, by the model's initialisers, from seed. {unseen}"

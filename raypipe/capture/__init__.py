@@ -40,6 +40,7 @@ from raypipe.engine.initial.meta_init import stand_ins
 from raypipe.engine.stage.generated_source import with_structure
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.mixed_precision import computing, converted, model_in, refuse_other_types
+from raypipe.engine.stage.quantized_linear import buffers_of, settle, traceable
 from raypipe.engine.stage.randomness import evaluating
 from raypipe.engine.stage.stage import Loss, StageProgram
 from raypipe.engine.stage.user_metrics import MetricReads
@@ -246,9 +247,27 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     """
     _refuse_loss_fn(loss_fn, example)
     refuse_other_types(model, precision)
+    saved = frozenset(model.state_dict().keys())
+    in_children = isinstance(model, nn.Sequential) and is_plain_sequential(model) and not settle(model)
+    with traceable(model, precision):
+        return _captured(model, example, columns, loss_fn, evaluates=evaluates, metric_reads=metric_reads,
+                         precision=precision, parts=parts, varying=varying, progress=progress, saved=saved,
+                         in_children=in_children)  # fmt: skip
+
+
+def _captured(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
+              loss_fn: LossFn | None, *, evaluates: bool, metric_reads: MetricReads, precision: Precision, parts: bool,
+              varying: frozenset[tuple[Any, int]], progress: Callable[[str], None],
+              saved: frozenset[str], in_children: bool) -> Capture:  # fmt: skip
+    """Capture a model inside of ``traceable``, see ``capture``.
+
+    Args:
+        saved: names in the model's state_dict.
+        in_children: True for an nn.Sequential of which stages call the children.
+    """
     taken = _Example.of(example, columns, loss_fn, precision)
     taken = taken._replace(inputs=taken.inputs._replace(varying=varying))
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named, buffers = dict(model.named_parameters()), buffers_of(model)
     held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
     frozen = frozenset(n for n, p in named.items() if not p.requires_grad)
     source: TracedModel | SequentialModel
@@ -256,7 +275,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     terms = None
     with model_in(model, precision):
         one_input = len(taken.inputs.args) == 1 and not taken.inputs.kwargs
-        if isinstance(model, nn.Sequential) and is_plain_sequential(model) and one_input:
+        if in_children and isinstance(model, nn.Sequential) and one_input:
             source = stages = _children_captured(model, taken.inputs, evaluates=evaluates)
             graph = sequential_graph(source.train, held, frozen)
         else:
@@ -278,9 +297,8 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         metric_reads,
         precision,
     )
-    persistent = frozenset(model.state_dict().keys()) & buffers.keys()
     one_size = taken.samples if isinstance(source, TracedModel) and source.train.traced.one_size else None
-    return Capture(recipe, named, buffers, persistent, source, taken.shapes, terms, one_size)
+    return Capture(recipe, named, buffers, saved & buffers.keys(), source, taken.shapes, terms, one_size)
 
 
 def _loss_of(source: TracedModel | SequentialModel, loss_fn: LossFn | None, precision: Precision) -> Loss:
@@ -298,7 +316,7 @@ def _refuse_rounded(model: nn.Module, source: TracedModel | SequentialModel, pre
     if not precision.leaves:
         return
     changing = _changed_by(source)
-    wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
+    wrong = sorted(name for name, x in buffers_of(model).items() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
             f"precision={precision.name!r} would keep {wrong[0]!r} in {precision.leaves}, too coarse for the "
@@ -454,7 +472,7 @@ def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | No
     Args:
         training, evaluating: graphs in both modes; ``evaluating`` is None if nothing is evaluated.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **buffers_of(model)}
     terms = loss_terms(training, set(training.columns), tensors)
     if terms is None or not terms.parts:
         return terms

@@ -29,6 +29,7 @@ from raypipe.capture.analyse import (
 )
 from raypipe.engine.stage.autograd_functions import OPERATION, traced_call
 from raypipe.engine.stage.generated_source import Body, Conditional, Region, names_of
+from raypipe.engine.stage.quantized_linear import plain_name
 from raypipe.engine.stage.randomness import draws_randomness, dropout, keyed_call, num_draws
 from raypipe.errors import CaptureError
 
@@ -146,7 +147,7 @@ def canonical_names(model: torch.nn.Module) -> dict[str, str]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    return {name: first[tensor] for name, tensor in all_names}
+    return {name: plain_name(first[tensor]) for name, tensor in all_names}
 
 
 def _copy_nodes(

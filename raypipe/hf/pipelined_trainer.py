@@ -40,6 +40,7 @@ from raypipe.engine.io.checkpoint import MANIFEST, checkpoint_name, load_state_d
 from raypipe.engine.io.checkpoint.snapshot import FOLDER, step_folders
 from raypipe.engine.io.run_files import METRICS
 from raypipe.engine.io.storage import Place
+from raypipe.engine.stage.quantized_linear import settle, without_frozen_state
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.hf.parts import CountsBatches, CountsItems, StageOptimizer, stage_scheduler, stream_of, with_counts
 from raypipe.hf.trainer_events import Replay, TrainingLength
@@ -107,6 +108,7 @@ class PipelinedTrainer(Trainer):
             bound.arguments["args"] = TrainingArguments("tmp_trainer")  # as Trainer does
         check_arguments(bound.arguments["args"])
         super().__init__(*bound.args, **bound.kwargs)
+        settle(self.model)
         self.pipeline = pipeline_of(pipeline or PipelineConfig(), self.args)
         self.scaling_config, self.failure_config, self.local = scaling_config, failure_config, local
         # In threads, data and evaluations share the global generators of random numbers.
@@ -273,7 +275,7 @@ class PipelinedTrainer(Trainer):
         folder = self._run / checkpoint_name(step)
         if not (folder / MANIFEST).is_file():
             return False
-        self.model.load_state_dict(load_state_dict(folder))
+        self.model.load_state_dict(without_frozen_state(self.model, load_state_dict(folder)))
         for earlier, name in step_folders(Place.of(str(self._run))):
             if earlier < step:
                 shutil.rmtree(self._run / name, ignore_errors=True)

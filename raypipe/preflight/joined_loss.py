@@ -199,7 +199,7 @@ def _try_joined(
         the loss with its gradients, computed in fp32 or float64 whatever the precision of the run; None if the graph
         draws random numbers.
     """
-    parameters, held = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters, held = dict(model.named_parameters()), {**captured.buffers, **dict(model.named_buffers())}
     tail = captured.recipe.loss
     assert isinstance(tail, LossTail)
     training = training or tail.eval is None
@@ -258,7 +258,8 @@ def _generic(model: torch.nn.Module, captured: Capture) -> dict[str, torch.Tenso
         if is_large(model):
             raise CaptureError("this process holds no weights of it (weights_on='workers')")
         model = with_random_weights(model)
-    tensors = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
+    held = {**captured.buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: x.detach() for name, x in held.items()}
     if is_large(model):
         return tensors
     generator = torch.Generator().manual_seed(0)

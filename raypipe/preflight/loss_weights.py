@@ -28,6 +28,7 @@ from raypipe.capture.trace import trace
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.initial.meta_init import empty_like_on_host
 from raypipe.engine.stage.losses import LossCounts, Reduction, loss_weights
+from raypipe.engine.stage.quantized_linear import has_described
 from raypipe.errors import CaptureError, ConfigError, DataError
 from raypipe.preflight.joined_loss import NOTE, WHY, over_minibatch, why_not
 from raypipe.preflight.loss_on_rows import (
@@ -213,7 +214,8 @@ def _trials(model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, r
     elif loss_fn is not None:
         tried = try_on_random_outputs(captured, rows, seed)
     else:
-        tried = None if is_large(model) else LossTrial(with_random_weights(model), None, seed).losses(rows)
+        untried = is_large(model) or has_described(model)
+        tried = None if untried else LossTrial(with_random_weights(model), None, seed).losses(rows)
     return [tried] if tried else []
 
 

@@ -17,6 +17,7 @@ from raypipe.data.open_data import Source, batch_size_of, open_data
 from raypipe.data.stacking import Collate
 from raypipe.engine.codec.host import codec_cost
 from raypipe.engine.io.checkpoint.state_source import StateSource
+from raypipe.engine.stage.quantized_linear import settle
 from raypipe.engine.stage.user_metrics import MetricReads
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
@@ -95,6 +96,7 @@ def open_arguments(
     refuse_still_norms(built)
     if pipeline.several_microbatches:
         refuse_frequencies(built, pipeline.one_microbatch)
+    settle(built)
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(arguments.train_data, seed=pipeline.seed, collate=arguments.collate_fn)}
     if evaluates:

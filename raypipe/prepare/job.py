@@ -22,6 +22,7 @@ from raypipe.engine.io.storage import Place
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.feed import token_column
+from raypipe.engine.stage.quantized_linear import has_described
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import ConfigError
@@ -213,6 +214,12 @@ class Job:
             self.plan.microbatch_size,
         )
         opened.memory.restore()
+        if has_described(opened.model):
+            raise ConfigError(
+                "weights_on='workers': the model has 4-bit layers without values, which can be planned, but workers "
+                "cannot quantize. Quantize it in this process, as from_pretrained does with a BitsAndBytesConfig, and "
+                "leave weights_on out."
+            )
         if opened.unfilled:  # without tensors nothing can be compared; a note of the plan states that
             return
         if any(tensor.is_meta for tensor in (*captured.parameters.values(), *captured.buffers.values())):

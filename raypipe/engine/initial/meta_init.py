@@ -69,6 +69,10 @@ class Writes(TorchFunctionMode):
         self._sources: dict[int, list[StorageWeakRef]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and _IS_META(args[0]):
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
+            if device is not None and device.type == "cpu":  # where the tensor reports to be, as peft reads
+                args, kwargs = (args[0], args[0].dtype if dtype is None else dtype), {}
         result = func(*args, **(kwargs or {}))
         if func == _DEVICE:
             return torch.device("cpu") if result.type == "meta" else result

@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 def copy_of(model: M) -> M:
     """Deep-copy a module. Tensors with an autograd history are copied without their history."""
     memo = {id(tensor): tensor.detach().clone() for tensor in _attributes(model) if not tensor.is_leaf}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo | _described(model))
 
 
 def skeleton_of(model: M) -> M:
@@ -34,13 +34,19 @@ def skeleton_of(model: M) -> M:
         for tensor in _attributes(model)
         if not tensor.is_leaf or (not tensor.is_meta and tensor.untyped_storage().data_ptr() in held)
     }
-    return copy.deepcopy(model, memo).to("meta")
+    return copy.deepcopy(model, memo | _described(model)).to("meta")
 
 
 def made_by_hooks(module: nn.Module) -> set[str]:
     """Return the names of a module's attributes that weight_norm or spectral_norm recomputes before every forward."""
     hooks = module._forward_pre_hooks.values()
     return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+
+
+def _described(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Copy the 4-bit weights on the meta device, at which bitsandbytes' own __deepcopy__ fails; return copies by id."""
+    weights = (p for p in model.parameters() if p.is_meta and hasattr(p, "quant_state"))
+    return {id(p): type(p)(p.data, p.requires_grad, **vars(p)) for p in weights}
 
 
 def _attributes(model: nn.Module) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raypipe.engine.stage import quantized_linear  # noqa: F401  (registers operations, which workers call)
 from raypipe.engine.stage.generated_source import compiled
 from raypipe.engine.stage.mixed_precision import computing, converted
 from raypipe.engine.stage.randomness import RandomKey
