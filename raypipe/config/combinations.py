@@ -23,11 +23,6 @@ def replicated(config: PipelineFields) -> bool:
     return config.num_replicas == "auto" or max(_replicas(config)) > 1
 
 
-def last_is_replicated(config: PipelineFields) -> bool:
-    """Return True if the configuration gives the last stage several workers; False if the planner chooses them."""
-    return config.num_replicas != "auto" and _replicas(config)[-1] > 1
-
-
 def laned(config: PipelineFields) -> bool:
     """Return True if gradients are, or may be, summed in several lanes: with num_lanes above 1, or with replicas."""
     return replicated(config) or config.num_lanes not in ("auto", 1)

@@ -45,8 +45,9 @@ class PipelineFields:
         loss_over: samples over which the loss is computed. "microbatch" computes the loss of each micro-batch and
             weights it by ``loss_reduction``. "minibatch" computes it once, over the outputs of all micro-batches, as
             losses need that compare samples with each other (contrastive losses); all forwards of a step then precede
-            its backwards (schedule "gpipe"), so that every stage holds all micro-batches, and the last stage has one
-            worker. "auto" is "microbatch", or "minibatch" if no weights of micro-batches make the loss.
+            its backwards (schedule "gpipe"), so that every stage holds all micro-batches, and replicas of the last
+            stage the outputs of all. "auto" is "microbatch", or "minibatch" if no weights of micro-batches make the
+            loss.
         partitioner: "prefix_sum" cuts the profiled operations in execution order, "antichain" in any order that their
             dependencies allow; "auto" takes the better of the two. "parameters" profiles nothing and gives all stages
             about equal parameter bytes. A list of module names begins a new stage at each of these modules.

@@ -131,7 +131,7 @@ class Executor:
             if not channel.on_device:
                 channel.leave_coded()
         self.works = {
-            stage: StageRunner(run, setup, stage, worker, state, neighbours[stage], self.transfer)
+            stage: StageRunner(run, setup, stage, worker, state, neighbours[stage], channels, self.transfer)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
@@ -179,9 +179,9 @@ class Executor:
         return self._action
 
     @property
-    def reads(self) -> bool:
-        """True while a stage waits for the data of a micro-batch."""
-        return any(work.feed.reading for work in self.works.values())
+    def waits(self) -> bool:
+        """True while a forward waits for the data of a micro-batch, or for the outputs of other replicas."""
+        return any(work.feed.reading or work.whole.waiting for work in self.works.values())
 
     def abort(self, reason: str) -> None:
         """Abort all channels, in any thread: every wait for a message ends. The executor is unusable afterwards."""
@@ -430,7 +430,7 @@ class Executor:
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
                 self._ready = True
-                losses = [term for work in self.works.values() for term in work.loss_terms()]
+                losses = [term for work in self.works.values() for term in work.loss_terms]
                 if self._stage_norms:
                     loss = self._reduction.loss(microbatch, losses)
                     own = self._updates[stage].own_norm()

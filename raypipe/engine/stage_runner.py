@@ -27,8 +27,8 @@ from raypipe.engine.stage.activation_checkpointing import ForwardInputs, Recompu
 from raypipe.engine.stage.activation_stash import ActivationStash
 from raypipe.engine.stage.feed import Feed, MicrobatchData
 from raypipe.engine.stage.gradients import GradientSink
-from raypipe.engine.stage.losses import LossTerm, counting, loss_parts, summed
-from raypipe.engine.stage.minibatch_loss import MinibatchOutputs
+from raypipe.engine.stage.losses import LossTerm, counting, loss_parts, summed, weighted
+from raypipe.engine.stage.minibatch_loss import MinibatchOutputs, OutputExchange
 from raypipe.engine.stage.placement import Placement
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import StageBuffers, StageProgram
@@ -104,6 +104,7 @@ class StageRunner:
         stage: number of the stage, its index in ``setup.programs``.
         channels: for the previous and the next stage, one channel per lane (partial sum of gradients): the channel to
             the worker that computes the lane's micro-batches on that stage.
+        workers: channels to other workers, among them the replicas of the stage, by worker.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class StageRunner:
         worker: int,
         state: StageState,
         channels: Mapping[int, Sequence[Channel]],
+        workers: Mapping[int, Channel],
         transfer: DeviceTransfer,
     ) -> None:
         program = self.program = setup.programs[stage]
@@ -144,8 +146,10 @@ class StageRunner:
         evaluates = placement.leads and self.last and "eval" in run.sources
         self._metrics = UserMetrics(run.metrics) if evaluates and run.metrics else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
-        self._whole = MinibatchOutputs(run.settings.loss_reduction if self.last else None)
-        self._losses: list[tuple[int, int, torch.Tensor, float]] = []  # micro-batch, part, value, share
+        exchange = OutputExchange(stage, workers, transfer, run.settings.timeout_s)
+        self.whole = MinibatchOutputs(run.settings.loss_reduction if self.last else None, worker, exchange)
+        self.loss_terms: list[LossTerm] = []
+        """Weighted parts of the losses of this mini-batch's micro-batches."""
         self._output_grad_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
         self._training, self.split_microbatch = True, None
@@ -177,7 +181,7 @@ class StageRunner:
     def drop(self) -> None:
         """Drop all micro-batches in flight with their activations, after the step was aborted."""
         self._stash.drop()
-        self._whole.clear()
+        self.whole.clear()
         self._arrived.clear()
 
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
@@ -189,16 +193,13 @@ class StageRunner:
         count = len(segment.microbatch_samples)
         step, first = segment.first_step + minibatch, segment.first_microbatch + minibatch * count
         splits = self._splits and measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
-        own = (
-            [m for m in range(first, first + count) if self._lane(m) in self._placement.lanes_of(self.worker)]
-            if splits
-            else []
-        )
+        homes = {m: self._placement.home_of(self.stage, self._lane(m)) for m in range(first, first + count)}
+        own = [m for m, home in homes.items() if home == self.worker] if splits else []
         self.split_microbatch, self._split_marks = own[len(own) // 2] if own else None, None
         self.counters = StepCounters.of(self.stage, len(self._stash), measure=measure)
-        self._losses.clear()
+        self.loss_terms.clear()
         self._output_grad_tensors.clear()
-        self._whole.clear()
+        self.whole.begin(homes)
 
     def waited(self, seconds: float) -> None:
         """Add seconds of waiting for a message to the counters."""
@@ -297,11 +298,12 @@ class StageRunner:
         if self._training or not self.last:
             self._stash.hold(microbatch, inputs, outputs, recompute)
             self.counters.peak_in_flight = max(self.counters.peak_in_flight, len(self._stash))
-        if self._whole.used:
-            self._whole.add(outputs, {name: columns[name] for name in self.program.targets})
+        if self.whole.used:
+            targets = {name: columns[name] for name in self.program.targets}
+            self.counters.exchanged_bytes += self.whole.add(self._mode, microbatch, outputs, targets)
             if recompute is not None:
                 self._stash.outputs(microbatch, keep=True)  # freed with the loss
-            if len(self._whole) == len(self._segment.microbatch_samples):
+            if self.whole.complete:
                 self._compute_whole_loss(microbatch)
         elif self.last:
             self._note_loss(outputs, data, microbatch)
@@ -336,9 +338,9 @@ class StageRunner:
         microbatch: int,
         arguments: ForwardInputs,
     ) -> Tensors:
-        """Run the last stage by ``compute``; return loss parts, or outputs if ``_whole`` is used; update metrics."""
+        """Run the last stage by ``compute``; return loss parts, or outputs if ``whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
-        if not self._whole.used:
+        if not self.whole.used:
             losses = outputs if self._training else self.program.loss_outputs(outputs)
             loss, targets = self._loss[self._mode], self.program.targets
             parts = loss_parts(loss, targets, losses, arguments.columns, data.weights, microbatch)
@@ -360,7 +362,7 @@ class StageRunner:
 
         def run(rows: ForwardInputs) -> None:
             outputs = compute(rows._replace(buffers={name: x.clone() for name, x in arguments.buffers.items()}))
-            if (loss := self._loss[self._mode]) is not None and not self._whole.used:
+            if (loss := self._loss[self._mode]) is not None and not self.whole.used:
                 losses = outputs if self._training else self.program.loss_outputs(outputs)
                 loss(losses, [rows.columns[name] for name in self.program.targets])
 
@@ -393,20 +395,24 @@ class StageRunner:
     def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
         """Record the parts of a micro-batch's loss; in training, set the gradient of each part to its weight."""
         counted = list(zip(counting(data.weights), parts, strict=True))
-        self._losses += [(microbatch, at, part, data.shares[at]) for at, part in counted]
+        self.loss_terms += [weighted(part, data.shares[at], microbatch, at) for at, part in counted]
         if self._training and counted:
             output_grads = tuple(self._output_grad(data.weights[at], part.dtype) for at, part in counted)
             self._stash.set_output_grads(microbatch, output_grads)
 
     def _compute_whole_loss(self, microbatch: int) -> None:
         """Compute the loss of the mini-batch from all outputs; in training, set the gradients of the outputs."""
-        loss_fn, joined = self._loss[self._mode], self._whole.joined(self._mode)
-        (loss,) = loss_parts(loss_fn, self.program.targets, *joined, (1.0,), microbatch)
-        self._losses.append((microbatch, 0, loss.detach(), 1.0))
+        waited_s = self.whole.gather(lambda index: self._transfer.named(self.feed.targets(index), TransferKind.COLUMNS))
+        self.waited(waited_s)
+        self.counters.busy_s -= waited_s  # within the forward of ``microbatch``
+        loss_fn = self._loss[self._mode]
+        (loss,) = loss_parts(loss_fn, self.program.targets, *self.whole.joined(self._mode), (1.0,), microbatch)
+        if self.whole.counts:
+            self.loss_terms.append(weighted(loss, 1.0, microbatch))
         if self._training:
-            for number, grads in self._whole.gradients(loss, self._output_grad(1.0, loss.dtype), microbatch):
+            for number, grads in self.whole.gradients(loss, self._output_grad(1.0, loss.dtype)):
                 self._stash.set_output_grads(number, grads)
-        self._whole.clear()
+        self.whole.clear()
 
     def _output_grad(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)
@@ -423,15 +429,7 @@ class StageRunner:
 
         ``part`` selects one part of the loss. The result is None before the first loss, and on stages before the last.
         """
-        return summed([term for term in self.loss_terms() if part in (None, term.part)])
-
-    def loss_terms(self) -> list[LossTerm]:
-        """List the weighted parts of the losses of this mini-batch's micro-batches, in at least fp32."""
-        # A 16-bit sum would stop growing after a few hundred micro-batches.
-        return [
-            LossTerm(m, at, loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share)
-            for m, at, loss, share in self._losses
-        ]
+        return summed([term for term in self.loss_terms if part in (None, term.part)])
 
     def _averages(self) -> tuple[tuple[float, float], ...]:
         """Return (loss, number of items) of one mini-batch of an evaluation, for each term of the loss.

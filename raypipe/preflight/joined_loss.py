@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from raypipe.capture import Capture, TracedModel
-from raypipe.config.combinations import last_is_replicated, replicated
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.data.item_randomness import own_generators
 from raypipe.engine.stage.minibatch_loss import LossTail, WholeMinibatch
@@ -66,11 +65,6 @@ def why_not(pipeline: PipelineConfig) -> str:
     """Explain why the loss cannot be computed over the whole mini-batch, with the fix; "" if it can."""
     if pipeline.schedule not in ("auto", "gpipe") and pipeline.several_microbatches:
         return f"schedule={pipeline.schedule!r} begins backwards before the last forward. Set schedule='gpipe'"
-    if replicated(pipeline) and last_is_replicated(pipeline):
-        return (
-            f"num_replicas={pipeline.num_replicas!r} divides the micro-batches of the last stage among several "
-            "workers, and one has to hold all outputs. Give the last stage one worker, as in num_replicas=[2, 1]"
-        )
     return ""
 
 
@@ -278,9 +272,15 @@ def without_loss(captured: Capture, rule: WholeMinibatch) -> Capture:
 
 def held_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int:
     """Compute the bytes of outputs and targets of ``samples`` samples, which the last stage holds until the loss."""
-    columns, outputs = _columns(captured, samples), _outputs(captured, samples, "train") or ()
-    of_samples = [x for x, dim in zip(outputs, rule.joined["train"], strict=True) if dim is not None]
-    return sum(x.nbytes for x in (*of_samples, *(columns[name] for name in captured.recipe.targets)))
+    columns = _columns(captured, samples)
+    targets = sum(columns[name].nbytes for name in captured.recipe.targets)
+    return targets + outputs_bytes(captured, rule, samples)
+
+
+def outputs_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int:
+    """Compute the bytes of outputs of ``samples`` samples, which replicas of the last stage exchange."""
+    outputs = _outputs(captured, samples, "train") or ()
+    return sum(x.nbytes for x, dim in zip(outputs, rule.joined["train"], strict=True) if dim is not None)
 
 
 def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | None:
@@ -301,6 +301,7 @@ def loss_bytes(captured: Capture, rule: WholeMinibatch, samples: int) -> int | N
             joined = rule.join("train", [[x for (x,) in outputs]])
             targets = [torch.cat([columns[name]]) for name in captured.recipe.targets]
             loss: Any = loss_of(joined, targets)
+            del joined, targets  # the last stage keeps what the graph holds
             torch.autograd.grad(loss, [x for (x,) in outputs if x.requires_grad], allow_unused=True)
     except Exception:  # noqa: BLE001  (the user's code may read values)
         return None

@@ -24,7 +24,7 @@ from raypipe.planner.search import microbatches
 from raypipe.planner.segments import evaluation_segments
 from raypipe.preflight.arguments import Arguments, in_one_paragraph, undisturbed
 from raypipe.preflight.dry_run import refuse_other_sizes, rehearse_single, takes_one_row
-from raypipe.preflight.joined_loss import held_bytes, loss_bytes, loss_seconds, without_loss
+from raypipe.preflight.joined_loss import held_bytes, loss_bytes, loss_seconds, outputs_bytes, without_loss
 from raypipe.preflight.loss_on_rows import MANY_ROWS
 from raypipe.preflight.loss_weights import check_per_replica, find_reduction
 from raypipe.preflight.metric_trial import try_on_smallest
@@ -95,7 +95,7 @@ def prepare(
             "The profile is without the loss, as for a loss over the whole mini-batch, but this plan computes it for "
             "every micro-batch. Make it anew with `raypipe profile`."
         )
-    whole, loss_s = isinstance(reduction, WholeMinibatch), 0.0
+    whole, loss_s, sent = isinstance(reduction, WholeMinibatch), 0.0, 0
     if whole:
         opened = _flushed_before_loss(opened, pipeline)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
@@ -103,6 +103,7 @@ def prepare(
         profiled = _measured(opened, pipeline, rates, reduction, by_size=wants_curve(pipeline))
     if isinstance(reduction, WholeMinibatch) and profiled is not None:
         profiled = _with_loss(profiled, opened, reduction, bounded=cluster is not None)
+        sent = outputs_bytes(opened.captured, reduction, _minibatch_size(opened))
         if profiled.whole_loss and rates is None:
             loss_s = loss_seconds(opened.captured, reduction, _minibatch_size(opened), rows)
     basis = dataclasses.replace(
@@ -110,6 +111,7 @@ def prepare(
         loss_words=counted,
         whole_loss=whole,
         loss_s=loss_s,
+        outputs_bytes=sent,
         processors=shared_processors() if here and rates is None else None,
     )
     with shown_while("planning"):
@@ -130,14 +132,9 @@ _ON_ONE_SIZE = "forward takes one number of samples only: every micro-batch of t
 
 
 def _flushed_before_loss(opened: Opened, pipeline: PipelineConfig) -> Opened:
-    """Return the opened arguments with a request for a loss over the whole mini-batch.
-
-    All forwards precede the backwards, and the last stage gets one worker.
-    """
-    request, last = opened.request, len(opened.captured.graph.nodes) - 1
-    schedule = "gpipe" if pipeline.schedule == "auto" else request.schedule
-    alone = (last,) if request.replicas is None else ()
-    return dataclasses.replace(opened, request=dataclasses.replace(request, schedule=schedule, changing=alone))
+    """Return the opened arguments with a request for a loss over the mini-batch: all forwards precede the backwards."""
+    schedule = "gpipe" if pipeline.schedule == "auto" else opened.request.schedule
+    return dataclasses.replace(opened, request=dataclasses.replace(opened.request, schedule=schedule))
 
 
 def _minibatch_size(opened: Opened) -> int:
@@ -157,10 +154,15 @@ def _with_loss(profiled: Profile, opened: Opened, rule: WholeMinibatch, *, bound
     if nbytes is None:
         note = "the loss does not run on the meta device, so that its memory over a mini-batch is not planned."
         return dataclasses.replace(profiled, notes=(*profiled.notes, note))
+    held, bounded = held_bytes(opened.captured, rule, samples), bounded or request.memory_limit_bytes is not None
     again = request.recompute[-1] if isinstance(request.recompute, tuple) else request.recompute
-    if again or (again is None and (bounded or request.memory_limit_bytes is not None)):
+    replicas = request.replicas[-1] if isinstance(request.replicas, tuple) else request.replicas
+    if again or (again is None and bounded) or replicas is None:
         # A stage that recomputes counts as holding one micro-batch, but holds the outputs of all.
-        nbytes += held_bytes(opened.captured, rule, samples)
+        nbytes += held
+    else:
+        # A replica counts as holding its own micro-batches. A later plan may have a replica for each lane.
+        nbytes += held - held // (max(replicas, request.lanes or 1) if bounded else replicas)
     *others, last = profiled.graph.nodes
     last = dataclasses.replace(last, workspace=pruned((*last.workspace, (nbytes, 0))))
     return dataclasses.replace(profiled, graph=dataclasses.replace(profiled.graph, nodes=(*others, last)))
@@ -281,7 +283,7 @@ def _basis(
         opened.request,
         optimizer_factor=factor,
         least_microbatch=least,
-        changing=(*opened.request.changing, *(changing_nodes(recipe) if masked else ())),
+        changing=changing_nodes(recipe) if masked else (),
     )
     return PlanBasis(
         recipe,

@@ -16,7 +16,7 @@ from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data.open_data import open_data
-from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.errors import ConfigError, StageError
 from raypipe.preflight.joined_loss import loss_bytes
 from raypipe.run.plans.later import another, later_plan
 from raypipe.testing import reference
@@ -173,6 +173,9 @@ def test_a_profile_is_of_the_model_that_is_planned(tmp_path: Path) -> None:
     ("fields", "other"),
     [
         ({"num_lanes": 2}, {"num_replicas": [2, 1]}),
+        ({"num_lanes": 2}, {"num_replicas": [1, 2]}),
+        ({"num_lanes": 2}, {"num_replicas": 2, "recompute": "always"}),
+        ({"num_lanes": 4}, {"num_replicas": [1, 4]}),
         ({"num_lanes": 2, "num_stages": 3}, {"num_replicas": [1, 2, 1], "num_stages": 3}),
         ({}, {"recompute": "always"}),
         ({}, {"recompute": [True, False], "num_stages": 2}),
@@ -223,11 +226,11 @@ def test_a_loss_that_fails_names_the_stage(tmp_path: Path) -> None:
     [
         ({"schedule": "1f1b"}, "schedule='1f1b' begins backwards before the last forward. Set schedule='gpipe'"),
         ({"schedule": "zb-h1"}, "schedule='zb-h1' begins backwards before"),
-        ({"num_replicas": 2}, "num_replicas=2 divides the micro-batches of the last stage among several workers"),
-        ({"num_replicas": [1, 2]}, "one has to hold all outputs. Give the last stage one worker"),
     ],
 )
-def test_what_cannot_hold_all_outputs_is_refused(kind: type[Towers], fields: Any, words: str, tmp_path: Path) -> None:
+def test_schedules_that_begin_backwards_early_are_refused(
+    kind: type[Towers], fields: Any, words: str, tmp_path: Path
+) -> None:
     for over, before in (("minibatch", "loss_over='minibatch' is not possible: "), ("auto", "no weights of micro")):
         with pytest.raises(ConfigError) as refused:
             trainer(tmp_path, loss_over=over, kind=kind, **fields).plan()
@@ -275,10 +278,7 @@ def test_the_plan_says_so_and_holds_all_micro_batches(kind: type[Towers], tmp_pa
     assert (loss_bytes(captured, rule, 1024) or 0) > 2 * 4 * 1024**2
 
 
-def test_the_last_stage_keeps_one_worker(tmp_path: Path) -> None:
-    """Also if the planner chooses the replicas, or a running run is resized."""
-    made = trainer(tmp_path, num_replicas="auto", num_lanes=4, partitioner="auto", num_stages="auto")
-    assert made.plan().partition.replicas[-1] == 1
+def test_a_run_may_get_replicas_of_the_last_stage_later(tmp_path: Path) -> None:
     job = trainer(tmp_path, num_lanes=2)._prepared()
-    with pytest.raises(PlanError, match="The last stage would get several workers"):
-        later_plan(another(job.basis, job.plan, num_stages=2, replicas=2))
+    later = later_plan(another(job.basis, job.plan, num_stages=2, replicas=2))
+    assert later.plan.partition.replicas == (2, 2)

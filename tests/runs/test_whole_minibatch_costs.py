@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from raypipe import PipelineTrainer
 from raypipe.engine.stage_runner import StageRunner
 from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.units import human_s
 from raypipe.preflight.joined_loss import loss_seconds
@@ -62,28 +63,37 @@ def trainer(folder: Path, name: str, **config: Any) -> PipelineTrainer:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_planned_bytes_are_those_that_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both stages, within a tenth, and on the last one not less; received messages were allocated by the sender."""
-    live: dict[int, LiveBytes] = {}
+def test_planned_bytes_are_those_that_live(
+    name: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both stages, within a tenth, and on the last one not less; received messages were allocated by the sender.
+
+    Replicas of the last stage allocate as many outputs for each other as they receive.
+    """
+    live: dict[tuple[int, int], LiveBytes] = {}
     do = StageRunner.do
 
     def counted(self: StageRunner, action: Action) -> None:
         if action.op in (Op.SEND_F, Op.SEND_B):
             return do(self, action)
-        with live.setdefault(self.stage, LiveBytes()):
+        with live.setdefault((self.stage, self.worker), LiveBytes()):
             return do(self, action)
 
-    made = trainer(tmp_path, name)
+    made = trainer(tmp_path, name, num_replicas=[1, replicas])
     plan = made.plan()
     monkeypatch.setattr(StageRunner, "do", counted)
     made.fit(num_steps=2, local=True, progress=False)
     assert plan.prediction is not None
-    for stage, least in ((0, 0.95), (1, 1.0)):
-        memory = dict(plan.prediction.stages[stage].memory)
+    for (stage, worker), counted_bytes in live.items():
+        if stage == 0 and replicas > 1:
+            continue
+        memory, own = dict(plan.prediction.stages[stage].memory), COUNT // (replicas if stage else 1)
         planned = sum(nbytes for what, nbytes in memory.items() if what.startswith(PASSING))
-        received = memory["messages"] * COUNT // (COUNT + 1) if stage else 0
-        assert least <= planned / (max(live[stage].log) + received) <= 1.1, stage
+        received = memory["messages"] * own // (own + 1) if stage else 0
+        least = 1.0 if stage else 0.95
+        assert least <= planned / (max(counted_bytes.log) + received) <= 1.1, worker
 
 
 def test_seconds_of_the_loss_count_once_per_mini_batch(tmp_path: Path) -> None:
@@ -96,6 +106,29 @@ def test_seconds_of_the_loss_count_once_per_mini_batch(tmp_path: Path) -> None:
         assert prediction.step_s == pytest.approx(alone.makespan_s + prediction.loss_s)
         assert prediction.samples_per_s == pytest.approx(plan.minibatch_size / prediction.step_s)
         assert f"it takes {human_s(prediction.loss_s)} of each step" in dict(plan.reasons)["loss"]
+
+
+def test_replicas_of_the_last_stage_wait_for_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the planner weighs: with the choice, no plan is slower than on one worker, however slow the links."""
+    monkeypatch.setattr("raypipe.prepare.prepare.loss_seconds", lambda *_: 1e-4)
+    profiled, waits, chosen = trainer(tmp_path, "Dice").profile(), [], []
+    for bandwidth in (1e12, 4e6):
+        cluster, folder = Cluster.uniform(3, bandwidth_bytes_s=bandwidth), tmp_path / f"{bandwidth:g}"
+        auto, alone, two = (
+            trainer(folder / str(replicas), "Dice", num_replicas=replicas, num_stages=1).plan(
+                cluster=cluster, profiled=profiled
+            )
+            for replicas in ("auto", 1, 2)
+        )
+        assert auto.prediction is not None
+        assert alone.prediction is not None
+        assert two.prediction is not None
+        assert alone.prediction.loss_s == 1e-4
+        assert auto.prediction.step_s <= alone.prediction.step_s * 1.001
+        waits.append(two.prediction.loss_s - 1e-4)
+        chosen.append(auto.partition.replicas[-1])
+    assert 0 < waits[0] < waits[1]
+    assert chosen[0] > 1 == chosen[1]
 
 
 def test_a_loss_is_timed_on_the_whole_mini_batch(tmp_path: Path) -> None:

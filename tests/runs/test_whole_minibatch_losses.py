@@ -98,7 +98,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "own"), CASES)
-@pytest.mark.parametrize(("count", "replicas"), [(2, [1, 1]), (4, [2, 1]), (8, [1, 2, 1])])
+@pytest.mark.parametrize(("count", "replicas"), [(2, [1, 2]), (4, [2, 1]), (4, [2, 2]), (8, [1, 2, 1]), (8, [1, 2])])
 def test_gradients_are_those_of_the_mini_batch(
     name: str, own: bool, count: int, replicas: list[int], tmp_path: Path
 ) -> None:
@@ -121,6 +121,10 @@ def test_gradients_are_those_of_the_mini_batch(
     )  # fmt: skip
     made.plan()
     recorder.steps.clear()
-    made.fit(num_steps=1, local=True, progress=False)
-    for parameter, p in model.named_parameters():
-        torch.testing.assert_close(recorder.steps[0][parameter], p.grad, rtol=1e-9, atol=1e-13, msg=parameter)
+    (record,) = made.fit(num_steps=1, local=True, progress=False).records
+    gradients = {parameter: p.grad for parameter, p in model.named_parameters()}
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(recorder.steps[0][parameter], gradient, rtol=1e-9, atol=1e-13, msg=parameter)
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients.values() if gradient is not None])
+    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-9)
+    assert record.grad_norm == pytest.approx(float(norm), rel=1e-9)

@@ -92,7 +92,7 @@ class Feed:
         }
         self._token_column = token_column
         self._tokens: dict[int, int] = {}  # by micro-batch
-        self._weighs = weighs
+        self._targets, self._weighs = tuple(targets), weighs
         self._reduction = reduction
         self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
         self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
@@ -148,6 +148,11 @@ class Feed:
             if self._weighs
             else MicrobatchData(parts[index])
         )
+
+    def targets(self, index: int) -> dict[Any, torch.Tensor]:
+        """Return the columns that the loss reads, of the micro-batch with this index in the mini-batch read last."""
+        assert self._current is not None
+        return {name: self._current[1].parts[index][name] for name in self._targets}
 
     def take_tokens(self, segment: Segment, step: int) -> int:
         """Remove and return the number of tokens in a finished step's mini-batch; 0 if the stage reads no tokens."""

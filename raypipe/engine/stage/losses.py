@@ -283,6 +283,12 @@ class LossTerm(NamedTuple):
     value: torch.Tensor
 
 
+def weighted(loss: torch.Tensor, share: float, microbatch: int, part: int = 0) -> LossTerm:
+    """Multiply a part of a micro-batch's loss by its share in the loss of the mini-batch, in at least fp32."""
+    # A 16-bit sum would stop growing after a few hundred micro-batches.
+    return LossTerm(microbatch, part, loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share)
+
+
 def summed(terms: Sequence[LossTerm], messages: Sequence[tuple[torch.Tensor | None, ...]] = ()) -> torch.Tensor | None:
     """Add up terms in the order of micro-batches, and of parts within a micro-batch; None without terms.
 

@@ -8,11 +8,18 @@ gradient by its outputs each micro-batch runs its own backward, so the gradients
 over the mini-batch (the gradient cache of Gao et al., arXiv:2101.06983). All forwards of the last stage precede its
 backwards, as in the schedule "gpipe".
 
+Replicas of the last stage send each other the outputs of their micro-batches, right after each forward. Every replica
+computes the loss, and runs the backwards of its own micro-batches:
+
+    replica 0   F0 F2 --outputs of 0 2-->   outputs of 0 1 2 3 -> loss -> B0 B2
+    replica 1   F1 F3 <--outputs of 1 3--   outputs of 0 1 2 3 -> loss -> B1 B3
+
 The loss is the user's loss_fn, or the tail of a model that returns its own loss (``LossTail``).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +27,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from raypipe.engine.codec import NONE
+from raypipe.engine.device.device import TransferKind
+from raypipe.engine.messages.channel import Channel
+from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.stage.stage import GraphFunction
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Action, Op
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -113,55 +126,151 @@ def held_by(function: GraphFunction) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(site.parameter for site in function.sites), *function.buffers)))
 
 
+class OutputExchange:
+    """Exchange of outputs between the replicas of the last stage, in messages that are named by its forwards.
+
+    Args:
+        stage: number of the last stage.
+        channels: channels to the other replicas, by worker; no codec applies to their messages.
+        transfer: transfers tensors between the stage's device and host memory.
+        timeout_s: longest wait for a message.
+    """
+
+    def __init__(self, stage: int, channels: Mapping[int, Channel], transfer: DeviceTransfer, timeout_s: float) -> None:
+        self._stage, self._channels, self._transfer, self._timeout_s = stage, channels, transfer, timeout_s
+        self.waiting = False
+        """True while ``receive`` waits."""
+
+    def send(self, worker: int, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> int:
+        """Begin to send ``worker`` the outputs of a micro-batch; return their bytes."""
+        action, channel = Action(self._stage, Op.F, microbatch), self._channels[worker]
+        on_device = channel.on_device
+        channel.send(action, self._transfer.outgoing(action, tensors, TransferKind.OUTPUTS, NONE, on_device=on_device))
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def receive(self, worker: int, microbatch: int) -> Sequence[torch.Tensor | None]:
+        """Wait for the outputs of a micro-batch that ``worker`` computes.
+
+        Raises:
+            LinkError: they did not come in time, or the link failed.
+        """
+        action, self.waiting = Action(self._stage, Op.F, microbatch), True
+        try:
+            message = self._channels[worker].recv(action, self._timeout_s)
+        except LinkError as error:
+            raise type(error)(f"Stage {self._stage} in {action.label}: {error}") from error
+        finally:
+            self.waiting = False
+        return self._transfer.message(message, TransferKind.INPUTS)
+
+
 class MinibatchOutputs:
     """Outputs and targets of the micro-batches of one mini-batch, kept by the last stage until the loss is computed.
 
     Args:
         reduction: ``WholeMinibatch``; nothing is kept for any other reduction.
+        worker: number of this worker, one of the replicas of the last stage.
+        exchange: exchanges outputs with the other replicas.
     """
 
-    def __init__(self, reduction: Any) -> None:
+    def __init__(self, reduction: Any, worker: int, exchange: OutputExchange) -> None:
         self._rule = reduction if isinstance(reduction, WholeMinibatch) else None
-        self._outputs: list[Tensors] = []
-        self._targets: list[Mapping[Any, torch.Tensor]] = []
+        self._worker, self._exchange = worker, exchange
+        self._homes: Mapping[int, int] = {}
+        self._own: list[int] = []
+        self._outputs: dict[int, Tensors] = {}
+        self._targets: dict[int, Mapping[Any, torch.Tensor]] = {}
 
     @property
     def used(self) -> bool:
         """True if the loss is computed over the whole mini-batch."""
         return self._rule is not None
 
-    def __len__(self) -> int:
-        return len(self._outputs)
+    @property
+    def waiting(self) -> bool:
+        """True while this replica waits for outputs of others."""
+        return self._exchange.waiting
+
+    @property
+    def complete(self) -> bool:
+        """True if all micro-batches of this worker were added."""
+        return len(self._outputs) == len(self._own)
+
+    @property
+    def counts(self) -> bool:
+        """True if this worker reports the loss: it computes the first micro-batch."""
+        return self._worker == self._homes[min(self._homes)]
+
+    def begin(self, homes: Mapping[int, int]) -> None:
+        """Begin a mini-batch.
+
+        Args:
+            homes: for each of its micro-batches, in their order, the worker that computes it.
+        """
+        self.clear()
+        self._homes = homes
+        self._own = [microbatch for microbatch, home in homes.items() if home == self._worker]
 
     def clear(self) -> None:
         """Drop all micro-batches."""
         self._outputs.clear()
         self._targets.clear()
 
-    def add(self, outputs: Tensors, targets: Mapping[Any, torch.Tensor]) -> None:
-        """Keep a micro-batch's outputs, detached from their graph, and the columns that the loss reads."""
-        self._outputs.append(tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs))
-        self._targets.append(targets)
+    def add(self, mode: str, microbatch: int, outputs: Tensors, targets: Mapping[Any, torch.Tensor]) -> int:
+        """Keep a micro-batch's outputs, detached from their graph, and the columns that the loss reads.
+
+        Outputs with samples are sent to all replicas that compute other micro-batches.
+
+        Returns:
+            number of bytes sent.
+        """
+        assert self._rule is not None
+        kept = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
+        self._outputs[microbatch], self._targets[microbatch] = kept, targets
+        sent = [None if dim is None else x for dim, x in zip(self._rule.joined[mode], kept, strict=True)]
+        others = set(self._homes.values()) - {self._worker}
+        return sum(self._exchange.send(other, microbatch, sent) for other in sorted(others))
+
+    def gather(self, targets: Callable[[int], Mapping[Any, torch.Tensor]]) -> float:
+        """Wait for the outputs of all micro-batches that other replicas compute.
+
+        Args:
+            targets: (index of a micro-batch in the mini-batch) -> columns that the loss reads.
+
+        Returns:
+            seconds of waiting.
+
+        Raises:
+            LinkError: outputs did not come.
+        """
+        first, begin_s = self._outputs[self._own[0]], time.monotonic()
+        for index, (microbatch, home) in enumerate(self._homes.items()):
+            if home == self._worker:
+                continue
+            theirs = self._exchange.receive(home, microbatch)
+            # An output without samples is alike everywhere. Its gradient counts on the first micro-batch's worker only.
+            self._outputs[microbatch] = tuple(
+                x.detach().requires_grad_(x.requires_grad) if there is None else there
+                for x, there in zip(first, theirs, strict=True)
+            )
+            self._targets[microbatch] = targets(index)
+        return time.monotonic() - begin_s
 
     def joined(self, mode: str) -> tuple[Tensors, dict[Any, torch.Tensor]]:
         """Return outputs and targets of the whole mini-batch."""
         assert self._rule is not None
-        targets = {name: torch.cat([some[name] for some in self._targets]) for name in self._targets[0]}
-        return self._rule.join(mode, self._outputs), targets
+        targets = [self._targets[microbatch] for microbatch in self._homes]
+        whole = {name: torch.cat([some[name] for some in targets]) for name in targets[0]}
+        return self._rule.join(mode, [self._outputs[microbatch] for microbatch in self._homes]), whole
 
-    def gradients(
-        self, loss: torch.Tensor, scale: torch.Tensor, last: int
-    ) -> list[tuple[int, tuple[torch.Tensor | None, ...]]]:
-        """Compute the gradient of ``scale * loss`` by the outputs of each micro-batch.
-
-        Args:
-            last: number of the last micro-batch.
+    def gradients(self, loss: torch.Tensor, scale: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor | None, ...]]]:
+        """Compute the gradient of ``scale * loss`` by the outputs of each micro-batch of this worker.
 
         Returns:
             (number of the micro-batch, gradients) in their order; None for an output that has no gradient or that the
             loss does not read.
         """
-        leaves = [x for outputs in self._outputs for x in outputs if x.requires_grad]
+        own = [(microbatch, self._outputs[microbatch]) for microbatch in self._own]
+        leaves = [x for _, outputs in own for x in outputs if x.requires_grad]
         found = iter(torch.autograd.grad(loss, leaves, scale, allow_unused=True))
-        grads = [tuple(next(found) if x.requires_grad else None for x in outputs) for outputs in self._outputs]
-        return list(enumerate(grads, last + 1 - len(grads)))
+        return [(number, tuple(next(found) if x.requires_grad else None for x in outputs)) for number, outputs in own]

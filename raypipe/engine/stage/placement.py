@@ -122,7 +122,9 @@ class Placement:
         if peer in self.replicas:
             own = self.stages
             others = [program for program in programs if program.index not in own]
-            return max(most, 1 + self.lanes, 2 + len(own), *(_shared_sites(other, own) for other in others))
+            most = max(most, 1 + self.lanes, 2 + len(own), *(_shared_sites(other, own) for other in others))
+            # A loss over the whole mini-batch reads all outputs of the last stage.
+            return max(most, programs[-1].train.num_outputs if len(programs) - 1 in own else 0)
         for mine, other in ((self.worker, peer), (peer, self.worker)):
             theirs = self.stages_of(other)
             for stage in self.stages_of(mine):

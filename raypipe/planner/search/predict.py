@@ -275,16 +275,40 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     )
 
 
-def with_whole_loss(plan: Plan, loss_s: float) -> Plan:
+def gather_s(decision: Decision, outputs_bytes: int) -> float:
+    """Compute the seconds for which replicas of the last stage wait for each other's outputs; 0 without replicas.
+
+    Each sends the outputs of a micro-batch to all others right after its forward. Later forwards hide what the links
+    transfer meanwhile, but not the outputs of the last micro-batch.
+
+    Args:
+        outputs_bytes: outputs of a mini-batch.
+    """
+    devices, count = decision.partition.stages[-1].devices, decision.num_microbatches
+    if len(devices) == 1:
+        return 0.0
+    link = slowest_link(decision.cluster, devices, devices)
+    each_s = (len(devices) - 1) * outputs_bytes / count / link.bandwidth_bytes_s
+    forward_s = decision.prediction.stages[-1].forward_s
+    return link.latency_s + each_s + (math.ceil(count / len(devices)) - 1) * max(0.0, each_s - forward_s)
+
+
+def with_whole_loss(plan: Plan, loss_s: float, gathered_s: float) -> Plan:
     """Add the seconds of a loss over the whole mini-batch to all predicted steps of a plan.
 
-    All workers wait for it: forwards precede it, backwards follow it. It therefore changes no choice of the planner.
+    All workers wait for it: forwards precede it, backwards follow it. It therefore changes no choice of the planner,
+    except for the workers of the last stage.
+
+    Args:
+        loss_s: seconds of the loss, which every replica of the last stage computes.
+        gathered_s: ``gather_s``.
     """
-    before = plan.prediction
+    before, alone_s = plan.prediction, loss_s
+    loss_s += gathered_s
     if before is None or not loss_s:
         return plan
     step_s, workers = before.step_s + loss_s, plan.schedule.num_workers
-    busy_s = (1.0 - before.bubble_fraction) * before.step_s * workers + loss_s
+    busy_s = (1.0 - before.bubble_fraction) * before.step_s * workers + alone_s * plan.partition.replicas[-1]
     prediction = dataclasses.replace(
         before,
         step_s=step_s,
@@ -294,7 +318,10 @@ def with_whole_loss(plan: Plan, loss_s: float) -> Plan:
         curve=tuple(dataclasses.replace(point, predicted_s=point.predicted_s + loss_s) for point in before.curve),
         loss_s=loss_s,
     )
-    candidates = (dataclasses.replace(x, step_s=x.step_s + loss_s) if x.step_s else x for x in plan.candidates)
+    candidates = (
+        dataclasses.replace(x, step_s=x.step_s + (loss_s if x.workers[-1] > 1 else alone_s)) if x.step_s else x
+        for x in plan.candidates
+    )
     return dataclasses.replace(plan, prediction=prediction, candidates=tuple(candidates))
 
 

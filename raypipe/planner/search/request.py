@@ -54,8 +54,8 @@ class Request:
         replicated_buffers: True if stages that change buffers may have replicas, each with its own buffers.
         sums_factor: bytes that replicas send for each byte of gradients.
         shards: True if replicas shard the optimizer state, and exchange parameters after their steps.
-        changing: positions of nodes whose stage must have one worker: nodes that change buffers in training, and the
-            last node if the loss is computed over the whole mini-batch. Empty unless replicas are left to the planner.
+        changing: positions of nodes whose stage must have one worker, because they change buffers in training. Empty
+            unless replicas are left to the planner.
         codecs: codecs of messages forwards and backwards; predicted steps include their cost.
     """
 

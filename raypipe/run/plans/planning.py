@@ -30,7 +30,7 @@ from raypipe.planner.controller import MemoryBudget, budgets_of, unknown_budgets
 from raypipe.planner.cost.columns import workspace_lines
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.search import Decision, Request, decide, make_partition, make_plan, plan_of, seconds_by_count
-from raypipe.planner.search.predict import with_whole_loss
+from raypipe.planner.search.predict import gather_s, with_whole_loss
 from raypipe.run.spec import Planned
 
 
@@ -105,8 +105,9 @@ class PlanBasis:
         retunes_microbatches: True if the controller may change the number of micro-batches.
         module_classes: class name of every module of the model, by path.
         loss_words: sentence on what the loss averages over; "" if plans need no such sentence.
-        whole_loss: True if the loss is computed over whole mini-batches, on one worker of the last stage.
+        whole_loss: True if the loss is computed over whole mini-batches.
         loss_s: seconds of that loss, once per mini-batch; 0 if unknown.
+        outputs_bytes: outputs of a mini-batch that replicas of the last stage exchange for that loss.
         processors: number of processors of the machine that all workers will share; None if they share none, or
             unknown.
         notes: further sentences for every plan.
@@ -122,6 +123,7 @@ class PlanBasis:
     loss_words: str = ""
     whole_loss: bool = False
     loss_s: float = 0.0
+    outputs_bytes: int = 0
     processors: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -156,14 +158,8 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
     if basis.profile is None:
         cut = _by_parameters(basis)
     else:
-        cut = _by_seconds(basis, decision or decide(basis.request, basis.profile, basis.cluster))
+        cut = _by_seconds(basis, decision or _decided(basis, basis.profile))
     programs = cut.programs
-    if basis.whole_loss and len(cut.plan.schedule.wiring.homes[-1]) > 1:
-        raise PlanError(
-            "The last stage would get several workers, which divide its micro-batches, but the loss is computed over "
-            "the whole mini-batch. Give it one worker, as in num_replicas=[2, 1], or a loss per micro-batch "
-            "(loss_reduction='per_microbatch')."
-        )
     inexact = _changing_buffers(cut.plan, programs, basis.request)
     plan = _with_shares(cut.plan, basis.recipe, programs)
     still = [ONE_SIZE] if basis.retunes_microbatches and len(cut.counts) < 2 else []
@@ -174,10 +170,28 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         reasons=(
             *stage_words(basis.module_classes, basis.recipe.graph, plan.partition),
             *((what, FLUSHED if basis.whole_loss and what == "schedule" else why) for what, why in plan.reasons),
-            *_further_reasons(basis, programs),
+            *_further_reasons(basis, programs, plan.prediction.loss_s if plan.prediction else 0.0),
         ),
     )
     return Planned(plan, cut.budgets, cut.counts)
+
+
+def _decided(basis: PlanBasis, profile: Profile) -> Decision:
+    """Choose all that the request leaves open.
+
+    Replicas of the last stage exchange outputs for a loss over the whole mini-batch, which the planner does not count.
+    If it chose such replicas, the result is that with one worker there, unless it takes longer.
+    """
+    chosen = decide(basis.request, profile, basis.cluster)
+    if basis.request.replicas is not None or (waiting_s := gather_s(chosen, basis.outputs_bytes)) == 0:
+        return chosen
+    last = len(profile.graph.nodes) - 1
+    request = dataclasses.replace(basis.request, changing=(*basis.request.changing, last))
+    try:
+        alone = decide(request, profile, basis.cluster)
+    except PlanError:
+        return chosen
+    return alone if alone.prediction.step_s <= chosen.prediction.step_s + waiting_s else chosen
 
 
 class _Cut(NamedTuple):
@@ -209,8 +223,10 @@ def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
     programs = basis.recipe.programs(decision.partition.cuts, decision.partition.order)
     decision = dataclasses.replace(decision, request=dataclasses.replace(decision.request, ties=_ties(programs)))
     notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
-    speeds = [decision.cluster.devices[i].speed for i in decision.partition.stages[-1].devices[:1]]
-    plan = with_whole_loss(plan_of(decision, programs[0].first_trainable, notes), basis.loss_s / (*speeds, 1.0)[0])
+    plan = plan_of(decision, programs[0].first_trainable, notes)
+    if basis.whole_loss:
+        speed = min(decision.cluster.devices[i].speed for i in decision.partition.stages[-1].devices)
+        plan = with_whole_loss(plan, basis.loss_s / speed, gather_s(decision, basis.outputs_bytes))
     counts: tuple[tuple[int, float], ...] = ()
     if basis.retunes_microbatches:
         assert basis.profile is not None
@@ -401,9 +417,12 @@ def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
     ]
 
 
-def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
-    """List further entries of Plan.reasons: what the loss averages over, shared parameters, notes of the profile."""
-    takes = f"; it takes {human_s(basis.loss_s)} of each step" if basis.loss_s else ""
+def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram], loss_s: float) -> list[tuple[str, str]]:
+    """List further entries of Plan.reasons: what the loss averages over, shared parameters, notes of the profile.
+
+    ``loss_s`` is ``Prediction.loss_s``.
+    """
+    takes = f"; it takes {human_s(loss_s)} of each step" if loss_s else ""
     reasons = [("loss", f"{basis.loss_words}{takes}")] if basis.loss_words else []
     shared = sorted({name for program in programs for name in program.shared_with})
     if shared:

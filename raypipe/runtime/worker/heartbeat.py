@@ -48,7 +48,7 @@ class Heartbeat(NamedTuple):
         process: process id.
         action: current action, as text ("2F0"); empty between segments.
         action_s: seconds since a heartbeat first saw this action.
-        computes: True if the action waits neither for a message of another stage nor for data.
+        computes: True if the action waits neither for a message of another worker nor for data.
         longest_s: seconds of the longest earlier computation, as seen by heartbeats.
         segments: number of segments that the current call of ``StageActor.work`` has completed.
         cpu_s: processor seconds of all threads since the process began.
@@ -162,8 +162,8 @@ class Vitals:
         """Renew the lease for ``lease_s`` seconds, and return the heartbeat; without stages ``executor`` is None."""
         self._lease.renew(lease_s)
         if executor is None:
-            return heartbeat_of(self._actions, None, segments, reads=False)
-        return heartbeat_of(self._actions, executor.doing, segments, reads=executor.reads, device=executor.device)
+            return heartbeat_of(self._actions, None, segments, waits=False)
+        return heartbeat_of(self._actions, executor.doing, segments, waits=executor.waits, device=executor.device)
 
     def _on_tick(self, share: float) -> None:
         """Set the gauge to the share of the lease that has passed, if it is LONG or more; set 0 after a renewal."""
@@ -192,7 +192,7 @@ class Vitals:
 
 
 def heartbeat_of(
-    clock: ActionClock, action: Action | None, segments: int, *, reads: bool, device: Device = CPU
+    clock: ActionClock, action: Action | None, segments: int, *, waits: bool, device: Device = CPU
 ) -> Heartbeat:
     """Create the heartbeat of this process.
 
@@ -200,11 +200,11 @@ def heartbeat_of(
         clock: estimates the action's duration; it is updated with the action.
         action: action that runs now; None between segments.
         segments: see Heartbeat.
-        reads: True if a stage waits for its data, so that the action does not count as computing.
+        waits: True if the action waits for data or for other replicas, so that it does not count as computing.
         device: device whose peak of memory is reported.
     """
     now_s = time.monotonic()
-    computes = action is not None and action.op in _OWN and not reads
+    computes = action is not None and action.op in _OWN and not waits
     return Heartbeat(
         os.getpid(),
         "" if action is None else action.label,

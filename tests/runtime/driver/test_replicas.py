@@ -48,10 +48,11 @@ def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[st
 
 @test_whole_minibatch.KINDS
 def test_a_loss_over_the_whole_mini_batch(kind: Any, fleet: Fleet, tmp_path: Path) -> None:
-    """With two workers of the first stage; evaluations, and a stop half way."""
+    """With two workers of the first stage, then of the last; evaluations, and a stop half way."""
     test_whole_minibatch.trained(tmp_path, "threads", kind=kind, num_lanes=2)
-    for steps in (2, test_whole_minibatch.STEPS):
-        start_on(fleet, test_whole_minibatch.trainer(tmp_path, "actors", kind=kind, num_replicas=[2, 1]), steps).wait()
+    for steps, replicas in ((2, [2, 1]), (test_whole_minibatch.STEPS, [1, 2])):
+        many = test_whole_minibatch.trainer(tmp_path, "actors", kind=kind, num_replicas=replicas, num_lanes=2)
+        start_on(fleet, many, steps).wait()
     threads, actors = (test_whole_minibatch.outcome(tmp_path / name) for name in ("threads", "actors"))
     test_whole_minibatch.assert_same(threads, actors)
 

@@ -35,16 +35,16 @@ def test_the_same_instruction_begun_again_is_another_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "reads", "computes"),
+    ("op", "waits", "computes"),
     [(Op.F, False, True), (Op.STEP, False, True), (Op.F, True, False), (Op.RECV_B, False, False)],
 )
-def test_a_pulse(op: Op, reads: bool, computes: bool) -> None:
-    found = heartbeat_of(ActionClock(), Action(2, op, 7), 5, reads=reads)
+def test_a_pulse(op: Op, waits: bool, computes: bool) -> None:
+    found = heartbeat_of(ActionClock(), Action(2, op, 7), 5, waits=waits)
     assert (found.process, found.action, found.computes) == (os.getpid(), f"2{op}7", computes)
     assert (found.action_s, found.longest_s, found.segments) == (0.0, 0.0, 5)
     assert found.cpu_s > 0
     assert found.resident_bytes > 1 << 20
-    assert heartbeat_of(ActionClock(), None, 0, reads=False).action == ""
+    assert heartbeat_of(ActionClock(), None, 0, waits=False).action == ""
 
 
 def test_it_is_told_how_much_of_a_lease_has_passed() -> None:
