@@ -17,6 +17,7 @@ orders of execution for the best plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,7 @@ class ShapeSearch:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._options = problem, ShapeOptions(problem)
         self._tables = CutTables(problem)
+        self._solved = functools.cache(SolverCuts(problem, self._tables).cuts)
         changing = problem.request.changing
         self._work, self._compiled = MOST_WORK, set[tuple[Request, int]]()
         self._changing = np.append(0, np.cumsum([i in changing for i in range(len(problem.profile.graph.nodes))]))
@@ -180,7 +182,7 @@ class ShapeSearch:
         exact, whole = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1
         cells: list[_Cell] = []
         if not (exact or self._problem.cut_is_given or (max(shape) > 1 and self._short(shape))):
-            solved = SolverCuts(self._problem, self._tables).cuts(shape)
+            solved = self._solved(shape)
             sizes = self._options.sizes(shape)
             cells = [(groups, self._tables.at_nodes(cut), *size) for groups, cut in solved for size in sizes]
         if exact or whole or not cells:
