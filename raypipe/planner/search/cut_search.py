@@ -45,7 +45,7 @@ from raypipe.planner.search.cut_costs import (
     stage_bytes,
     total_bytes,
 )
-from raypipe.planner.search.predict import NOTHING, schedule_step_s
+from raypipe.planner.search.predict import schedule_step_s
 from raypipe.planner.search.problem import Decision, Problem, limits_of
 from raypipe.planner.search.request import Request, microbatches
 from raypipe.planner.search.schedule_settings import memory_model, spec_of
@@ -421,7 +421,7 @@ class ShapeSearch:
     def _decision(self, best: _Found, *, exact: bool = False) -> Decision:
         request, placed, cluster = best.request, best.placed, self._problem.cluster
         stages, graph = len(placed.groups), self._problem.at(placed.size)
-        limits = limits_of(request, stages, stages, placed.number, placed.size)
+        limits = limits_of(request, stages, placed.number, placed.size)
         busy_s, pieces = columns_of(graph).busy_s, []
         places = placed.costs.positions[best.cut].tolist()
         for group, (start, stop) in zip(placed.groups, itertools.pairwise(places), strict=True):
@@ -443,9 +443,7 @@ class ShapeSearch:
             minibatch_size=minibatch,
             microbatch_size=placed.size,
             num_microbatches=placed.number,
-            choice=None,
-            prediction=dataclasses.replace(NOTHING, step_s=best.step_s),
-        )
+        ).taking(best.step_s)
 
 
 def _starts(found: Sequence[_Found]) -> list[_Found]:

@@ -226,10 +226,6 @@ def source_of(graph: ModelGraph) -> str:
     return sources.pop() if len(sources) == 1 else ("mixed" if sources else "unknown")
 
 
-NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
-"""Empty prediction, in which decisions that are only compared fill in ``step_s`` and nothing else."""
-
-
 def predicted(decision: Decision, links: str, first_trainable: int | None = None) -> Prediction:
     """Predict one step of the plan that ``decision`` describes: its seconds, memory, idle time and bottleneck.
 

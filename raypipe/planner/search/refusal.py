@@ -49,7 +49,7 @@ def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
     stages = len(shapes[0])
     request = problem.request.thriftiest(stages)
     size, count = _smallest(request, stages)
-    limits, devices = limits_of(request, stages, stages, count, size), len(problem.cluster.devices)
+    limits, devices = limits_of(request, stages, count, size), len(problem.cluster.devices)
     try:
         check_shares(request, stages, count)
         if problem.cut_is_given and stages > devices:
@@ -164,7 +164,7 @@ def _of_several_stages(problem: Problem, request: Request, cap: int, count: int,
         count, size: number of micro-batches, and samples in each.
     """
     stages, devices = request.num_stages or 1, len(problem.cluster.devices)
-    limits = dataclasses.replace(limits_of(request, stages, stages, count, size), memory_limit_bytes=None)
+    limits = dataclasses.replace(limits_of(request, stages, count, size), memory_limit_bytes=None)
 
     def fits(bytes_each: int) -> bool:
         like = Cluster((ComputeDevice("device", 1.0, bytes_each),) * devices)
