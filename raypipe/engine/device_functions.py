@@ -69,9 +69,6 @@ def _module_on(module: torch.nn.Module, transfer: DeviceTransfer) -> torch.nn.Mo
     return copied
 
 
-BACKENDS = ("inductor", "aot_eager")
-"""Backends of torch.compile: "inductor" generates kernels; "aot_eager" runs torch's own kernels."""
-
 _TRACING = threading.Lock()
 """Lock of calls that may trace: torch traces one function at a time in a process, and LocalFleet has many threads."""
 

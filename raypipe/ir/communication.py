@@ -152,7 +152,6 @@ class LinkEstimate:
         hop, forward: see LinkSample.
         latency_s: half of the part of the round trip that is not occupancy; the two directions cannot be separated.
         occupancy_s: median over the window.
-        ewma_s: half of the round-trip time, as an exponentially weighted mean over steps.
         p90_s: 90th percentile of latency plus occupancy, over messages.
         seconds_per_byte: occupancy per byte.
         draws_s: occupancy of each message of the window, oldest first. The link keeps order, so any variation delays
@@ -167,7 +166,6 @@ class LinkEstimate:
     raw_bytes: int
     latency_s: float
     occupancy_s: float
-    ewma_s: float
     p90_s: float
     seconds_per_byte: float
     draws_s: tuple[float, ...]

@@ -46,8 +46,8 @@ from raypipe.planner.elastic import Gain, pays, rest_steps
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import fitting_partition, memory_of
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.search.predict import NOTHING, predicted, seconds_of
-from raypipe.planner.search.problem import Decision, graph_at, limits_of, seconds_at, slower, times_of
+from raypipe.planner.search.predict import predicted, seconds_of
+from raypipe.planner.search.problem import Decision, graph_at, limits_of, slower
 from raypipe.planner.search.recompute import is_open
 from raypipe.planner.search.request import Request
 from raypipe.planner.search.solver_cuts import placed
@@ -60,7 +60,7 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
         busy_s: measured seconds of forward plus backward of one micro-batch, by stage.
         speeds: assumed speeds of the workers, by stage.
     """
-    graph = _at(profile, plan.microbatch_size)
+    graph = graph_at(profile, plan.microbatch_size)
     nodes = list(graph.nodes)
     took = zip(plan.partition.stages, planned_seconds(profile, plan), busy_s, speeds, strict=True)
     for stage, planned_s, measured_s, speed in took:
@@ -79,7 +79,7 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
 
 def planned_seconds(profile: Profile, plan: Plan) -> tuple[float, ...]:
     """Sum the profiled seconds of forward and backward of one micro-batch by stage, for workers of speed 1."""
-    graph = _at(profile, plan.microbatch_size)
+    graph = graph_at(profile, plan.microbatch_size)
     again = plan.recompute or (False,) * plan.partition.num_stages
     return tuple(
         math.fsum(
@@ -148,19 +148,15 @@ def cut_anew(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
 
 def _graph_and_limits(request: Request, profile: Profile, plan: Plan) -> tuple[ModelGraph, Limits]:
     stages, count, size = plan.partition.num_stages, plan.num_microbatches, plan.microbatch_size
-    limits = limits_of(request, stages, stages, count, size)
-    return _at(profile, size), replace(limits, in_order=True)
+    limits = limits_of(request, stages, count, size)
+    return graph_at(profile, size), replace(limits, in_order=True)
 
 
 def _decision(
     request: Request, graph: ModelGraph, limits: Limits, plan: Plan, line: Cluster, partition: Partition
 ) -> Decision:
     sizes = plan.minibatch_size, plan.microbatch_size, plan.num_microbatches
-    return Decision(request, graph, line, limits, partition, *sizes, choice=None, prediction=NOTHING)
-
-
-def _at(profile: Profile, samples: int) -> ModelGraph:
-    return graph_at(profile, samples, seconds_at(profile, times_of(profile), samples), profile.graph)
+    return Decision(request, graph, line, limits, partition, *sizes)
 
 
 LESS = 0.9

@@ -1,12 +1,13 @@
-"""Schedules by a few numbers, as tests say them: one slack for all hops, and numbers that a kind has no use for."""
+"""Schedules by a few numbers, as tests say them, and the sends from one worker of a schedule to another."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from raypipe.ir.schedule import Action, Op, Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec, takes
 
-__all__ = ["spec_for"]
+__all__ = ["sends_between", "spec_for"]
 
 
 def spec_for(
@@ -21,3 +22,13 @@ def spec_for(
     if takes(kind, "slack"):
         fields["slack"] = (slack,) * (num_stages - 1) if isinstance(slack, int) else tuple(slack)
     return ScheduleSpec(kind, num_microbatches, **fields)
+
+
+def sends_between(lowered: Schedule, sender: int, receiver: int) -> list[Action]:
+    """List the sends from one worker to another, in order."""
+    step = {Op.SEND_F: 1, Op.SEND_B: -1}
+    return [
+        action
+        for action in lowered.row(sender)
+        if action.op in step and lowered.wiring.worker_of(action.stage + step[action.op], action.microbatch) == receiver
+    ]

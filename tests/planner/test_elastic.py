@@ -28,9 +28,9 @@ from raypipe.planner.elastic import (
     with_spares,
 )
 from raypipe.planner.partition.chain import equal_parameters
+from raypipe.planner.schedule.replicas import Replicas
 from raypipe.planner.search import Request
 from raypipe.planner.search.make_plan import make_plan
-from raypipe.planner.search.replica_cuts import groups_of
 from raypipe.planner.segments import rows_for
 from tests.planner.partition_cases import chain_of
 
@@ -167,7 +167,7 @@ def test_replicas_for_fewer_workers(wanted: tuple[int, ...], workers: int, found
 def test_spares_go_where_most_replicas_are_missing(
     counts: tuple[int, ...], wanted: tuple[int, ...], spares: int, found: tuple[int, ...]
 ) -> None:
-    assert with_spares(tuple(groups_of(counts)), wanted, spares) == found
+    assert with_spares(Replicas(counts).homes(len(counts)), wanted, spares) == found
 
 
 def test_who_is_left_of_each_stage() -> None:

@@ -289,7 +289,6 @@ class LinkEstimator:
             raw_bytes=fit.raw_bytes[way],
             latency_s=fit.latency_s,
             occupancy_s=median(fit.draws_s[way]),
-            ewma_s=(self._drift.mean_s or 0.0) / 2,
             p90_s=fit.latency_s + draws_s[min(len(draws_s) - 1, int(0.9 * len(draws_s)))],
             seconds_per_byte=fit.ways[way].seconds_per_byte,
             draws_s=tuple(fit.draws_s[way]),

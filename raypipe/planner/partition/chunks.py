@@ -35,7 +35,7 @@ from raypipe.ir.schedule import single_homes
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.memory import MemoryModel, StageMemory
 from raypipe.planner.partition.costs import Limits
-from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of
+from raypipe.planner.partition.fit import Solver, fitting_partition, memory_of
 
 Shares = Sequence[int | None]
 """Bytes of its worker's memory that each stage may use; None for no limit."""
@@ -60,7 +60,7 @@ def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = 
 
     def solve(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         assert limits.num_stages in (None, len(placement)), "the placement determines the number of stages"
-        caps = [limit_bytes(cluster, limits, device) for device in range(max(placement) + 1)]
+        caps = [limits.limit_bytes([device]) for device in cluster.devices[: max(placement) + 1]]
         single = dataclasses.replace(limits, num_stages=len(placement), memory_limit_bytes=None, in_order=True)
 
         def cut(solver: Solver, shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:

@@ -10,7 +10,7 @@ picosecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import ComputeDevice
 from raypipe.ir.communication import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
-from raypipe.planner.cost.columns import columns_of, prefix
+from raypipe.planner.cost.columns import KEPT, cached_by_graph, columns_of, prefix
 from raypipe.planner.cost.memory import MemoryModel
 
 
@@ -62,10 +62,15 @@ class Limits:
         """Return ``sync_s_per_byte`` of the stage at this depth, in picoseconds; the last stage is at depth 1."""
         return self.sync_s_per_byte[-depth] * 1e12 if self.sync_s_per_byte else 0.0
 
+    def limit_bytes(self, devices: Iterable[ComputeDevice]) -> int | None:
+        """Return the memory limit of each worker on these devices: the smallest over them, None for no limit."""
+        caps = (self.memory_limit_bytes, *(device.memory_bytes for device in devices))
+        return min((cap for cap in caps if cap is not None), default=None)
+
     def capacity_bytes(self, device: ComputeDevice) -> int | None:
         """Return the bytes that the nodes of one stage may use on this device, None for no limit."""
-        caps = [cap for cap in (device.memory_bytes, self.memory_limit_bytes) if cap is not None]
-        return min(caps) - self.memory.reserve_bytes - self.room_bytes if caps else None
+        cap = self.limit_bytes([device])
+        return None if cap is None else cap - self.memory.reserve_bytes - self.room_bytes
 
 
 Ints = NDArray[np.int64]
@@ -109,15 +114,20 @@ def node_picoseconds(graph: ModelGraph) -> Ints:
     return np.rint(seconds * PICO).astype(np.int64)
 
 
-def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
-    """Build the chain of a graph's nodes in their own order."""
+@cached_by_graph(KEPT)
+def chain_costs(graph: ModelGraph, microbatch_size: int) -> Chain:
+    """Return the cached chain of a graph's nodes in their own order; read-only.
+
+    Raises:
+        PlanError: see ``node_picoseconds``.
+    """
     columns = columns_of(graph)
     return Chain(
         columns.places,
         prefix(node_picoseconds(graph))[columns.places],
         prefix(np.rint(columns.forward_s * PICO).astype(np.int64))[columns.places],
         prefix(columns.trainable_bytes)[columns.places],
-        columns.cut_bytes * limits.memory.microbatch_size,
+        columns.cut_bytes * microbatch_size,
     )
 
 

@@ -96,15 +96,9 @@ def refilled(partition: Partition, graph: ModelGraph, model: MemoryModel) -> Par
     )
 
 
-def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:
-    """Return the memory limit of a worker on this device, None for no limit."""
-    caps = (cluster.devices[device].memory_bytes, limits.memory_limit_bytes)
-    return min((cap for cap in caps if cap is not None), default=None)
-
-
 def stage_limit_bytes(cluster: Cluster, limits: Limits, stage: Stage) -> int | None:
-    """Return the memory limit of each worker of a stage: the smallest over its devices, None for no limit."""
-    return min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
+    """Return the memory limit of each worker of a stage, None for no limit."""
+    return limits.limit_bytes(cluster.devices[i] for i in stage.devices)
 
 
 def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:

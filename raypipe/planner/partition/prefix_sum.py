@@ -120,7 +120,7 @@ def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partitio
 
 
 def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
-    chain, lineup = chain_costs(graph, limits), line_up(cluster, limits)
+    chain, lineup = chain_costs(graph, limits.memory.microbatch_size), line_up(cluster, limits)
     parts = np.stack([prefix(part)[chain.positions] for part in limits.memory.node_parts(graph)])
     bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
     depths = sorted(set(lineup.depths) - {0})

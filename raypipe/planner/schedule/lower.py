@@ -4,7 +4,7 @@
 
 A receive is placed directly before the action that needs it, a send directly after the action that made the message.
 No other order has to be chosen: sends do not block, and threads prefetch messages in the order in which the peer sends
-them (``expected_sends``), independent of the receiver's row.
+them, independent of the receiver's row.
 
 ``dependencies()`` determines the messages: an action that depends on a RECV gets that RECV, and the action before the
 matching SEND gets the SEND. Stages without a backward depend on no gradients, so none are sent to them.
@@ -103,23 +103,6 @@ def lower(schedule: Schedule) -> Schedule:
         stride=schedule.stride,
         prologue=tuple(rows[0] for rows in lowered) if schedule.prologue else (),
         epilogue=tuple(rows[2] for rows in lowered) if schedule.epilogue else (),
-    )
-
-
-def expected_sends(schedule: Schedule, sender: int, receiver: int, repeats: int = 1) -> tuple[Action, ...]:
-    """Return the sends from worker ``sender`` to worker ``receiver``, in order of arrival.
-
-    Args:
-        schedule: schedule that has messages already, see ``lower``.
-        sender, receiver: numbers of the workers.
-        repeats: how often the repeated part of the schedule (its body) is run.
-    """
-    step = {Op.SEND_F: 1, Op.SEND_B: -1}
-    return tuple(
-        action
-        for action in schedule.row(sender, repeats)
-        if action.op in step
-        and schedule.wiring.worker_of(action.stage + step[action.op], action.microbatch) == receiver
     )
 
 

@@ -43,7 +43,6 @@ from raypipe.planner.search.cut_search import ShapeError, ShapeSearch
 from raypipe.planner.search.make_plan import build_plan
 from raypipe.planner.search.other_orders import in_another_order, only_in_another_order
 from raypipe.planner.search.predict import (
-    NOTHING,
     costs_of,
     first_trainable_stage,
     predicted,
@@ -188,7 +187,7 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
             request = dataclasses.replace(request, schedule=kind, slack=None, lag=())
         request = _with_slack(problem, dataclasses.replace(decision, request=request))
         sizes = decision.num_microbatches, decision.microbatch_size
-        limits = limits_of(request, partition.num_stages, partition.num_stages, *sizes)
+        limits = limits_of(request, partition.num_stages, *sizes)
         if problem.bounded and not fits_within(partition, decision.graph, problem.cluster, limits, limits.memory):
             continue
         other = dataclasses.replace(
@@ -196,7 +195,7 @@ def _with_better_slack(problem: Problem, decision: Decision) -> Decision:
         )
         step_s = seconds_of(other)
         if step_s < step_s_of(best) * (1 - EVEN):
-            best = dataclasses.replace(other, prediction=dataclasses.replace(NOTHING, step_s=step_s))
+            best = other.taking(step_s)
     return best
 
 
@@ -235,7 +234,7 @@ def _with_number(problem: Problem, decision: Decision, count: int, size: int) ->
     return dataclasses.replace(
         decision,
         graph=graph,
-        limits=limits_of(decision.request, stages, stages, count, size),
+        limits=limits_of(decision.request, stages, count, size),
         partition=dataclasses.replace(decision.partition, stages=tuple(moved)),
         num_microbatches=count,
         microbatch_size=size,

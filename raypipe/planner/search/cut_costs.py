@@ -34,7 +34,7 @@ from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.memory import MemoryModel
 from raypipe.planner.partition.chain import equal_parameters, split_before
-from raypipe.planner.search.problem import Problem
+from raypipe.planner.search.problem import Problem, factors_at
 from raypipe.planner.search.replica_cuts import exposed_s, hides, slowest_link, summing_rates_s
 from raypipe.planner.search.request import Request
 from raypipe.planner.search.schedule_settings import memory_model
@@ -299,8 +299,9 @@ class CutTables:
     def seconds(self, size: int) -> Floats:
         """Return the argument ``seconds`` of ``cut_costs`` for micro-batches of ``size`` samples."""
         if size not in self._seconds:
-            columns = columns_of(self._problem.profile.graph)
-            of_nodes = np.stack([columns.forward_s, columns.backward_s, columns.weight_s]) * self._problem.factors(size)
+            profile = self._problem.profile
+            columns = columns_of(profile.graph)
+            of_nodes = np.stack([columns.forward_s, columns.backward_s, columns.weight_s]) * factors_at(profile, size)
             self._seconds[size] = np.hstack([np.zeros((3, 1)), np.cumsum(of_nodes, axis=1)])
         return self._seconds[size]
 

@@ -27,17 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, workspace_bytes
 from raypipe.planner.cost.tolerance import EVEN
-from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.device_order import MOST_DEVICES
 from raypipe.planner.partition.fit import fits_within
-from raypipe.planner.replay import STEADY, equal_messages_s
-from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import lower
 from raypipe.planner.search.cut_costs import (
     MOST_CUTS,
     ROUNDING,
@@ -50,13 +45,12 @@ from raypipe.planner.search.cut_costs import (
     stage_bytes,
     total_bytes,
 )
-from raypipe.planner.search.predict import NOTHING
+from raypipe.planner.search.predict import schedule_step_s
 from raypipe.planner.search.problem import Decision, Problem, limits_of
 from raypipe.planner.search.request import Request, microbatches
 from raypipe.planner.search.schedule_settings import memory_model, spec_of
 from raypipe.planner.search.shape_options import MOST_ORDERS, MOST_SPECS, ShapeOptions
 from raypipe.planner.search.solver_cuts import SolverCuts
-from raypipe.planner.simulator import program_makespan_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -131,6 +125,7 @@ class ShapeSearch:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._options = problem, ShapeOptions(problem)
         self._tables = CutTables(problem)
+        self._solved = functools.cache(SolverCuts(problem, self._tables).cuts)
         changing = problem.request.changing
         self._work, self._compiled = MOST_WORK, set[tuple[Request, int]]()
         self._changing = np.append(0, np.cumsum([i in changing for i in range(len(problem.profile.graph.nodes))]))
@@ -187,7 +182,7 @@ class ShapeSearch:
         exact, whole = self.exact(shape), self._number(shape) <= MOST_PLACED and max(shape) == 1
         cells: list[_Cell] = []
         if not (exact or self._problem.cut_is_given or (max(shape) > 1 and self._short(shape))):
-            solved = SolverCuts(self._problem, self._tables).cuts(shape)
+            solved = self._solved(shape)
             sizes = self._options.sizes(shape)
             cells = [(groups, self._tables.at_nodes(cut), *size) for groups, cut in solved for size in sizes]
         if exact or whole or not cells:
@@ -324,7 +319,8 @@ class ShapeSearch:
             batch, at = batches[which[i]], int(within[i])
             one, cut = batch.requests[at], int(batch.cuts[at])
             self._count(one, placed)
-            step_s = self._step_s(one, placed, cut)
+            spec = spec_of(one, len(placed.groups), placed.number, int(placed.costs.first[cut]))
+            step_s = schedule_step_s(spec, placed.of(cut))
             if step_s < best_s * (1 + EVEN) and self._fits(one, placed, cut):
                 best_s = min(best_s, step_s)
                 yield _Found(step_s, one, placed, cut, batch.held[at])
@@ -358,14 +354,6 @@ class ShapeSearch:
         bounds_s = placed.least_s(requests[0].kind, numbers[0])[cuts]
         held = np.broadcast_to((numbers[1].sum(axis=1) + numbers[2][:, 0]) / placed.number, len(requests))
         return _Batch(placed, cuts, bounds_s, [requests[i] for i in cuts.tolist()], held[cuts].tolist())
-
-    def _step_s(self, request: Request, placed: PlacedCuts, cut: int) -> float:
-        stages, costs = len(placed.groups), placed.of(cut)
-        spec = spec_of(request, stages, placed.number, int(placed.costs.first[cut]))
-        if spec.of_kind.synchronous and not spec.replicas and not spec.of_kind.several_stages:
-            return equal_messages_s(spec, costs)
-        first, *more = (program_makespan_s(program, costs) for program in _programs(spec, stages))
-        return (more[0] - first) / (STEADY[1] - STEADY[0]) if more else first
 
     def _fits(self, request: Request, placed: PlacedCuts, cut: int) -> bool:
         """Return True if a candidate fits, with the workspace and summing buffers that ``_batch`` does not count."""
@@ -433,7 +421,7 @@ class ShapeSearch:
     def _decision(self, best: _Found, *, exact: bool = False) -> Decision:
         request, placed, cluster = best.request, best.placed, self._problem.cluster
         stages, graph = len(placed.groups), self._problem.at(placed.size)
-        limits = limits_of(request, stages, stages, placed.number, placed.size)
+        limits = limits_of(request, stages, placed.number, placed.size)
         busy_s, pieces = columns_of(graph).busy_s, []
         places = placed.costs.positions[best.cut].tolist()
         for group, (start, stop) in zip(placed.groups, itertools.pairwise(places), strict=True):
@@ -455,9 +443,7 @@ class ShapeSearch:
             minibatch_size=minibatch,
             microbatch_size=placed.size,
             num_microbatches=placed.number,
-            choice=None,
-            prediction=dataclasses.replace(NOTHING, step_s=best.step_s),
-        )
+        ).taking(best.step_s)
 
 
 def _starts(found: Sequence[_Found]) -> list[_Found]:
@@ -466,14 +452,6 @@ def _starts(found: Sequence[_Found]) -> list[_Found]:
     for one in sorted(found, key=lambda one: one.step_s):
         by_order.setdefault(one.placed.groups, one)
     return list(by_order.values())[:MOST_STARTS]
-
-
-@functools.lru_cache(maxsize=64)
-def _programs(spec: ScheduleSpec, num_stages: int) -> tuple[Program, ...]:
-    """Compile the program of one step or, if consecutive steps overlap, those of two numbers of steps (STEADY)."""
-    lowered = lower(schedule_of(spec, num_stages))
-    overlaps = lowered.prologue or lowered.wiring.norm_per_stage
-    return tuple(build(lowered, repeats) for repeats in (STEADY if overlaps else (1,)))
 
 
 def _neighbours(cut: Sequence[int]) -> Iterator[list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from raypipe.errors import PlanError
 from raypipe.planner.search.cut_costs import Shape
-from raypipe.planner.search.predict import NOTHING, seconds_of
+from raypipe.planner.search.predict import seconds_of
 from raypipe.planner.search.problem import Decision, Problem, limits_of, step_s_of
 from raypipe.planner.search.recompute import most_recompute
 from raypipe.planner.search.replica_cuts import cut_for, slowest_link, summing_rates_s
@@ -57,7 +57,7 @@ def in_another_order(problem: Problem, decision: Decision) -> Decision:
         moved = dataclasses.replace(decision, partition=other)
         step_s = seconds_of(moved)
         if step_s < step_s_of(best) * (1 - WORTH):
-            best = dataclasses.replace(moved, prediction=dataclasses.replace(NOTHING, step_s=step_s))
+            best = moved.taking(step_s)
     return best
 
 
@@ -75,7 +75,7 @@ def only_in_another_order(problem: Problem, shapes: Sequence[Shape]) -> Decision
     for shape in shapes:
         request = least.thriftiest(len(shape))
         for count, size in _sizes(request, len(shape)):
-            limits = limits_of(request, len(shape), len(shape), count, size)
+            limits = limits_of(request, len(shape), count, size)
             limits = dataclasses.replace(limits, max_states=FEW_STATES)
             graph = problem.at(size)
             try:
@@ -83,10 +83,8 @@ def only_in_another_order(problem: Problem, shapes: Sequence[Shape]) -> Decision
             except PlanError:
                 continue
             minibatch, _, _ = microbatches(request, len(shape))
-            found = Decision(
-                request, graph, problem.cluster, limits, cut, minibatch, size, count, choice=None, prediction=NOTHING
-            )
-            return dataclasses.replace(found, prediction=dataclasses.replace(NOTHING, step_s=seconds_of(found)))
+            found = Decision(request, graph, problem.cluster, limits, cut, minibatch, size, count)
+            return found.taking(seconds_of(found))
     return None
 
 

@@ -10,6 +10,7 @@ after their last backwards. Left out are the seconds of the optimizer, and every
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from raypipe.ir.timeline import Timeline
 from raypipe.ir.units import human_s
 from raypipe.planner.cost.columns import columns_of
 from raypipe.planner.cost.microbatch import EPSILON
+from raypipe.planner.dependency_tables import Program, build
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import memory_of, stage_limit_bytes
 from raypipe.planner.replay import STEADY, equal_messages_s
@@ -31,7 +33,7 @@ from raypipe.planner.schedule.lower import lower, lowered_and_checked
 from raypipe.planner.search.problem import Decision
 from raypipe.planner.search.replica_cuts import exchange_s, slowest_link
 from raypipe.planner.search.schedule_settings import build_schedule, spec_of
-from raypipe.planner.simulator import Costs, makespan_s, simulate
+from raypipe.planner.simulator import Costs, makespan_s, program_makespan_s, simulate
 
 NEAR = 0.02
 """Relative excess of a step over its computation alone, up to which computation counts as the bottleneck."""
@@ -224,10 +226,6 @@ def source_of(graph: ModelGraph) -> str:
     return sources.pop() if len(sources) == 1 else ("mixed" if sources else "unknown")
 
 
-NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
-"""Empty prediction, in which decisions that are only compared fill in ``step_s`` and nothing else."""
-
-
 def predicted(decision: Decision, links: str, first_trainable: int | None = None) -> Prediction:
     """Predict one step of the plan that ``decision`` describes: its seconds, memory, idle time and bottleneck.
 
@@ -249,7 +247,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     plain_s = None
     # On the same workers 1F1B would have fewer and larger stages, so this cut cannot be compared with it.
     if schedule.kind != "1f1b" and num_stages > 1 and not request.kind.several_stages:
-        plain_s = _step_s(spec_of(request.as_1f1b(), num_stages, count, first), costs)
+        plain_s = schedule_step_s(spec_of(request.as_1f1b(), num_stages, count, first), costs)
     prediction = Prediction(
         step_s=step_s,
         bubble_fraction=bubble_fraction,
@@ -332,13 +330,23 @@ def seconds_of(decision: Decision) -> float:
     """
     costs, stages = costs_of(*stages_and_hops(decision)), decision.partition.num_stages
     first = first_trainable_stage(decision.graph, decision.partition)
-    return _step_s(spec_of(decision.request, stages, decision.num_microbatches, first), costs)
+    return schedule_step_s(spec_of(decision.request, stages, decision.num_microbatches, first), costs)
 
 
-def _step_s(spec: ScheduleSpec, costs: Costs) -> float:
+def schedule_step_s(spec: ScheduleSpec, costs: Costs) -> float:
+    """Simulate one step of a schedule, in seconds; in the steady state if consecutive steps overlap."""
     if _replays(spec):
         return equal_messages_s(spec, costs)
-    return step_of(lower(schedule_of(spec, costs.num_stages)), costs)[0]
+    first, *more = (program_makespan_s(program, costs) for program in _programs(spec, costs.num_stages))
+    return (more[0] - first) / (STEADY[1] - STEADY[0]) if more else first
+
+
+@functools.lru_cache(maxsize=64)
+def _programs(spec: ScheduleSpec, num_stages: int) -> tuple[Program, ...]:
+    """Compile the program of one step or, if consecutive steps overlap, those of two numbers of steps (STEADY)."""
+    lowered = lower(schedule_of(spec, num_stages))
+    overlaps = lowered.prologue or lowered.wiring.norm_per_stage
+    return tuple(build(lowered, repeats) for repeats in (STEADY if overlaps else (1,)))
 
 
 def _replays(spec: ScheduleSpec) -> bool:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +42,12 @@ def times_of(profile: Profile) -> StageTime | None:
     return fit_stage_time(dict(points)) if len(points) > 1 else None
 
 
-def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float:
+def seconds_at(profile: Profile, samples: int) -> float:
     """Compute the seconds of one micro-batch of ``samples`` samples through the whole model.
 
-    Args:
-        times: ``times_of(profile)``; if None, seconds are proportional to samples.
+    They are proportional to samples if the model was measured at one size only.
     """
-    here_s = float(columns_of(profile.graph).busy_s.sum())
+    here_s, times = float(columns_of(profile.graph).busy_s.sum()), times_of(profile)
     if times is None:
         return here_s * samples / profile.microbatch_size
     return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
@@ -65,55 +65,35 @@ def seconds_by_count(
     Returns:
         the list; empty if the model was measured at one size only.
     """
-    times = times_of(profile)
-    if times is None:
+    if len(profile.seconds_by_size) < 2:
         return ()
     even = {m for m in range(1, minibatch_size + 1) if minibatch_size % m == 0 and takes(minibatch_size // m)}
     counts = sorted(even | {num_microbatches})
-    return tuple((m, seconds_at(profile, times, -(-minibatch_size // m))) for m in counts)
+    return tuple((m, seconds_at(profile, -(-minibatch_size // m))) for m in counts)
 
 
-def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) -> ModelGraph:
-    """Rescale the seconds of a graph's nodes to micro-batches of ``samples`` samples.
-
-    Args:
-        total_s: seconds of the whole model at that size, from ``seconds_at``.
-        graph: the profile's graph, or another with the same nodes.
-    """
+def graph_at(profile: Profile, samples: int) -> ModelGraph:
+    """Return the profile's graph with the seconds of its nodes rescaled to micro-batches of ``samples`` samples."""
+    graph = profile.graph
     if samples == profile.microbatch_size:
         return graph
-    factors = factors_at(profile, samples, total_s).tolist()
+    factors = factors_at(profile, samples).tolist()
     nodes = tuple(slower(node, factor) for node, factor in zip(graph.nodes, factors, strict=True))
     return dataclasses.replace(graph, nodes=nodes)
 
 
-def factors_at(profile: Profile, samples: int, total_s: float) -> Floats:
-    """Compute by node the factor of its seconds if micro-batches have ``samples`` samples; see ``graph_at``."""
-    busy_s, other = columns_of(profile.graph).busy_s, profile.small
-    if samples == profile.microbatch_size:
-        return np.ones(len(busy_s))
+def factors_at(profile: Profile, samples: int) -> Floats:
+    """Compute by node the factor of its seconds if micro-batches have ``samples`` samples; see the module."""
+    busy_s, other, here = columns_of(profile.graph).busy_s, profile.small, profile.microbatch_size
     factors = np.ones(len(busy_s))
+    if samples == here:
+        return factors
     if other is not None:
-        factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
-    return factors * (total_s / (float((factors * busy_s).sum()) or 1.0))
-
-
-def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
-    """Extrapolate the seconds of each node to a third micro-batch size, by a line through two measured sizes.
-
-    Args:
-        other: (samples, seconds by node) of the second measured size.
-        busy_s: seconds by node at the profile's size.
-        share: position of the third size on the line, from ``other``'s size (0) to the profile's (1).
-
-    Returns:
-        extrapolated seconds divided by ``busy_s``, by node; at least LEAST.
-    """
-    other_s = np.array(other[1])
-    at_s = other_s + share * (busy_s - other_s)
-    ratio = np.divide(at_s, busy_s, out=np.ones_like(busy_s), where=busy_s > 0)
-    factors: Floats = np.maximum(ratio, LEAST)
-    return factors
+        other_s = np.array(other[1])
+        at_s = other_s + (samples - other[0]) / (here - other[0]) * (busy_s - other_s)
+        np.divide(at_s, busy_s, out=factors, where=busy_s > 0)
+        factors = np.maximum(factors, LEAST)
+    return factors * (seconds_at(profile, samples) / (float((factors * busy_s).sum()) or 1.0))
 
 
 def slower(node: Node, factor: float) -> Node:
@@ -159,18 +139,10 @@ class Problem:
         """Curve t(b) of the whole model (see the module); None if it was measured at one micro-batch size only."""
         return times_of(self.profile)
 
-    def seconds(self, samples: int) -> float:
-        """Compute the seconds of one micro-batch of ``samples`` samples through the whole model."""
-        return seconds_at(self.profile, self.times, samples)
-
-    def factors(self, samples: int) -> Floats:
-        """Compute by node the factor of its profiled seconds if micro-batches have ``samples`` samples."""
-        return factors_at(self.profile, samples, self.seconds(samples))
-
     def at(self, samples: int) -> ModelGraph:
         """Return the profile's graph with node seconds rescaled to micro-batches of this many samples; cached."""
         if samples not in self._graphs:
-            self._graphs[samples] = graph_at(self.profile, samples, self.seconds(samples), self.profile.graph)
+            self._graphs[samples] = graph_at(self.profile, samples)
         return self._graphs[samples]
 
     @functools.cached_property
@@ -179,16 +151,17 @@ class Problem:
 
     def asking(self, request: Request) -> Problem:
         """Return a copy of this problem with another request and the same cached values."""
-        other = dataclasses.replace(self, request=request)
-        other.__dict__.update(times=self.times, _graphs=self._graphs)
-        return other
+        return self._with(request=request)
 
     @functools.cached_property
     def unlimited(self) -> Problem:
         """Copy of the problem without memory limits."""
         devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in self.cluster.devices)
-        free = self.asking(dataclasses.replace(self.request, memory_limit_bytes=None))
-        other = dataclasses.replace(free, cluster=Cluster(devices, self.cluster.links))
+        request = dataclasses.replace(self.request, memory_limit_bytes=None)
+        return self._with(request=request, cluster=Cluster(devices, self.cluster.links))
+
+    def _with(self, **fields: Any) -> Problem:
+        other = dataclasses.replace(self, **fields)
         other.__dict__.update(times=self.times, _graphs=self._graphs)
         return other
 
@@ -207,22 +180,24 @@ class Problem:
         return f"assumed ({link.bandwidth_bytes_s / 1e9:g} GB/s, {link.latency_s * 1e3:g} ms)"
 
 
-def limits_of(request: Request, num_stages: int | None, stages: int, count: int, size: int) -> Limits:
+def limits_of(request: Request, num_stages: int, count: int, size: int) -> Limits:
     """Build the limits that a cut has to keep.
 
     Args:
-        num_stages: required number of stages; None leaves it to the solver.
-        stages: number of stages that the memory model assumes.
         count, size: number of micro-batches, and samples in each.
     """
     return Limits(
         num_stages=num_stages,
-        memory=memory_model(request, stages, count, size),
+        memory=memory_model(request, num_stages, count, size),
         memory_limit_bytes=request.memory_limit_bytes,
         sums_factor=request.sums_factor,
         shards=request.shards,
         codecs=request.codecs,
     )
+
+
+NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
+"""Empty prediction, in which decisions that are only compared fill in ``step_s`` and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +221,14 @@ class Decision:
     minibatch_size: int
     microbatch_size: int
     num_microbatches: int
-    choice: MicrobatchChoice | None
-    prediction: Prediction
+    choice: MicrobatchChoice | None = None
+    prediction: Prediction = NOTHING
     reasons: tuple[tuple[str, str], ...] = ()
     candidates: tuple[Candidate, ...] = ()
+
+    def taking(self, step_s: float) -> Decision:
+        """Return the decision with these seconds of a step as its whole prediction."""
+        return dataclasses.replace(self, prediction=dataclasses.replace(NOTHING, step_s=step_s))
 
 
 def step_s_of(decision: Decision) -> float:

@@ -52,11 +52,14 @@ def best_recompute(
         return search_of(problem.request.recomputes).best(shape, below_s)
     best: Decision | None = None
     refusal: ShapeError | None = None
-    fits = False
-    for recompute in _recompute_options(problem.request, len(shape)):
+    fits, options = False, list(_recompute_options(problem.request, len(shape)))
+    for recompute in options:
         try:
             found = search_of(recompute).best(shape, below_s)
         except ShapeError as error:
+            if refusal is None and problem.bounded:
+                # Nothing is simulated: this raises ShapeError at once if the setting with the least memory never fits.
+                search_of(options[-1]).best(shape, 0.0)
             refusal = error
         else:
             fits = True

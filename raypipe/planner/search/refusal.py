@@ -23,7 +23,7 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.units import human_bytes
 from raypipe.planner.cost.columns import columns_of, prefix
 from raypipe.planner.cost.memory import MemoryModel, check_memory
-from raypipe.planner.partition.fit import fitting_partition, limit_bytes, memory_of
+from raypipe.planner.partition.fit import fitting_partition, memory_of
 from raypipe.planner.search.cut_costs import CutTables, Shape
 from raypipe.planner.search.problem import Problem, limits_of
 from raypipe.planner.search.recompute import is_open, most_recompute
@@ -49,7 +49,7 @@ def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
     stages = len(shapes[0])
     request = problem.request.thriftiest(stages)
     size, count = _smallest(request, stages)
-    limits, devices = limits_of(request, stages, stages, count, size), len(problem.cluster.devices)
+    limits, devices = limits_of(request, stages, count, size), len(problem.cluster.devices)
     try:
         check_shares(request, stages, count)
         if problem.cut_is_given and stages > devices:
@@ -59,7 +59,7 @@ def refusal(problem: Problem, shapes: Sequence[Shape]) -> PlanError:
             )
         if problem.cut_is_given:
             given = CutTables(problem).given(stages)
-            caps = [limit_bytes(problem.cluster, limits, device) for device in range(stages)]
+            caps = [limits.limit_bytes([device]) for device in problem.cluster.devices[:stages]]
             check_memory(memory_of(problem.at(size), given, limits.memory), caps)
         cut_for(request, own_order_solver(request), problem.at(size), problem.cluster, limits)
     except PlanError as error:
@@ -164,7 +164,7 @@ def _of_several_stages(problem: Problem, request: Request, cap: int, count: int,
         count, size: number of micro-batches, and samples in each.
     """
     stages, devices = request.num_stages or 1, len(problem.cluster.devices)
-    limits = dataclasses.replace(limits_of(request, stages, stages, count, size), memory_limit_bytes=None)
+    limits = dataclasses.replace(limits_of(request, stages, count, size), memory_limit_bytes=None)
 
     def fits(bytes_each: int) -> bool:
         like = Cluster((ComputeDevice("device", 1.0, bytes_each),) * devices)

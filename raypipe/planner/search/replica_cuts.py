@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from raypipe.ir.schedule import Homes, groups_in
 from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.partition.costs import Limits
 from raypipe.planner.partition.fit import Solver, fitting_partition
+from raypipe.planner.schedule.replicas import Replicas
 from raypipe.planner.search.request import Request
 from raypipe.planner.search.schedule_settings import placement_of
 
@@ -53,15 +53,11 @@ def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluste
 def homes_of(request: Request, num_stages: int) -> Homes:
     """List the workers of each stage."""
     if not request.kind.several_stages:
-        return tuple(groups_of(request.replicas_of(num_stages)))
+        return Replicas(request.replicas_of(num_stages)).homes(num_stages)
     placement = placement_of(request, num_stages)
-    groups = groups_of((request.replicas_of(num_stages)[0],) * (1 + max(placement)))
+    count = 1 + max(placement)
+    groups = Replicas((request.replicas_of(num_stages)[0],) * count).homes(count)
     return tuple(groups[at] for at in placement)
-
-
-def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Number the workers stage by stage: counts (1, 2) give [(0,), (1, 2)]."""
-    return [tuple(range(first, stop)) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def exchange_s(

@@ -135,7 +135,7 @@ class SolverCuts:
             quick: True to return any cut that fits, False for the best one.
         """
         request = dataclasses.replace(request, memory_limit_bytes=problem.request.memory_limit_bytes)
-        limits = limits_of(request, num_stages, num_stages, *size)
+        limits = limits_of(request, num_stages, *size)
         solver = quick_cut(request) if quick else own_order_solver(request)
         try:
             cut = cut_for(request, solver, problem.at(size[1]), problem.cluster, limits)

@@ -35,7 +35,7 @@ def both(estimator: LinkEstimator) -> tuple[LinkEstimate, LinkEstimate]:
 
 
 def check_sane(estimate: LinkEstimate) -> None:
-    numbers = (estimate.latency_s, estimate.occupancy_s, estimate.ewma_s, estimate.p90_s, estimate.seconds_per_byte)
+    numbers = (estimate.latency_s, estimate.occupancy_s, estimate.p90_s, estimate.seconds_per_byte)
     assert min(numbers) >= 0.0
     assert min(estimate.draws_s) >= 0.0
     assert estimate.bandwidth_bytes_s > 0.0

@@ -44,7 +44,7 @@ def config(mode: str, budgets: tuple[MemoryBudget, ...], **codecs_and_counts: ob
 def link(hop: int, forward: bool, occupancy_s: float, latency_s: float = 0.0, raw_bytes: int = 262_144) -> LinkEstimate:
     total_s = occupancy_s + latency_s
     return LinkEstimate(
-        hop, forward, raw_bytes, latency_s, occupancy_s, total_s, total_s, occupancy_s / raw_bytes,
+        hop, forward, raw_bytes, latency_s, occupancy_s, total_s, occupancy_s / raw_bytes,
         (occupancy_s,), True, "given",
     )  # fmt: skip
 

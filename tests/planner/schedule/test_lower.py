@@ -10,8 +10,9 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import expected_sends, lower, validate
+from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.schedule.sync import one_f_one_b
+from tests.planner.specs import sends_between
 
 
 def row(text):
@@ -79,6 +80,6 @@ def test_every_send_is_received_exactly_once(workers, microbatches, chunks, data
         received = {
             (a.stage + back[a.op][0], back[a.op][1], a.microbatch) for a in lowered.row(receiver) if a.op in back
         }
-        expected = [a for sender in range(workers) for a in expected_sends(lowered, sender, receiver)]
+        expected = [a for sender in range(workers) for a in sends_between(lowered, sender, receiver)]
         assert len(expected) == len(received)
         assert set(expected) == received

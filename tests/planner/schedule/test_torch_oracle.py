@@ -19,11 +19,12 @@ from torch.distributed.pipelining import schedules as oracle
 from raypipe.ir.schedule import Op
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.schedule.lower import expected_sends, lower, validate
+from raypipe.planner.schedule.lower import lower, validate
 from raypipe.planner.schedule.sync import interleaved, k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
 from raypipe.planner.schedule.zero_bubble import zb_v
 from raypipe.planner.simulator import Costs, makespan_s
+from tests.planner.specs import sends_between
 
 pytestmark = pytest.mark.engine
 
@@ -89,7 +90,7 @@ def test_torch_sends_the_same_messages_in_the_same_order():
             ours = [str(a) for a in lowered.body[worker] if a.op in (Op.SEND_F, Op.SEND_B)]
             assert ours == theirs, (schedule.kind, worker)
             for peer in range(schedule.num_workers):
-                arriving = [str(a) for a in expected_sends(lowered, peer, worker)]
+                arriving = [str(a) for a in sends_between(lowered, peer, worker)]
                 placed = [
                     f"{_sender(a)}{'SEND_F' if a.computation_type is oracle.RECV_F else 'SEND_B'}{a.microbatch_index}"
                     for a in row

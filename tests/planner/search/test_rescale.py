@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.profile import Profile
 from raypipe.planner.search import Request, decide
-from raypipe.planner.search.problem import graph_at, seconds_at, seconds_by_count, times_of
+from raypipe.planner.search.problem import graph_at, seconds_at, seconds_by_count
 from tests.planner.partition_cases import chain_of
 
 LARGE = 8
@@ -34,9 +34,8 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 @given(profiles(), st.integers(1, 64))
 def test_nodes_add_up_to_the_whole(profile: Profile, samples: int) -> None:
-    times = times_of(profile)
-    total_s = seconds_at(profile, times, samples)
-    found = graph_at(profile, samples, total_s, profile.graph)
+    total_s = seconds_at(profile, samples)
+    found = graph_at(profile, samples)
     assert found.busy_s == pytest.approx(total_s)
     assert [n.name for n in found.nodes] == [n.name for n in profile.graph.nodes]
     for before, after in zip(profile.graph.nodes, found.nodes, strict=True):
@@ -49,7 +48,7 @@ def test_every_node_follows_its_line(profile: Profile, samples: int) -> None:
     if profile.small is None:
         return
     size, seconds = profile.small
-    found = graph_at(profile, samples, seconds_at(profile, times_of(profile), samples), profile.graph)
+    found = graph_at(profile, samples)
     for small_s, node, after in zip(seconds, profile.graph.nodes, found.nodes, strict=True):
         each_s = (node.busy_s - small_s) / (LARGE - size)
         assert after.busy_s == pytest.approx(small_s + each_s * (samples - size))
@@ -62,20 +61,20 @@ def test_micro_batches_that_cut_evenly_have_seconds(profile: Profile, samples: i
         count
     }
     for m, seconds in found.items():
-        assert seconds == pytest.approx(seconds_at(profile, times_of(profile), math.ceil(samples / m)))
+        assert seconds == pytest.approx(seconds_at(profile, math.ceil(samples / m)))
     assert seconds_by_count(dataclasses.replace(profile, seconds_by_size=()), samples, count) == ()
 
 
 @given(profiles())
 def test_its_own_size_is_untouched(profile: Profile) -> None:
-    assert graph_at(profile, LARGE, math.nan, profile.graph) is profile.graph
+    assert graph_at(profile, LARGE) is profile.graph
 
 
 def test_a_line_that_falls_below_nothing_is_not_followed() -> None:
     """Measured at 4 as slower than at 8: noise, and at 64 nobody takes less than nothing."""
     graph = chain_of([10, 10])
     profile = Profile(graph, 8, ((4, graph.busy_s / 2), (8, graph.busy_s)), small=(4, (graph.nodes[0].busy_s * 2, 0.0)))
-    found = graph_at(profile, 64, seconds_at(profile, times_of(profile), 64), graph)
+    found = graph_at(profile, 64)
     assert all(node.busy_s > 0 for node in found.nodes)
 
 

@@ -17,9 +17,10 @@ from raypipe.planner.search import Decision, decide, plan_of
 from raypipe.planner.search.compare_shapes import shapes
 from raypipe.planner.search.cut_costs import MOST_CUTS, cuts_into
 from raypipe.planner.search.cut_search import ShapeSearch
-from raypipe.planner.search.predict import seconds_of
+from raypipe.planner.search.predict import schedule_step_s, seconds_of
 from raypipe.planner.search.problem import Problem
 from raypipe.planner.search.request import microbatches
+from raypipe.planner.search.schedule_settings import spec_of
 from raypipe.viz.plan_text import candidate_lines
 from tests.planner.search.test_choose import MIB, REQUEST, chain, op, rented
 from tests.planner.search.test_every_shape import drawn
@@ -64,10 +65,12 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
         profile = dataclasses.replace(profile, graph=ModelGraph(nodes))
         cluster = rented(4, gbit_s=10.0, latency_s=1e-4)
         search = ShapeSearch(Problem(request, profile, cluster, described=True))
+        asked = search._options.request(shape)
         for cell in search._cells(shape, MOST_CUTS):
             placed = search._placed(*cell)
             for cut, bound_s in enumerate(placed.least_s(request.kind)):
-                assert bound_s <= search._step_s(search._options.request(shape), placed, cut)
+                spec = spec_of(asked, len(shape), placed.number, int(placed.costs.first[cut]))
+                assert bound_s <= schedule_step_s(spec, placed.of(cut))
         found = search.best(shape)
         assert found is not None
         assert found.prediction.step_s == pytest.approx(seconds_of(found)), "what is compared is what is predicted"
