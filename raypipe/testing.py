@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.engine.stage.module_copy import copy_of
 from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.torch_settings import one_thread
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, DataError
 from raypipe.ir.segment import Segment
 from raypipe.planner.search import Request, microbatches
 from raypipe.planner.segments import Position, next_segment
@@ -176,7 +176,9 @@ def _reduction(
     columns = _columns(source, loss_fn)
     example: Any = source.read(0, 0, min(max(2, microbatch_size), source.num_samples), columns)
     captured = capture(model, example, columns, loss_fn, evaluates=False)
-    several: Any = source.read(0, 0, min(max(MANY_ROWS, 2 * microbatch_size), source.num_samples), columns)
+    several = example
+    with suppress(DataError):  # mini-batches of several sizes, as PipelineTrainer does
+        several = source.read(0, 0, min(max(MANY_ROWS, 2 * microbatch_size), source.num_samples), columns)
     rows = dict(several) if isinstance(several, Mapping) else dict(zip(columns, several, strict=True))
     return find_reduction(model, loss_fn, captured, rows, config).reduction
 

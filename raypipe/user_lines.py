@@ -26,9 +26,27 @@ def quoted(error: BaseException) -> str:
     Returns:
         "" if all lines are in torch, Python's standard library or raypipe.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and not _of_python(f.filename)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _quotable(frame.filename)]
     return f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}, "{own[-1].line}"' if own else ""
+
+
+def library_function(error: BaseException) -> str | None:
+    """Return the function with the line that ``quoted`` shows, as ``Codebook.forward of its_package.its_module``.
+
+    Returns:
+        None if that line is not in an installed package. For a function inside another one, the outer one.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _quotable(frame.f_code.co_filename)]
+    if not frames:
+        return None
+    code, module = frames[-1].f_code, frames[-1].f_globals.get("__name__", "")
+    if not any(any(folder.glob("*.dist-info")) for folder in Path(code.co_filename).parents):
+        return None
+    return f"{code.co_qualname.split('.<')[0]} of {module}"
+
+
+def _quotable(filename: str) -> bool:
+    return not filename.startswith(("<", *_LIBRARIES)) and not _of_python(filename)
 
 
 def line_outside_torch(frame: FrameType | None) -> str:

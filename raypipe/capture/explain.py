@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from raypipe.capture.guards import in_mode
 from raypipe.capture.own_loss import returned
 from raypipe.errors import CaptureError, DataError, RaypipeError
-from raypipe.user_lines import quoted, short
+from raypipe.user_lines import library_function, quoted, short
 
 _OF_DEVICES = re.compile(
     r"with CUDA enabled|NVIDIA|CUDA driver|same device|two different devices|is not available.*CUDA"
@@ -89,10 +89,16 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
             f"tensor as it is, or take .item() or .tolist() in place of int() and float(); or {blocks}."
         )
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
+        setting = "switch it off if a setting does (as layerdrop=0.0 of transformers)"
+        cure = f": use torch.where or torch.cond, move the branch out of forward, {setting}"
+        if (function := library_function(error)) is not None:
+            cure = (
+                f", and this branch is in a library: {setting}, assign a function of yours that always goes the way of "
+                f"your data to {function}"
+            )
         return CaptureError(
-            f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
-            "torch.cond, move the branch out of forward, switch it off if a setting does (as layerdrop=0.0 of "
-            f"transformers), or {blocks}."
+            f"{name} decides by values of its data or buffers{where}. A graph of stages has one way only{cure}, or "
+            f"{blocks}."
         )
     if "fake tensor in the exported program" in str(error):
         return CaptureError(

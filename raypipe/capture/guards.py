@@ -21,6 +21,7 @@ from io import StringIO
 from typing import Any
 
 import torch
+from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -120,6 +121,28 @@ def _unchanged(x: torch.Tensor, values: torch.Tensor) -> bool:
     """Return True if ``values`` is the memory of ``x`` in its dtype and shape."""
     aliases = torch._C._is_alias_of(x, values)  # type: ignore[attr-defined]
     return bool(values.dtype == x.dtype and values.shape == x.shape and aliases)
+
+
+@contextmanager
+def one_time_step() -> Iterator[None]:
+    """Let a trace run one time step of nn.RNN, GRU and LSTM, and repeat its output; restored afterwards.
+
+    Each of them is one operation of the trace. To find the shapes of its outputs, torch runs all steps, which fixes
+    their number.
+    """
+
+    def repeated(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def of_one(steps: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+            output, last = layer(steps[:1], *args, **kwargs)
+            return output.repeat(steps.shape[0], 1, 1), last
+
+        return of_one
+
+    with (
+        _patched(decompositions, "one_layer_rnn", repeated(decompositions.one_layer_rnn)),
+        _patched(decompositions, "one_layer_lstm", repeated(decompositions.one_layer_lstm)),
+    ):
+        yield
 
 
 @contextmanager

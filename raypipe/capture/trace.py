@@ -38,6 +38,7 @@ from raypipe.capture.guards import (
     generators_kept,
     in_mode,
     nothing_lost,
+    one_time_step,
     symbolic_len,
     watched_forward,
 )
@@ -152,7 +153,7 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     generators = generators_kept(f"{type(model).__name__}.forward")
     with (
         nothing_lost(), generators, traced_checkpoints(), cumulative_norms(), ctc_losses(), _lstm_types_kept(model),
-        data_detached(), symbolic_len(model), eager_branches(model), loss,
+        data_detached(), symbolic_len(model), eager_branches(model), one_time_step(), loss,
     ):  # fmt: skip
         yield
 

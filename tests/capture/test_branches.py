@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,19 @@ GO_ON = [
 def test_a_branch_that_goes_on_both_ways_is_refused(before: Before) -> None:
     with pytest.raises(CaptureError, match="Net decides by values of its data"):
         captured(before)
+
+
+def test_a_branch_in_an_installed_package_names_the_function_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quantized-1.0.dist-info").mkdir()
+    (tmp_path / "quantized.py").write_text(
+        "class Codebook:\n    def __call__(self, x):\n        return [x / 2 if v > 0 else x for v in x[:, 0]][0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    codebook = importlib.import_module("quantized").Codebook()
+    with pytest.raises(CaptureError, match=r"library: .* to Codebook\.__call__ of quantized, or build the model as"):
+        captured(codebook)
 
 
 def test_after_a_check_the_next_fault_is_named() -> None:

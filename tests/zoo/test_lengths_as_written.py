@@ -1,18 +1,22 @@
-"""Mini-batches padded to their longest item by transformers' own collators train models as plain PyTorch does.
+"""Mini-batches of changing lengths and image sizes, made as scripts make them, train models as plain PyTorch does.
 
-Tokens are not made from text: only the shapes matter here. tests/runs/test_changing_sizes.py has smaller cases.
+Collators are those of transformers where it has one. Tokens are not made from text: only the shapes matter here.
+tests/runs/test_changing_sizes.py has smaller cases.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from raypipe import PipelineConfig, load_state_dict
@@ -36,16 +40,26 @@ USUAL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attenti
 
 def tokenizer() -> Any:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w3"))
-    return hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2")
+    named = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "mask_token": "w4"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=words, **named)
 
 
 def bert() -> nn.Module:
     return hf.BertForSequenceClassification(hf.BertConfig(num_labels=3, vocab_size=WORDS, **USUAL))
 
 
+def masked_bert() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=WORDS, **USUAL))
+
+
 def deberta() -> nn.Module:
     more = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
     return hf.DebertaV2ForTokenClassification(hf.DebertaV2Config(num_labels=3, vocab_size=WORDS, **USUAL, **more))
+
+
+def distilbert() -> nn.Module:
+    sizes = {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 128}
+    return hf.DistilBertForTokenClassification(hf.DistilBertConfig(num_labels=3, vocab_size=WORDS, **sizes))
 
 
 def gpt2() -> nn.Module:
@@ -65,9 +79,111 @@ def marian() -> nn.Module:
     return hf.MarianMTModel(hf.MarianConfig(max_position_embeddings=128, **IDS, **LAYERS, **HEADS, **WIDTHS))
 
 
+def bart() -> nn.Module:
+    sizes = {"max_position_embeddings": 128, **IDS, **LAYERS, **HEADS, **WIDTHS}
+    return hf.BartForConditionalGeneration(hf.BartConfig(**sizes))
+
+
 def whisper() -> nn.Module:
     sizes = {"num_mel_bins": 80, "max_source_positions": 10, "max_target_positions": 128}
     return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **IDS, **LAYERS, **HEADS, **WIDTHS))
+
+
+class Block(nn.Module):
+    """Attention with rotary positions, and an MLP, as in scripts that train a GPT of their own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.before, self.between = heads, nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        samples, length, width = x.shape
+        parts = self.qkv(self.before(x)).chunk(3, -1)
+        q, k, v = (part.view(samples, length, self.heads, -1).transpose(1, 2) for part in parts)
+        scores = turned(q, angles) @ turned(k, angles).transpose(-2, -1) / math.sqrt(width // self.heads)
+        mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        return x + self.mlp(self.between(x))
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    one, other = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-other, one], -1) * angles.sin()
+
+
+class Decoder(nn.Module):
+    """Makes the causal mask and the rotary angles from the length of its input."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        self.blocks, self.norm = nn.ModuleList(Block(width, heads) for _ in range(3)), nn.RMSNorm(width)
+        self.register_buffer("speeds", 1e4 ** (-torch.arange(0, width // heads, 2) / (width // heads)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length, x = ids.shape[1], self.words(ids)
+        angles = torch.outer(torch.arange(length, device=x.device), self.speeds).repeat(1, 2)
+        mask = torch.triu(torch.ones(length, length, dtype=torch.bool, device=x.device), diagonal=1)
+        for block in self.blocks:
+            x = block(x, mask, angles)
+        return self.head(self.norm(x))
+
+
+class Tagger(nn.Module):
+    """Tags every word of padded sentences."""
+
+    def __init__(self, kind: type[nn.LSTM]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 16, padding_idx=0), nn.Linear(24, 3)
+        self.layers = kind(16, 12, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.words(ids))[0])
+
+
+class Sounds(nn.Module):
+    """Classifies padded mel frames: convolutions, a GRU, and the mean over the frames of each sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv1d(width, 16, 3, stride=2, padding=1) for width in (20, 16))
+        self.layers, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = functional.gelu(self.second(functional.gelu(self.first(frames.transpose(1, 2)))))
+        x = self.layers(x.transpose(1, 2))[0]
+        kept = torch.arange(x.shape[1], device=x.device) < (lengths[:, None] + 3) // 4
+        return self.head((x * kept[..., None]).sum(1) / kept.sum(1, keepdim=True))
+
+
+class Segmenter(nn.Module):
+    """Classifies every pixel of padded images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 1),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.interpolate(self.layers(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
+
+
+class Pooling(nn.Module):
+    """Classifies images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
 
 
 def speech(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -77,15 +193,52 @@ def speech(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_features": torch.tensor([item["input_features"] for item in items]), "labels": labels}
 
 
-def rows(kind: str) -> list[dict[str, Any]]:
+def tagged(items: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, labels = ([torch.tensor(item[name]) for item in items] for name in ("input_ids", "labels"))
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+def next_words(items: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, _ = tagged([item | {"labels": []} for item in items])
+    return ids[:, :-1], ids[:, 1:].where(ids[:, 1:] != 0, -100)
+
+
+def of_sounds(items: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    frames, kinds = zip(*items, strict=True)
+    return pad_sequence(list(frames), batch_first=True), torch.tensor([len(x) for x in frames]), torch.tensor(kinds)
+
+
+def padded_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    height, width = (max(mask.shape[at] for _, mask in items) for at in (0, 1))
+
+    def to_size(x: torch.Tensor, value: int) -> torch.Tensor:
+        return functional.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value)
+
+    return torch.stack([to_size(x, 0) for x, _ in items]), torch.stack([to_size(mask, 255) for _, mask in items])
+
+
+def by_word(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def by_pixel(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores, labels, ignore_index=255)
+
+
+def rows(kind: str) -> list[Any]:
     drawn = torch.Generator().manual_seed(4)
 
-    def ids(most: int) -> list[int]:
-        length = int(torch.randint(5, most, (), generator=drawn))
-        return torch.randint(3, WORDS, (length,), generator=drawn).tolist()
+    def number(least: int, most: int) -> int:
+        return int(torch.randint(least, most, (), generator=drawn))
 
-    made = []
-    for _ in range(96):
+    def ids(most: int) -> list[int]:
+        return torch.randint(3, WORDS, (number(5, most),), generator=drawn).tolist()
+
+    def image(height: int, width: int) -> torch.Tensor:
+        return torch.randn(3, height, width, generator=drawn)
+
+    made: list[Any] = []
+    for at in range(96):
         tokens, answer = ids(128), ids(60)
         masked = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
         labels: dict[str, Any] = {
@@ -96,32 +249,65 @@ def rows(kind: str) -> list[dict[str, Any]]:
         made.append({**masked, **labels})
         if kind == "speech":
             made[-1] = {"input_features": torch.randn(80, 20, generator=drawn).tolist(), "labels": answer}
+        elif kind == "sounds":
+            made[-1] = torch.randn(len(tokens), 20, generator=drawn), number(0, 3)
+        elif kind == "masks":
+            height, width = number(9, 40), number(9, 40)
+            made[-1] = image(height, width), torch.randint(0, 4, (height, width), generator=drawn)
+        elif kind == "buckets":
+            made[-1] = image(16 + 8 * (at // 8 % 4), 24), number(0, 3)
     return made
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], Any]]] = {
-    "bert": (bert, "class", hf.DataCollatorWithPadding),
-    "deberta": (deberta, "each", hf.DataCollatorForTokenClassification),
-    "gpt2": (gpt2, "tokens", partial(hf.DataCollatorForLanguageModeling, mlm=False)),
-    "llama": (llama, "tokens", partial(hf.DataCollatorForLanguageModeling, mlm=False)),
-    "t5": (t5, "answer", lambda words: hf.DataCollatorForSeq2Seq(words, model=t5())),
-    "marian": (marian, "answer", lambda words: hf.DataCollatorForSeq2Seq(words, model=marian())),
-    "whisper": (whisper, "speech", lambda words: speech),
+class Case(NamedTuple):
+    """Case of a model.
+
+    Attributes:
+        make: builds the model.
+        data: kind of ``rows``.
+        collate: (tokenizer) -> collate function of the DataLoader; it returns None for rows that are only stacked.
+        loss: loss_fn; None if the model returns its loss.
+    """
+
+    make: Callable[[], nn.Module]
+    data: str
+    collate: Callable[[Any], Any]
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+
+
+CASES = {
+    "bert": Case(bert, "class", hf.DataCollatorWithPadding),
+    "bert-mlm": Case(masked_bert, "tokens", hf.DataCollatorForLanguageModeling),
+    "deberta": Case(deberta, "each", hf.DataCollatorForTokenClassification),
+    "distilbert": Case(distilbert, "each", hf.DataCollatorForTokenClassification),
+    "gpt2": Case(gpt2, "tokens", partial(hf.DataCollatorForLanguageModeling, mlm=False)),
+    "llama": Case(llama, "tokens", partial(hf.DataCollatorForLanguageModeling, mlm=False)),
+    "t5": Case(t5, "answer", lambda words: hf.DataCollatorForSeq2Seq(words, model=t5())),
+    "marian": Case(marian, "answer", lambda words: hf.DataCollatorForSeq2Seq(words, model=marian())),
+    "bart": Case(bart, "answer", hf.DataCollatorForSeq2Seq),
+    "whisper": Case(whisper, "speech", lambda words: speech),
+    "own-decoder": Case(Decoder, "tokens", lambda words: next_words, by_word),
+    "lstm": Case(partial(Tagger, nn.LSTM), "each", lambda words: tagged, by_word),
+    "sounds": Case(Sounds, "sounds", lambda words: of_sounds, functional.cross_entropy),
+    "padded-images": Case(Segmenter, "masks", lambda words: padded_images, by_pixel),
+    "images-in-buckets": Case(Pooling, "buckets", lambda words: None, functional.cross_entropy),
 }
-REUSED = ("gpt2", "t5", "marian", "whisper", "deberta")
+REUSED = ("gpt2", "t5", "marian", "bart", "whisper", "deberta", "bert-mlm")
 """Models that use a parameter several times, whose gradients are added up in another order (docs/design/0002)."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_that_change_with_every_mini_batch(name: str, tmp_path: Path) -> None:
-    make, kind, collator = CASES[name]
-    data = DataLoader(rows(kind), batch_size=8, shuffle=True, collate_fn=collator(tokenizer()))  # type: ignore[arg-type]
+    case = CASES[name]
+    order = {"batch_size": 8, "shuffle": case.data != "buckets", "collate_fn": case.collate(tokenizer())}
+    data = DataLoader(rows(case.data), **order)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    model = make().train()
+    model = case.make().train()
     config = {"num_stages": STAGES.get(name, 2), "num_microbatches": 4, "max_grad_norm": 1.0}
-    given: dict[str, Any] = {"optimizer": sgd_of_streams, "train_data": data}
-    made = trainer_of(model, tmp_path, loss_fn=None, minibatch_size="auto", **config, **given)
-    run = made.fit(num_steps=STEPS, local=True, progress=False)
+    given: dict[str, Any] = {"optimizer": sgd_of_streams, "train_data": data, "loss_fn": case.loss}
+    run = trainer_of(model, tmp_path, minibatch_size="auto", **config, **given).fit(
+        num_steps=STEPS, local=True, progress=False
+    )
     plain = reference(model, num_steps=STEPS, pipeline=PipelineConfig(**config), **given)
     kept = load_state_dict(run.checkpoint)
     if name in REUSED:

@@ -34,7 +34,8 @@ def skeleton_of(model: M) -> M:
         for tensor in _attributes(model)
         if not tensor.is_leaf or (not tensor.is_meta and tensor.untyped_storage().data_ptr() in held)
     }
-    return copy.deepcopy(model, memo | _described(model)).to("meta")
+    with torch.no_grad():  # a buffer that requires a gradient would get an autograd history
+        return copy.deepcopy(model, memo | _described(model)).to("meta")
 
 
 def made_by_hooks(module: nn.Module) -> set[str]:

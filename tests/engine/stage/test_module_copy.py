@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import replace
 
@@ -64,3 +65,10 @@ def test_copies_have_no_history() -> None:
     shared.one = shared.other = model[0].weight * 2
     twice = copy_of(shared)
     assert twice.one is twice.other
+
+
+def test_a_skeleton_of_a_buffer_that_requires_a_gradient_can_be_copied() -> None:
+    """vector-quantize-pytorch calls requires_grad_() on a buffer in every forward."""
+    model = nn.BatchNorm1d(3)
+    model.running_mean.requires_grad_()  # type: ignore[union-attr]
+    assert copy.deepcopy(skeleton_of(model)).running_mean.is_meta  # type: ignore[union-attr]

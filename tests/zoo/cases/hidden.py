@@ -193,8 +193,8 @@ def draws(whose: str, remedy: str = _DRAW_WITH_TORCH) -> Refused:
 
 
 BRANCHES = Refused(
-    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way '
-    "only: use torch.where or torch.cond, move the branch out of forward, switch it off if a setting does (as "
+    'Net decides by values of its data or buffers at {line}, in branching, "if x.mean() > 0:". A graph of stages has '
+    "one way only: use torch.where or torch.cond, move the branch out of forward, switch it off if a setting does (as "
     "layerdrop=0.0 of transformers), or build the model as an nn.Sequential of blocks, which are not traced.",
     "a branch that the data take",
 )

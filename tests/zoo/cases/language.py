@@ -175,10 +175,12 @@ ROWS = (
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
         masked_translations, "translations, masks, -100", Refused(
-            "SwitchTransformersForConditionalGeneration decides by values of its data at {line}, in forward, \"for "
-            "expert_idx in expert_hit:\". A graph of stages has one way only: use torch.where or torch.cond, move the "
-            "branch out of forward, switch it off if a setting does (as layerdrop=0.0 of transformers), or build the "
-            "model as an nn.Sequential of blocks, which are not traced.",
+            "SwitchTransformersForConditionalGeneration decides by values of its data or buffers at {line}, in "
+            "forward, \"for expert_idx in expert_hit:\". A graph of stages has one way only, and this branch is in a "
+            "library: switch it off if a setting does (as layerdrop=0.0 of transformers), assign a function of yours "
+            "that always goes the way of your data to SwitchTransformersExperts.forward of "
+            "transformers.models.switch_transformers.modeling_switch_transformers, or build the model as an "
+            "nn.Sequential of blocks, which are not traced.",
             "it runs the experts that the data choose")),
 )  # fmt: skip
 """From transformers and peft."""
