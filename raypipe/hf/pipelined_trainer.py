@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from raypipe.api.trainer import PipelineTrainer
@@ -49,7 +49,7 @@ from raypipe.ir.report import StepRecord
 from raypipe.run.journal import News
 from raypipe.run.same_run import SETTINGS
 
-__all__ = ["PipelinedTrainer"]
+__all__ = ["PipelinedSeq2SeqTrainer", "PipelinedTrainer"]
 
 RUN = "raypipe"
 """Name of the pipeline's run: its folder in ``output_dir``, and in each checkpoint-N that training can resume from."""
@@ -393,3 +393,7 @@ class PipelinedTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save nothing: random numbers are keyed by the seed and the step."""
+
+
+class PipelinedSeq2SeqTrainer(PipelinedTrainer, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` that trains in a pipeline; evaluations generate texts in this process."""

@@ -19,7 +19,7 @@ from tests.runs.test_changing_sizes import padded
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
-from raypipe.hf import PipelinedTrainer  # noqa: E402
+from raypipe.hf import PipelinedSeq2SeqTrainer, PipelinedTrainer  # noqa: E402
 from raypipe.hf.training_arguments import HONOURED, REFUSED  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_only")]
@@ -120,25 +120,34 @@ class Told(transformers.TrainerCallback):  # type: ignore[misc]
 
 def trainer_of(kind: Any, folder: Path, model: Any, rows: Any, held: Any = None, **more: Any) -> Any:
     """Make a trainer of a class; ``more`` are fields of TrainingArguments or arguments of the constructor."""
-    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    arguments = transformers.TrainingArguments
+    if issubclass(kind, transformers.Seq2SeqTrainer):
+        arguments = transformers.Seq2SeqTrainingArguments
+    fields = {field.name for field in dataclasses.fields(arguments)}
     usual = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
         "save_strategy": "no", "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 2,
         "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    args = transformers.TrainingArguments(
-        str(folder), **usual | {name: value for name, value in more.items() if name in fields}
-    )
+    args = arguments(str(folder), **usual | {name: value for name, value in more.items() if name in fields})
     others = {name: value for name, value in more.items() if name not in fields}
-    if kind is PipelinedTrainer:
+    if issubclass(kind, PipelinedTrainer):
         others = TWO_STAGES | others
     return kind(model, args, data_collator=padded, train_dataset=rows, eval_dataset=held, **others)
 
 
-def both(folder: Path, make: Callable[[], Any], rows: Any, held: Any = None, **more: Any) -> tuple[Any, Any]:
+def both(
+    folder: Path,
+    make: Callable[[], Any],
+    rows: Any,
+    held: Any = None,
+    *,
+    kinds: tuple[Any, Any] = (transformers.Trainer, PipelinedTrainer),
+    **more: Any,
+) -> tuple[Any, Any]:
     """Train with Trainer and with PipelinedTrainer, and return both trainers."""
     trainers = []
-    for kind in (transformers.Trainer, PipelinedTrainer):
+    for kind in kinds:
         trainer = trainer_of(kind, folder / kind.__name__, make(), rows, held, **more)
         trainer.train()
         trainers.append(trainer)
@@ -293,9 +302,39 @@ def test_a_callback_may_request_an_evaluation_a_checkpoint_and_the_end_after_any
     assert unequal(*saved) == []
 
 
+def marian() -> Any:
+    torch.manual_seed(0)
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, dropout=0.0,
+            pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def test_texts_are_generated_in_evaluations_as_by_seq2seq_trainer(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metric(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        return {"length": float((prediction.predictions > 1).sum())}
+
+    plain, piped = both(
+        tmp_path, marian, texts(16, longest=6), texts(6), kinds=(transformers.Seq2SeqTrainer, PipelinedSeq2SeqTrainer),
+        predict_with_generate=True, generation_max_length=9, generation_num_beams=2, eval_strategy="epoch",
+        compute_metrics=metric, learning_rate=0.01,
+    )  # fmt: skip
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert [tokens.tolist() for tokens in seen[2:]] == [tokens.tolist() for tokens in seen[:2]]
+    ours, theirs = (trainer.predict(texts(6), max_length=7, num_beams=1) for trainer in (piped, plain))
+    assert ours.predictions.tolist() == theirs.predictions.tolist()
+
+
 def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
     """A new release of transformers may add one: decide about it."""
-    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     assert fields == HONOURED | set(REFUSED)
     assert not HONOURED & set(REFUSED)
 
