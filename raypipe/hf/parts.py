@@ -1,4 +1,4 @@
-"""Parts of Trainer that stages get: optimizer, scheduler, samples in Trainer's order, and the weight of the loss."""
+"""Parts of Trainer that stages get: optimizer, scheduler, and samples in Trainer's order."""
 
 from __future__ import annotations
 
@@ -60,69 +60,6 @@ class StageOptimizer:
             **self.defaults,
         )
         return made
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CountsItems:
-    """Collate function that adds the column num_items_in_batch, as Trainer counts it, to a mini-batch.
-
-    Attributes:
-        collate: Trainer's collate function.
-        shifts: True if the first label of each row does not count.
-    """
-
-    collate: Any
-    shifts: bool
-
-    def __call__(self, items: list[Any]) -> dict[str, Any]:
-        batch = dict(self.collate(items))
-        labels = batch["labels"][..., 1:] if self.shifts else batch["labels"]
-        count = int(batch.get("shift_labels", labels).ne(-100).sum())
-        return {**batch, "num_items_in_batch": torch.full((len(items),), count)}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CountsBatches:
-    """Collate function that adds the number of Trainer's batches in a mini-batch, as the column num_items_in_batch.
-
-    Attributes:
-        collate: Trainer's collate function.
-        batch_size: samples of one batch.
-    """
-
-    collate: Any
-    batch_size: int
-
-    def __call__(self, items: list[Any]) -> dict[str, Any]:
-        count = -(-len(items) // self.batch_size)
-        return {**self.collate(items), "num_items_in_batch": torch.full((len(items),), count)}
-
-
-def with_counts(model: Any, *, divides: bool = False) -> Any:
-    """Return a twin of a model, with its tensors, that takes num_items_in_batch of every sample instead of one.
-
-    Args:
-        divides: True if the twin divides the model's loss by the number; False if the model does.
-    """
-    kind = type(model)
-    signature = inspect.signature(kind.forward)
-    count = inspect.Parameter("num_items_in_batch", inspect.Parameter.KEYWORD_ONLY)
-    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD and one.name != count.name]
-    rest = [one for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
-
-    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
-        number = num_items_in_batch[0]
-        if not divides:
-            return kind.forward(self, *args, num_items_in_batch=number, **kwargs)
-        output = kind.forward(self, *args, **kwargs)
-        if isinstance(output, Mapping):
-            return {**output, "loss": output["loss"] / number}
-        return (output[0] / number, *output[1:])
-
-    forward.__signature__ = signature.replace(parameters=[*named, count, *rest])  # type: ignore[attr-defined]
-    twin = copy.copy(model)
-    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return twin
 
 
 def stage_scheduler(name: str, warmup: int, steps: int, options: Any, optimizer: torch.optim.Optimizer) -> Any:

@@ -16,14 +16,13 @@ discarded. A callback may request one after any other step: the stages then trai
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import inspect
 import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,14 +34,14 @@ from transformers.trainer_callback import TrainerCallback
 
 from raypipe.api.trainer import PipelineTrainer
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.data.item_randomness import own_generators
 from raypipe.engine.io.checkpoint import MANIFEST, checkpoint_name, load_state_dict
 from raypipe.engine.io.checkpoint.snapshot import FOLDER, step_folders
 from raypipe.engine.io.run_files import METRICS
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
-from raypipe.hf.parts import CountsBatches, CountsItems, StageOptimizer, stage_scheduler, stream_of, with_counts
+from raypipe.hf.parts import StageOptimizer, stage_scheduler, stream_of
 from raypipe.hf.trainer_events import Replay, TrainingLength
+from raypipe.hf.trainer_loss import loss_of
 from raypipe.hf.training_arguments import check_arguments, pipeline_of
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord
@@ -58,7 +57,6 @@ MOST_AHEAD = 8
 """Maximum number of checkpoints that wait for their evaluations; then the pipeline stops until these are done."""
 
 _METHODS = {
-    "compute_loss": "raypipe.PipelineTrainer(loss_fn=...) trains with a loss of your own",
     "training_step": "raypipe.PipelineTrainer takes a model, a loss_fn and an optimizer",
     "_inner_training_loop": "use callbacks",
     "create_scheduler": "set lr_scheduler_type and lr_scheduler_kwargs, or create_optimizer",
@@ -106,7 +104,9 @@ class PipelinedTrainer(Trainer):
         if bound.arguments.get("args") is None:
             bound.arguments["args"] = TrainingArguments("tmp_trainer")  # as Trainer does
         check_arguments(bound.arguments["args"])
+        users = set(vars(self))
         super().__init__(*bound.args, **bound.kwargs)
+        self._own_attributes = frozenset(vars(self)) - users
         self.pipeline = pipeline_of(pipeline or PipelineConfig(), self.args)
         self.scaling_config, self.failure_config, self.local = scaling_config, failure_config, local
         # In threads, data and evaluations share the global generators of random numbers.
@@ -151,8 +151,6 @@ class PipelinedTrainer(Trainer):
         for name, cure in _METHODS.items():
             if getattr(type(self), name) is not getattr(PipelinedTrainer, name):
                 raise ConfigError(f"{type(self).__name__}.{name} is never called by a pipeline: {cure}.")
-        if self.compute_loss_func is not None:
-            raise ConfigError(f"compute_loss_func= is never called by a pipeline: {_METHODS['compute_loss']}.")
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
             raise ConfigError(
                 "optimizers= has a scheduler, which counts steps of one optimizer, and every stage has its own. Give "
@@ -273,7 +271,8 @@ class PipelinedTrainer(Trainer):
         folder = self._run / checkpoint_name(step)
         if not (folder / MANIFEST).is_file():
             return False
-        self.model.load_state_dict(load_state_dict(folder))
+        own = self.model.state_dict().keys()  # a teacher may be among the others
+        self.model.load_state_dict({name: x for name, x in load_state_dict(folder).items() if name in own})
         for earlier, name in step_folders(Place.of(str(self._run))):
             if earlier < step:
                 shutil.rmtree(self._run / name, ignore_errors=True)
@@ -304,7 +303,7 @@ class PipelinedTrainer(Trainer):
             due: steps after which weights are due.
         """
         loader, args = self.get_train_dataloader(), self.args
-        model, collate, reduction = self._loss_of(loader)
+        model, collate, reduction = loss_of(self, loader)
         run = SimpleNamespace(name=RUN, storage_path=str(self._run.parent))
         if self.failure_config is not None:
             run.failure_config = self.failure_config
@@ -327,36 +326,6 @@ class PipelinedTrainer(Trainer):
             run_config=run,
             resume=True,
         )
-
-    def _loss_of(self, loader: Any) -> tuple[Any, Any, Any]:
-        """Return (model, collate function, loss_reduction) with which micro-batches have the loss that Trainer has.
-
-            the model divides by num_items_in_batch       it is a column of the data, and losses add up
-            it takes the number, and does not use it      means of accumulated batches add up
-            it does not take the number                   they add up too, each divided by the number of batches
-
-        With one batch per step the last two are the mean over the mini-batch.
-        """
-        model, collate, given = copy.copy(self.model), loader.collate_fn, self.pipeline.loss_reduction
-        if "_original_forward" in vars(model):  # an evaluation has wrapped it in autocast
-            del model.forward, model._original_forward
-        if given != "auto":
-            return model, collate, given
-        with own_generators(), torch.no_grad():
-            batch = dict(collate([loader.dataset[row] for row in range(min(8, len(loader.dataset)))]))
-            counted = self.model_accepts_loss_kwargs and "labels" in batch
-            if counted:
-                model.eval()
-                one, two = (model(**batch, num_items_in_batch=torch.tensor(n)) for n in (1, 2))
-                counts = CountsItems(collate, self._loss_shifts_labels)
-                if not torch.equal(*(out["loss"] if isinstance(out, Mapping) else out[0] for out in (one, two))):
-                    return with_counts(model), counts, "sum"
-        if self.args.gradient_accumulation_steps == 1:
-            return model, collate, "auto"
-        if counted:
-            return model, collate, "sum"
-        size = self.args.per_device_train_batch_size
-        return with_counts(model, divides=True), CountsBatches(collate, size), "sum"
 
     # ---- Checkpoints: checkpoint-N has Trainer's files, and the state of the stages in place of an optimizer.pt
 
