@@ -53,6 +53,9 @@ __all__ = ["PipelinedSeq2SeqTrainer", "PipelinedTrainer"]
 RUN = "raypipe"
 """Name of the pipeline's run: its folder in ``output_dir``, and in each checkpoint-N that training can resume from."""
 
+GENERATOR = "generator.pt"
+"""File of a checkpoint-N with the state of torch's generator at the beginning of the training."""
+
 MOST_AHEAD = 8
 """Maximum number of checkpoints that wait for their evaluations; then the pipeline stops until these are done."""
 
@@ -111,6 +114,7 @@ class PipelinedTrainer(Trainer):
         self.scaling_config, self.failure_config, self.local = scaling_config, failure_config, local
         # In threads, data and evaluations share the global generators of random numbers.
         self._overlaps = not local
+        self._random_state = torch.get_rng_state()
         self._check_trainer()
 
     def plan(self) -> Plan:
@@ -166,11 +170,6 @@ class PipelinedTrainer(Trainer):
 
     def _length(self) -> TrainingLength:
         loader = self.get_train_dataloader()
-        if not hasattr(loader, "batch_sampler") or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            raise ConfigError(
-                "train_dataset is an IterableDataset, which has no order by index. Give a dataset with __len__ and "
-                "__getitem__, or train a raypipe.data.Stream with raypipe.PipelineTrainer."
-            )
         epochs, updates, _, samples, _, batches, steps = self.set_initial_training_values(self.args, loader)
         return TrainingLength(loader, epochs, updates, samples, batches, steps)
 
@@ -184,6 +183,7 @@ class PipelinedTrainer(Trainer):
     ) -> Any:
         """Train in one submission of the run, or in threads in one for each step after which weights are due."""
         plan = self._length()
+        self._random_state = torch.get_rng_state()
         self._init_training_state(
             plan.max_steps, plan.updates_per_epoch, plan.num_epochs, resume_from_checkpoint, trial
         )
@@ -317,7 +317,7 @@ class PipelinedTrainer(Trainer):
                 max_steps,
                 args.lr_scheduler_kwargs,
             ),
-            train_data=stream_of(loader, args),
+            train_data=stream_of(loader, args, self._random_state),
             collate_fn=collate,
             pipeline=dataclasses.replace(
                 self.pipeline, loss_reduction=reduction, checkpoint_interval_steps=math.gcd(*due) or "auto"
@@ -345,6 +345,7 @@ class PipelinedTrainer(Trainer):
         shutil.rmtree(self._run, ignore_errors=True)
         if saved is not None:
             shutil.copytree(saved, self._run)
+            self._random_state = torch.load(saved / GENERATOR, weights_only=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of the stages: what a run needs to resume at this step, of the folder of the run."""
@@ -361,7 +362,8 @@ class PipelinedTrainer(Trainer):
         """Save nothing: the stages have the scale of their losses."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: random numbers are keyed by the seed and the step."""
+        """Save the state at the beginning, of which orders follow; other random numbers are keyed by seed and step."""
+        torch.save(self._random_state, Path(output_dir, RUN, GENERATOR))
 
 
 class PipelinedSeq2SeqTrainer(PipelinedTrainer, Seq2SeqTrainer):

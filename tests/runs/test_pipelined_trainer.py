@@ -12,7 +12,7 @@ import torch
 
 from raypipe import PipelineConfig
 from raypipe.engine.torch_settings import one_thread
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from tests.exactness import unequal
 from tests.runs.test_changing_sizes import padded
 
@@ -194,6 +194,39 @@ def test_batches_that_are_padded_to_their_longest_row(tmp_path: Path, make: Call
         assert ours == pytest.approx(theirs, rel=1e-5)
     theirs = parameters(plain)
     assert max(float((p - theirs[name]).abs().max()) for name, p in parameters(piped).items()) < 1e-6
+
+
+def test_groups_by_length_are_those_of_trainer(tmp_path: Path) -> None:
+    """The sampler draws from the global generator, from where it is when the training begins."""
+    for make in (bert, gpt2):
+        rows = texts(96, classes=3 if make is bert else 0)
+        plain, piped = both(tmp_path, make, rows, train_sampling_strategy="group_by_length", num_train_epochs=3)
+        for ours, theirs in zip(history(piped), history(plain), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Numbered(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Stream of rows in another order in each pass."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows[self.epoch :] + self.rows[: self.epoch]
+
+
+def test_a_stream_is_read_as_by_trainer(tmp_path: Path) -> None:
+    """Passes end with whole mini-batches; the logged epoch then counts max_steps as one."""
+    rows = Numbered(texts(24, classes=3, longest=6))
+    plain, piped = both(tmp_path, bert, rows, max_steps=5)
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert {**ours, "epoch": 0} == {**theirs, "epoch": 0}
+    assert unequal(parameters(piped), parameters(plain)) == []
+    with pytest.raises(RaypipeError, match=r"train_dataset ends after 21 items.*Set max_steps to 2"):
+        trainer_of(PipelinedTrainer, tmp_path, bert(), Numbered(rows.rows[:21]), max_steps=5).train()
 
 
 def test_one_batch_per_step_is_cut_into_micro_batches(tmp_path: Path) -> None:
