@@ -134,7 +134,9 @@ def twin_of(trainer: Any, columns: Any, fixed: Mapping[str, Any], *, num_items: 
     if "_original_forward" in vars(twin):  # an evaluation has wrapped it in autocast
         del twin.forward, twin._original_forward
     kind = type(twin)
-    inner_kind = type(kind.__name__, (kind,), {"forward": _forward_to_fp32(kind), "__module__": kind.__module__})
+    to_fp32 = _forward_to_fp32(kind)
+    # Module.__call__ is torch.export's while it traces, and takes parts of the traced model only.
+    inner_kind = type(kind.__name__, (kind,), {"forward": to_fp32, "__call__": to_fp32, "__module__": kind.__module__})
 
     def forward(self: Any, **inputs: Any) -> dict[str, torch.Tensor]:
         inner, view = copy.copy(self), vars(self)[_VIEW]
