@@ -196,6 +196,36 @@ def test_batches_that_are_padded_to_their_longest_row(tmp_path: Path, make: Call
     assert max(float((p - theirs[name]).abs().max()) for name, p in parameters(piped).items()) < 1e-6
 
 
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_replicas_of_stages_share_accumulated_batches(tmp_path: Path, make: Callable[[], Any]) -> None:
+    rows = texts(21, classes=3 if make is bert else 0, longest=6)
+    config = PipelineConfig(num_stages=2, num_replicas=2, partitioner="parameters")
+    plain = trainer_of(transformers.Trainer, tmp_path / "plain", make(), rows, num_train_epochs=1)
+    piped = trainer_of(PipelinedTrainer, tmp_path / "piped", make(), rows, num_train_epochs=1, pipeline=config)
+    plain.train()
+    piped.train()
+    assert history(piped) == history(plain)
+    assert unequal(parameters(piped), parameters(plain)) == []
+
+
+def test_saved_folders_have_the_files_of_trainer(tmp_path: Path) -> None:
+    """Of a model, and of a checkpoint but for the states of optimizer and generators, which the stages have."""
+    plain, piped = both(tmp_path, bert, texts(16, classes=3, longest=6), save_strategy="epoch", num_train_epochs=1)
+    files = []
+    for trainer in (plain, piped):
+        trainer.save_model()
+        trainer.create_model_card(model_name="small")
+        folder = Path(trainer.args.output_dir)
+        files.append({str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()})
+    theirs, ours = ({name: path for name, path in some.items() if "raypipe/" not in name} for some in files)
+    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert set(theirs) - set(ours) == {f"checkpoint-2/{name}" for name in states}
+    assert set(ours) <= set(theirs)
+    for name in ours:
+        if name.endswith((".safetensors", "config.json")):
+            assert ours[name].read_bytes() == theirs[name].read_bytes(), name
+
+
 def test_groups_by_length_are_those_of_trainer(tmp_path: Path) -> None:
     """The sampler draws from the global generator, from where it is when the training begins."""
     for make in (bert, gpt2):
