@@ -1,4 +1,4 @@
-"""Parts of Trainer that stages get: optimizer, scheduler, samples in Trainer's order, and the weight of the loss."""
+"""Parts of Trainer that stages get: optimizer, scheduler, and samples in Trainer's order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from raypipe.data import Stream
-from raypipe.data.item_randomness import own_generators, seed_generators
+from raypipe.data.item_randomness import own_generators
 from raypipe.errors import ConfigError
 
 
@@ -62,69 +62,6 @@ class StageOptimizer:
         return made
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CountsItems:
-    """Collate function that adds the column num_items_in_batch, as Trainer counts it, to a mini-batch.
-
-    Attributes:
-        collate: Trainer's collate function.
-        shifts: True if the first label of each row does not count.
-    """
-
-    collate: Any
-    shifts: bool
-
-    def __call__(self, items: list[Any]) -> dict[str, Any]:
-        batch = dict(self.collate(items))
-        labels = batch["labels"][..., 1:] if self.shifts else batch["labels"]
-        count = int(batch.get("shift_labels", labels).ne(-100).sum())
-        return {**batch, "num_items_in_batch": torch.full((len(items),), count)}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CountsBatches:
-    """Collate function that adds the number of Trainer's batches in a mini-batch, as the column num_items_in_batch.
-
-    Attributes:
-        collate: Trainer's collate function.
-        batch_size: samples of one batch.
-    """
-
-    collate: Any
-    batch_size: int
-
-    def __call__(self, items: list[Any]) -> dict[str, Any]:
-        count = -(-len(items) // self.batch_size)
-        return {**self.collate(items), "num_items_in_batch": torch.full((len(items),), count)}
-
-
-def with_counts(model: Any, *, divides: bool = False) -> Any:
-    """Return a twin of a model, with its tensors, that takes num_items_in_batch of every sample instead of one.
-
-    Args:
-        divides: True if the twin divides the model's loss by the number; False if the model does.
-    """
-    kind = type(model)
-    signature = inspect.signature(kind.forward)
-    count = inspect.Parameter("num_items_in_batch", inspect.Parameter.KEYWORD_ONLY)
-    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD and one.name != count.name]
-    rest = [one for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
-
-    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
-        number = num_items_in_batch[0]
-        if not divides:
-            return kind.forward(self, *args, num_items_in_batch=number, **kwargs)
-        output = kind.forward(self, *args, **kwargs)
-        if isinstance(output, Mapping):
-            return {**output, "loss": output["loss"] / number}
-        return (output[0] / number, *output[1:])
-
-    forward.__signature__ = signature.replace(parameters=[*named, count, *rest])  # type: ignore[attr-defined]
-    twin = copy.copy(model)
-    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return twin
-
-
 def stage_scheduler(name: str, warmup: int, steps: int, options: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Make the scheduler of a stage, as ``Trainer.create_scheduler`` does."""
     return get_scheduler(
@@ -136,13 +73,14 @@ class TrainersOrder:
     """Stream of a dataset's items in the order of a sampler of Trainer, which each epoch has anew.
 
     Args:
-        sampler: sampler whose order follows from the epoch and the global generators; these are seeded by (seed,
-            epoch).
+        sampler: sampler whose order follows from the epoch, or from the global generator.
         size: number of items in an epoch.
+        state: state of the global generator when the training begins. Each epoch draws from it what Trainer draws: the
+            seed of a data loader, and the order.
     """
 
-    def __init__(self, dataset: Any, sampler: Any, size: int, seed: int) -> None:
-        self._dataset, self._sampler, self._size, self._seed = dataset, sampler, size, seed
+    def __init__(self, dataset: Any, sampler: Any, size: int, state: torch.Tensor) -> None:
+        self._dataset, self._sampler, self._size, self._state = dataset, sampler, size, state
         self._epoch = self._next = 0
 
     def __deepcopy__(self, memo: Any) -> TrainersOrder:
@@ -165,19 +103,58 @@ class TrainersOrder:
 
     def _order(self) -> list[int]:
         sampler = copy.copy(self._sampler)
-        with own_generators():
-            seed_generators(self._seed, self._epoch, 0)
+        with own_generators():  # the copy shares its generator with other readers'
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.set_epoch(self._epoch)
+            if not isinstance(sampler, LengthGroupedSampler):
+                return list(sampler)
+            torch.set_rng_state(self._state)
+            for _ in range(self._epoch):
+                torch.empty((), dtype=torch.int64).random_()
+                list(sampler)
+            torch.empty((), dtype=torch.int64).random_()
             return list(sampler)
 
 
-def stream_of(loader: Any, args: Any) -> Stream:
+class WholeMinibatches:
+    """Stream of which each pass ends with a whole mini-batch. Trainer begins each pass with a new mini-batch.
+
+    Args:
+        dataset: iterable, with or without ``set_epoch``.
+        size: samples of a mini-batch.
+    """
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self._dataset, self._size = dataset, size
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for item in self._dataset:
+            yield item
+            count += 1
+        if count % self._size:
+            raise ConfigError(
+                f"train_dataset ends after {count} items, in the middle of a mini-batch of {self._size}. Set max_steps "
+                f"to {count // self._size} or less, or give a stream with a multiple of {self._size} items."
+            )
+
+
+def stream_of(loader: Any, args: Any, state: torch.Tensor) -> Stream:
     """Make a stream of the samples that a data loader of Trainer reads.
+
+    Args:
+        state: state of the global generator when the training begins.
 
     Raises:
         ConfigError: the order depends on the sampler's own state.
     """
+    if isinstance(loader.dataset, IterableDataset):
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return Stream(WholeMinibatches(loader.dataset, size))
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if not isinstance(sampler, SeedableRandomSampler | SequentialSampler | LengthGroupedSampler):
         kind = type(sampler or loader.batch_sampler).__name__
@@ -189,4 +166,4 @@ def stream_of(loader: Any, args: Any) -> Stream:
     size = len(sampler)
     if args.dataloader_drop_last:
         size -= size % args.per_device_train_batch_size
-    return Stream(TrainersOrder(loader.dataset, sampler, size, args.seed), num_samples=size)
+    return Stream(TrainersOrder(loader.dataset, sampler, size, state), num_samples=size)

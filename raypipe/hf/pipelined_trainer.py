@@ -16,50 +16,51 @@ discarded. A callback may request one after any other step: the stages then trai
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import inspect
 import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from raypipe.api.trainer import PipelineTrainer
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.data.item_randomness import own_generators
 from raypipe.engine.io.checkpoint import MANIFEST, checkpoint_name, load_state_dict
 from raypipe.engine.io.checkpoint.snapshot import FOLDER, step_folders
 from raypipe.engine.io.run_files import METRICS
 from raypipe.engine.io.storage import Place
 from raypipe.engine.stage.quantized_linear import settle, without_frozen_state
 from raypipe.errors import CheckpointError, ConfigError
-from raypipe.hf.parts import CountsBatches, CountsItems, StageOptimizer, stage_scheduler, stream_of, with_counts
+from raypipe.hf.parts import StageOptimizer, stage_scheduler, stream_of
 from raypipe.hf.trainer_events import Replay, TrainingLength
+from raypipe.hf.trainer_loss import loss_of
 from raypipe.hf.training_arguments import check_arguments, pipeline_of
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord
 from raypipe.run.journal import News
 from raypipe.run.same_run import SETTINGS
 
-__all__ = ["PipelinedTrainer"]
+__all__ = ["PipelinedSeq2SeqTrainer", "PipelinedTrainer"]
 
 RUN = "raypipe"
 """Name of the pipeline's run: its folder in ``output_dir``, and in each checkpoint-N that training can resume from."""
+
+GENERATOR = "generator.pt"
+"""File of a checkpoint-N with the state of torch's generator at the beginning of the training."""
 
 MOST_AHEAD = 8
 """Maximum number of checkpoints that wait for their evaluations; then the pipeline stops until these are done."""
 
 _METHODS = {
-    "compute_loss": "raypipe.PipelineTrainer(loss_fn=...) trains with a loss of your own",
     "training_step": "raypipe.PipelineTrainer takes a model, a loss_fn and an optimizer",
     "_inner_training_loop": "use callbacks",
     "create_scheduler": "set lr_scheduler_type and lr_scheduler_kwargs, or create_optimizer",
@@ -107,12 +108,15 @@ class PipelinedTrainer(Trainer):
         if bound.arguments.get("args") is None:
             bound.arguments["args"] = TrainingArguments("tmp_trainer")  # as Trainer does
         check_arguments(bound.arguments["args"])
+        users = set(vars(self))
         super().__init__(*bound.args, **bound.kwargs)
+        self._own_attributes = frozenset(vars(self)) - users
         settle(self.model)
         self.pipeline = pipeline_of(pipeline or PipelineConfig(), self.args)
         self.scaling_config, self.failure_config, self.local = scaling_config, failure_config, local
         # In threads, data and evaluations share the global generators of random numbers.
         self._overlaps = not local
+        self._random_state = torch.get_rng_state()
         self._check_trainer()
 
     def plan(self) -> Plan:
@@ -153,8 +157,6 @@ class PipelinedTrainer(Trainer):
         for name, cure in _METHODS.items():
             if getattr(type(self), name) is not getattr(PipelinedTrainer, name):
                 raise ConfigError(f"{type(self).__name__}.{name} is never called by a pipeline: {cure}.")
-        if self.compute_loss_func is not None:
-            raise ConfigError(f"compute_loss_func= is never called by a pipeline: {_METHODS['compute_loss']}.")
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
             raise ConfigError(
                 "optimizers= has a scheduler, which counts steps of one optimizer, and every stage has its own. Give "
@@ -170,11 +172,6 @@ class PipelinedTrainer(Trainer):
 
     def _length(self) -> TrainingLength:
         loader = self.get_train_dataloader()
-        if not hasattr(loader, "batch_sampler") or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            raise ConfigError(
-                "train_dataset is an IterableDataset, which has no order by index. Give a dataset with __len__ and "
-                "__getitem__, or train a raypipe.data.Stream with raypipe.PipelineTrainer."
-            )
         epochs, updates, _, samples, _, batches, steps = self.set_initial_training_values(self.args, loader)
         return TrainingLength(loader, epochs, updates, samples, batches, steps)
 
@@ -188,6 +185,7 @@ class PipelinedTrainer(Trainer):
     ) -> Any:
         """Train in one submission of the run, or in threads in one for each step after which weights are due."""
         plan = self._length()
+        self._random_state = torch.get_rng_state()
         self._init_training_state(
             plan.max_steps, plan.updates_per_epoch, plan.num_epochs, resume_from_checkpoint, trial
         )
@@ -275,7 +273,9 @@ class PipelinedTrainer(Trainer):
         folder = self._run / checkpoint_name(step)
         if not (folder / MANIFEST).is_file():
             return False
-        self.model.load_state_dict(without_frozen_state(self.model, load_state_dict(folder)))
+        own = self.model.state_dict().keys()  # a teacher may be among the others
+        state = {name: x for name, x in load_state_dict(folder).items() if name in own}
+        self.model.load_state_dict(without_frozen_state(self.model, state))
         for earlier, name in step_folders(Place.of(str(self._run))):
             if earlier < step:
                 shutil.rmtree(self._run / name, ignore_errors=True)
@@ -306,7 +306,7 @@ class PipelinedTrainer(Trainer):
             due: steps after which weights are due.
         """
         loader, args = self.get_train_dataloader(), self.args
-        model, collate, reduction = self._loss_of(loader)
+        model, collate, reduction = loss_of(self, loader)
         run = SimpleNamespace(name=RUN, storage_path=str(self._run.parent))
         if self.failure_config is not None:
             run.failure_config = self.failure_config
@@ -320,7 +320,7 @@ class PipelinedTrainer(Trainer):
                 max_steps,
                 args.lr_scheduler_kwargs,
             ),
-            train_data=stream_of(loader, args),
+            train_data=stream_of(loader, args, self._random_state),
             collate_fn=collate,
             pipeline=dataclasses.replace(
                 self.pipeline, loss_reduction=reduction, checkpoint_interval_steps=math.gcd(*due) or "auto"
@@ -329,36 +329,6 @@ class PipelinedTrainer(Trainer):
             run_config=run,
             resume=True,
         )
-
-    def _loss_of(self, loader: Any) -> tuple[Any, Any, Any]:
-        """Return (model, collate function, loss_reduction) with which micro-batches have the loss that Trainer has.
-
-            the model divides by num_items_in_batch       it is a column of the data, and losses add up
-            it takes the number, and does not use it      means of accumulated batches add up
-            it does not take the number                   they add up too, each divided by the number of batches
-
-        With one batch per step the last two are the mean over the mini-batch.
-        """
-        model, collate, given = copy.copy(self.model), loader.collate_fn, self.pipeline.loss_reduction
-        if "_original_forward" in vars(model):  # an evaluation has wrapped it in autocast
-            del model.forward, model._original_forward
-        if given != "auto":
-            return model, collate, given
-        with own_generators(), torch.no_grad():
-            batch = dict(collate([loader.dataset[row] for row in range(min(8, len(loader.dataset)))]))
-            counted = self.model_accepts_loss_kwargs and "labels" in batch
-            if counted:
-                model.eval()
-                one, two = (model(**batch, num_items_in_batch=torch.tensor(n)) for n in (1, 2))
-                counts = CountsItems(collate, self._loss_shifts_labels)
-                if not torch.equal(*(out["loss"] if isinstance(out, Mapping) else out[0] for out in (one, two))):
-                    return with_counts(model), counts, "sum"
-        if self.args.gradient_accumulation_steps == 1:
-            return model, collate, "auto"
-        if counted:
-            return model, collate, "sum"
-        size = self.args.per_device_train_batch_size
-        return with_counts(model, divides=True), CountsBatches(collate, size), "sum"
 
     # ---- Checkpoints: checkpoint-N has Trainer's files, and the state of the stages in place of an optimizer.pt
 
@@ -378,6 +348,7 @@ class PipelinedTrainer(Trainer):
         shutil.rmtree(self._run, ignore_errors=True)
         if saved is not None:
             shutil.copytree(saved, self._run)
+            self._random_state = torch.load(saved / GENERATOR, weights_only=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of the stages: what a run needs to resume at this step, of the folder of the run."""
@@ -394,4 +365,9 @@ class PipelinedTrainer(Trainer):
         """Save nothing: the stages have the scale of their losses."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: random numbers are keyed by the seed and the step."""
+        """Save the state at the beginning, of which orders follow; other random numbers are keyed by seed and step."""
+        torch.save(self._random_state, Path(output_dir, RUN, GENERATOR))
+
+
+class PipelinedSeq2SeqTrainer(PipelinedTrainer, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` that trains in a pipeline; evaluations generate texts in this process."""

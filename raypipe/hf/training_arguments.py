@@ -39,10 +39,6 @@ REFUSED: Mapping[str, str] = {
     "gradient_checkpointing_kwargs": "it would have no effect. Give PipelineConfig(recompute=[...]), one per stage",
     "ignore_data_skip": "a resumed run continues with the next sample, without reading earlier ones. Leave it out",
     "include_num_input_tokens_seen": "tokens are counted by stages, in the metrics of the run's folder. Leave it out",
-    "label_smoothing_factor": (
-        "the stages trace the model's own loss. Give raypipe.PipelineTrainer a loss_fn, such as "
-        "torch.nn.CrossEntropyLoss(label_smoothing=0.1)"
-    ),
     "liger_kernel_config": _NO_HOOK,
     "local_rank": _SINGLE,
     "log_level_replica": _SINGLE,
@@ -68,20 +64,22 @@ HONOURED = frozenset(
         "dataloader_multiprocessing_context", "dataloader_num_workers", "dataloader_persistent_workers",
         "dataloader_pin_memory", "dataloader_prefetch_factor", "disable_tqdm", "do_eval", "do_predict", "do_train",
         "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_on_start", "eval_steps",
-        "eval_strategy", "eval_use_gather_object", "fp16_full_eval", "gradient_accumulation_steps",
-        "gradient_checkpointing", "greater_is_better", "hub_always_push", "hub_model_id", "hub_private_repo",
-        "hub_revision", "hub_strategy", "hub_token", "include_for_metrics", "label_names", "learning_rate",
-        "length_column_name", "load_best_model_at_end", "log_level", "logging_first_step", "logging_nan_inf_filter",
-        "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps",
+        "eval_strategy", "eval_use_gather_object", "fp16_full_eval", "generation_config", "generation_max_length",
+        "generation_num_beams", "gradient_accumulation_steps", "gradient_checkpointing", "greater_is_better",
+        "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token",
+        "include_for_metrics", "label_names", "label_smoothing_factor", "learning_rate", "length_column_name",
+        "load_best_model_at_end", "log_level", "logging_first_step", "logging_nan_inf_filter", "logging_steps",
+        "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps",
         "metric_for_best_model", "num_train_epochs", "optim", "optim_args", "output_dir",
-        "per_device_eval_batch_size", "per_device_train_batch_size", "prediction_loss_only", "project", "push_to_hub",
-        "remove_unused_columns", "report_to", "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
-        "run_name", "save_only_model", "save_steps", "save_strategy", "save_total_limit", "seed",
-        "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
-        "train_sampling_strategy", "use_cpu", "warmup_steps", "weight_decay",
+        "per_device_eval_batch_size", "per_device_train_batch_size", "predict_with_generate",
+        "prediction_loss_only", "project", "push_to_hub", "remove_unused_columns", "report_to",
+        "restore_callback_states_from_checkpoint", "resume_from_checkpoint", "run_name", "save_only_model",
+        "save_steps", "save_strategy", "save_total_limit", "seed", "skip_memory_metrics", "sortish_sampler",
+        "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "train_sampling_strategy", "use_cpu",
+        "warmup_steps", "weight_decay",
     )
 )  # fmt: skip
-"""Fields of TrainingArguments with the effect that they have in Trainer; the data loader's apply to evaluations."""
+"""Fields of Seq2SeqTrainingArguments with the effect that they have in Trainer; a data loader's in evaluations."""
 _SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
 
 

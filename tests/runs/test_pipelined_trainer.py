@@ -12,14 +12,14 @@ import torch
 
 from raypipe import PipelineConfig
 from raypipe.engine.torch_settings import one_thread
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from tests.exactness import unequal
 from tests.runs.test_changing_sizes import padded
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
-from raypipe.hf import PipelinedTrainer  # noqa: E402
+from raypipe.hf import PipelinedSeq2SeqTrainer, PipelinedTrainer  # noqa: E402
 from raypipe.hf.training_arguments import HONOURED, REFUSED  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_only")]
@@ -120,25 +120,34 @@ class Told(transformers.TrainerCallback):  # type: ignore[misc]
 
 def trainer_of(kind: Any, folder: Path, model: Any, rows: Any, held: Any = None, **more: Any) -> Any:
     """Make a trainer of a class; ``more`` are fields of TrainingArguments or arguments of the constructor."""
-    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    arguments = transformers.TrainingArguments
+    if issubclass(kind, transformers.Seq2SeqTrainer):
+        arguments = transformers.Seq2SeqTrainingArguments
+    fields = {field.name for field in dataclasses.fields(arguments)}
     usual = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
         "save_strategy": "no", "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 2,
         "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    args = transformers.TrainingArguments(
-        str(folder), **usual | {name: value for name, value in more.items() if name in fields}
-    )
+    args = arguments(str(folder), **usual | {name: value for name, value in more.items() if name in fields})
     others = {name: value for name, value in more.items() if name not in fields}
-    if kind is PipelinedTrainer:
+    if issubclass(kind, PipelinedTrainer):
         others = TWO_STAGES | others
     return kind(model, args, data_collator=padded, train_dataset=rows, eval_dataset=held, **others)
 
 
-def both(folder: Path, make: Callable[[], Any], rows: Any, held: Any = None, **more: Any) -> tuple[Any, Any]:
+def both(
+    folder: Path,
+    make: Callable[[], Any],
+    rows: Any,
+    held: Any = None,
+    *,
+    kinds: tuple[Any, Any] = (transformers.Trainer, PipelinedTrainer),
+    **more: Any,
+) -> tuple[Any, Any]:
     """Train with Trainer and with PipelinedTrainer, and return both trainers."""
     trainers = []
-    for kind in (transformers.Trainer, PipelinedTrainer):
+    for kind in kinds:
         trainer = trainer_of(kind, folder / kind.__name__, make(), rows, held, **more)
         trainer.train()
         trainers.append(trainer)
@@ -185,6 +194,69 @@ def test_batches_that_are_padded_to_their_longest_row(tmp_path: Path, make: Call
         assert ours == pytest.approx(theirs, rel=1e-5)
     theirs = parameters(plain)
     assert max(float((p - theirs[name]).abs().max()) for name, p in parameters(piped).items()) < 1e-6
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_replicas_of_stages_share_accumulated_batches(tmp_path: Path, make: Callable[[], Any]) -> None:
+    rows = texts(21, classes=3 if make is bert else 0, longest=6)
+    config = PipelineConfig(num_stages=2, num_replicas=2, partitioner="parameters")
+    plain = trainer_of(transformers.Trainer, tmp_path / "plain", make(), rows, num_train_epochs=1)
+    piped = trainer_of(PipelinedTrainer, tmp_path / "piped", make(), rows, num_train_epochs=1, pipeline=config)
+    plain.train()
+    piped.train()
+    assert history(piped) == history(plain)
+    assert unequal(parameters(piped), parameters(plain)) == []
+
+
+def test_saved_folders_have_the_files_of_trainer(tmp_path: Path) -> None:
+    """Of a model, and of a checkpoint but for the states of optimizer and generators, which the stages have."""
+    plain, piped = both(tmp_path, bert, texts(16, classes=3, longest=6), save_strategy="epoch", num_train_epochs=1)
+    files = []
+    for trainer in (plain, piped):
+        trainer.save_model()
+        trainer.create_model_card(model_name="small")
+        folder = Path(trainer.args.output_dir)
+        files.append({str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()})
+    theirs, ours = ({name: path for name, path in some.items() if "raypipe/" not in name} for some in files)
+    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert set(theirs) - set(ours) == {f"checkpoint-2/{name}" for name in states}
+    assert set(ours) <= set(theirs)
+    for name in ours:
+        if name.endswith((".safetensors", "config.json")):
+            assert ours[name].read_bytes() == theirs[name].read_bytes(), name
+
+
+def test_groups_by_length_are_those_of_trainer(tmp_path: Path) -> None:
+    """The sampler draws from the global generator, from where it is when the training begins."""
+    for make in (bert, gpt2):
+        rows = texts(96, classes=3 if make is bert else 0)
+        plain, piped = both(tmp_path, make, rows, train_sampling_strategy="group_by_length", num_train_epochs=3)
+        for ours, theirs in zip(history(piped), history(plain), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Numbered(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Stream of rows in another order in each pass."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows[self.epoch :] + self.rows[: self.epoch]
+
+
+def test_a_stream_is_read_as_by_trainer(tmp_path: Path) -> None:
+    """Passes end with whole mini-batches; the logged epoch then counts max_steps as one."""
+    rows = Numbered(texts(24, classes=3, longest=6))
+    plain, piped = both(tmp_path, bert, rows, max_steps=5)
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert {**ours, "epoch": 0} == {**theirs, "epoch": 0}
+    assert unequal(parameters(piped), parameters(plain)) == []
+    with pytest.raises(RaypipeError, match=r"train_dataset ends after 21 items.*Set max_steps to 2"):
+        trainer_of(PipelinedTrainer, tmp_path, bert(), Numbered(rows.rows[:21]), max_steps=5).train()
 
 
 def test_one_batch_per_step_is_cut_into_micro_batches(tmp_path: Path) -> None:
@@ -293,9 +365,39 @@ def test_a_callback_may_request_an_evaluation_a_checkpoint_and_the_end_after_any
     assert unequal(*saved) == []
 
 
+def marian() -> Any:
+    torch.manual_seed(0)
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, dropout=0.0,
+            pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def test_texts_are_generated_in_evaluations_as_by_seq2seq_trainer(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metric(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        return {"length": float((prediction.predictions > 1).sum())}
+
+    plain, piped = both(
+        tmp_path, marian, texts(16, longest=6), texts(6), kinds=(transformers.Seq2SeqTrainer, PipelinedSeq2SeqTrainer),
+        predict_with_generate=True, generation_max_length=9, generation_num_beams=2, eval_strategy="epoch",
+        compute_metrics=metric, learning_rate=0.01,
+    )  # fmt: skip
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert [tokens.tolist() for tokens in seen[2:]] == [tokens.tolist() for tokens in seen[:2]]
+    ours, theirs = (trainer.predict(texts(6), max_length=7, num_beams=1) for trainer in (piped, plain))
+    assert ours.predictions.tolist() == theirs.predictions.tolist()
+
+
 def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
     """A new release of transformers may add one: decide about it."""
-    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     assert fields == HONOURED | set(REFUSED)
     assert not HONOURED & set(REFUSED)
 
@@ -303,11 +405,9 @@ def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1.*loss_fn"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"torch_compile": True}, r"compile_stages"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "reduce_lr_on_plateau.*'linear'"),
-        ({"compute_loss_func": lambda outputs, labels, **more: outputs.loss}, "compute_loss_func.*loss_fn"),
         ({"pipeline": PipelineConfig(minibatch_size=5)}, "minibatch_size=5.*give 8.*per_device_train_batch_size"),
         ({"pipeline": PipelineConfig(num_microbatches=4)}, "num_microbatches=4.*gradient_accumulation_steps"),
         ({"train_sampling_strategy": "batch_rebalance"}, "BatchRebalanceSampler.*'random'"),
@@ -321,7 +421,7 @@ def test_what_a_pipeline_cannot_honour_is_refused(tmp_path: Path, more: dict[str
 
 def test_methods_and_callbacks_that_would_never_be_called_are_refused(tmp_path: Path) -> None:
     class Own(PipelinedTrainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             raise NotImplementedError
 
     class Looks(transformers.TrainerCallback):  # type: ignore[misc]
@@ -329,7 +429,7 @@ def test_methods_and_callbacks_that_would_never_be_called_are_refused(tmp_path: 
             raise NotImplementedError
 
     rows = texts(8, classes=3)
-    with pytest.raises(ConfigError, match=r"Own.compute_loss is never called"):
+    with pytest.raises(ConfigError, match=r"Own.training_step is never called"):
         Own(bert(), None, data_collator=padded, train_dataset=rows, **TWO_STAGES)
     with pytest.raises(ConfigError, match="Looks has on_pre_optimizer_step"):
         trainer_of(PipelinedTrainer, tmp_path, bert(), rows, callbacks=[Looks()])
