@@ -128,6 +128,7 @@ EXTRA = {
     "hf/pipelined_trainer.py": ("transformers",),
     "hf/trainer_events.py": ("transformers",),
     "hf/training_arguments.py": ("transformers",),
+    "hf/trl_trainers.py": ("trl",),
 }
 
 

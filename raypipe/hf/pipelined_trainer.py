@@ -94,6 +94,8 @@ class PipelinedTrainer(Trainer):
     control: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
+    _extends: type[Trainer] = Trainer
+    """Class whose constructor this one has."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class PipelinedTrainer(Trainer):
         local: bool = False,
         **kwargs: Any,
     ) -> None:
-        bound = inspect.signature(Trainer).bind(*args, **kwargs)
+        bound = inspect.signature(self._extends).bind(*args, **kwargs)
         if bound.arguments.get("args") is None:
             bound.arguments["args"] = TrainingArguments("tmp_trainer")  # as Trainer does
         check_arguments(bound.arguments["args"])
@@ -155,7 +157,7 @@ class PipelinedTrainer(Trainer):
     def _check_trainer(self) -> None:
         """Raise ConfigError for methods, callbacks and arguments of Trainer that would have no effect."""
         for name, cure in _METHODS.items():
-            if getattr(type(self), name) is not getattr(PipelinedTrainer, name):
+            if getattr(type(self), name) not in (getattr(PipelinedTrainer, name), getattr(self._extends, name)):
                 raise ConfigError(f"{type(self).__name__}.{name} is never called by a pipeline: {cure}.")
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
             raise ConfigError(
@@ -306,7 +308,7 @@ class PipelinedTrainer(Trainer):
             due: steps after which weights are due.
         """
         loader, args = self.get_train_dataloader(), self.args
-        model, collate, reduction = loss_of(self, loader)
+        model, collate, reduction = self._loss_of(loader)
         run = SimpleNamespace(name=RUN, storage_path=str(self._run.parent))
         if self.failure_config is not None:
             run.failure_config = self.failure_config
@@ -329,6 +331,10 @@ class PipelinedTrainer(Trainer):
             run_config=run,
             resume=True,
         )
+
+    def _loss_of(self, loader: Any) -> tuple[torch.nn.Module, Any, Any]:
+        """Return (model, collate function, loss_reduction), see ``trainer_loss.loss_of``."""
+        return loss_of(self, loader)
 
     # ---- Checkpoints: checkpoint-N has Trainer's files, and the state of the stages in place of an optimizer.pt
 

@@ -94,7 +94,7 @@ def check_arguments(args: TrainingArguments) -> None:
     usual = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu, report_to="none")
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
-        if name in HONOURED or not _of_transformers(type(args), name):
+        if name in HONOURED or not declared_by(type(args), name, "transformers"):
             continue
         if value != getattr(usual, name, field.default):
             why = REFUSED.get(name, "this release of raypipe has not been tested with it. Leave it out")
@@ -107,10 +107,10 @@ def check_arguments(args: TrainingArguments) -> None:
         )
 
 
-def _of_transformers(kind: type, name: str) -> bool:
-    """Return True if a field of a class of arguments is declared by transformers, not by a subclass of the user."""
+def declared_by(kind: type, name: str, package: str) -> bool:
+    """Return True if a field of a class of arguments is declared by a package, not by a subclass from elsewhere."""
     owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
-    return owner.__module__.startswith("transformers.")
+    return owner.__module__.split(".")[0] == package
 
 
 def pipeline_of(pipeline: PipelineConfig, args: Any) -> PipelineConfig:

@@ -1,0 +1,321 @@
+"""TRL's SFTTrainer and DPOTrainer whose training loop is a pipeline of stages.
+
+    trainer = trl.SFTTrainer(model, args, train_dataset=...)
+    trainer = raypipe.hf.PipelinedSFTTrainer(model, args, train_dataset=..., pipeline=PipelineConfig(num_stages=2))
+
+    dataset --> TRL's preparation and collator --> rows, the same number for each sample --> stages
+    model + TRL's compute_loss --> a model that returns its own loss ----------------------> stages
+    evaluations, checkpoint-N, model card  <-- TRL's own code, in this process
+
+Stages compute what TRL's compute_loss differentiates. What it only measures (entropy, token accuracy, rewards) is in
+the logs of evaluations, and not in those of training steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from raypipe.data.item_randomness import own_generators
+from raypipe.errors import ConfigError
+from raypipe.hf.pipelined_trainer import PipelinedTrainer
+from raypipe.hf.training_arguments import declared_by
+
+__all__ = ["PipelinedDPOTrainer", "PipelinedSFTTrainer"]
+
+_MEMORY = "stages hold what they need. Give PipelineConfig(memory_limit_bytes=...), or leave it out"
+REFUSED: Mapping[str, str] = {
+    "activation_offloading": _MEMORY,
+    "ref_model_mixup_alpha": "the reference does not change. Leave it out",
+    "ref_model_sync_steps": "the reference does not change. Leave it out",
+    "sync_ref_model": "log-probabilities of the reference are computed once, before the training. Leave it out",
+    "torch_empty_cache_steps": _MEMORY,
+    "use_liger_kernel": "stages trace the model's own layers. Leave it out",
+}
+"""Fields that TRL declares and that cannot be honoured -> reason and fix. Any value but the default is refused."""
+HONOURED = frozenset(
+    (
+        "assistant_only_loss", "beta", "bf16", "chat_template_path", "completion_only_loss", "dataset_kwargs",
+        "dataset_num_proc", "dataset_text_field", "disable_dropout", "discopop_tau", "eos_token", "eval_packing",
+        "f_alpha_divergence_coef", "f_divergence_type", "gradient_checkpointing", "label_smoothing", "ld_alpha",
+        "learning_rate", "logging_steps", "loss_type", "loss_weights", "lr_scheduler_kwargs", "max_length",
+        "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free",
+        "precompute_ref_batch_size", "precompute_ref_log_probs", "router_aux_loss_coef", "shuffle_dataset",
+        "truncation_mode", "trust_remote_code", "use_weighting",
+    )
+)  # fmt: skip
+"""Fields that TRL declares, with the effect that they have in TRL."""
+_OWN = ("pipeline", "scaling_config", "failure_config", "local")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPerBlock:
+    """Collate function that gives each item a padded row of its own, where TRL's collator joins all items in one row.
+
+    Positions begin at 0 in every document, and each token of padding has position 0: a model of transformers computes
+    its attention mask from them if it gets none, so that tokens attend to their own document.
+    """
+
+    collate: Any
+
+    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        rows = [self.collate([item]) for item in items]
+        filled = {"input_ids": 0, "labels": -100, "position_ids": 0}
+        return {
+            name: torch.nn.utils.rnn.pad_sequence([row[name][0] for row in rows], batch_first=True, padding_value=fill)
+            for name, fill in filled.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPerPair:
+    """Collate function that makes columns (b, 2, ...) of TRL's columns (2b, ...), which have the rejected answers last.
+
+    Attributes:
+        joined: names of these columns.
+    """
+
+    collate: Any
+    joined: tuple[str, ...]
+
+    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        batch = dict(self.collate(items))
+        return {**batch, **{name: torch.stack(batch[name].chunk(2), dim=1) for name in self.joined}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithDivisor:
+    """Collate function that adds the column num_items_in_batch: the divisor of the loss, for each sample of a step.
+
+    Attributes:
+        shifts: True if the first label of each row does not count.
+        batch_size: samples of one batch of Trainer, to count batches; None counts labels, as Trainer does.
+    """
+
+    collate: Any
+    shifts: bool
+    batch_size: int | None = None
+
+    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
+        batch = dict(self.collate(items))
+        if self.batch_size is not None:
+            count = -(-len(items) // self.batch_size)
+        else:
+            count = int((batch["labels"][..., 1:] if self.shifts else batch["labels"]).ne(-100).sum())
+        return {**batch, "num_items_in_batch": torch.full((len(items),), count)}
+
+
+class _Unread(float):
+    """Number 0, which stands for a metric of TRL's compute_loss in stages."""
+
+    def _itself(self, *_args: Any) -> _Unread:
+        return self
+
+    sum = mean = item = _itself
+
+
+class _TRLPipeline(PipelinedTrainer):
+    """Common part of the pipelined trainers of TRL."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
+        bound = inspect.signature(self._extends).bind(*args, **kwargs).arguments
+        bound["args"] = self._checked(copy.copy(bound.get("args")))
+        if bound.get("quantization_config") is not None:
+            raise ConfigError(
+                "quantization_config= makes layers of bitsandbytes, which stages cannot trace. Leave it out, and give "
+                "peft_config for a small state of the optimizer."
+            )
+        if bound.get("compute_loss_func") is not None or bound["args"].label_smoothing_factor:
+            raise ConfigError(
+                "compute_loss_func= and label_smoothing_factor make TRL run the model twice for each batch, once "
+                "without gradients. Override compute_loss in a subclass."
+            )
+        super().__init__(**bound, **own)
+        if self._is_vision_dataset:
+            raise ConfigError(
+                "train_dataset has images, which TRL processes batch by batch to any number of patches, and stages "
+                "need rows of samples. Train with raypipe.PipelineTrainer and a collate_fn of your own."
+            )
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "The model adds the load balancing of its experts to the loss, which TRL computes over each batch. "
+                f"Give {type(self.args).__name__}(router_aux_loss_coef=0.0)."
+            )
+        if hasattr(self.model, "disable_input_require_grads"):
+            self.model.disable_input_require_grads()  # TRL adds a hook for checkpoints inside modules
+
+    def _checked(self, args: Any) -> Any:
+        """Return the arguments to train with; raise ConfigError for fields that a pipeline cannot honour."""
+        for field in dataclasses.fields(args):
+            name, value = field.name, getattr(args, field.name)
+            if name not in HONOURED and declared_by(type(args), name, "trl") and value != field.default:
+                why = REFUSED.get(name, "this release of raypipe has not been tested with it. Leave it out")
+                raise ConfigError(f"{type(args).__name__}({name}={value!r}): {why}.")
+        return args
+
+    def _loss_of(self, loader: Any) -> tuple[Any, Any, Any]:
+        """Return (model, collate function, loss_reduction) with TRL's loss of each micro-batch, see PipelinedTrainer.
+
+        TRL divides by num_items_in_batch, or means of accumulated batches add up, each divided by their number.
+        """
+        collate: Any = RowPerBlock(loader.collate_fn) if getattr(self, "padding_free", False) else loader.collate_fn
+        with own_generators():
+            items = list(itertools.islice(loader.dataset, 8))
+            batch = dict(collate(items))
+        joined = tuple(name for name, column in batch.items() if len(column) == 2 * len(items))
+        if joined:
+            collate = RowPerPair(collate, joined)
+        reduction, divides = self.pipeline.loss_reduction, False
+        counted = reduction == "auto" and self.model_accepts_loss_kwargs and "labels" in batch
+        if counted:
+            collate, reduction = WithDivisor(collate, self._loss_shifts_labels), "sum"
+        elif reduction == "auto" and self.args.gradient_accumulation_steps > 1:
+            collate, reduction = WithDivisor(collate, False, self.args.per_device_train_batch_size), "sum"
+            divides = True
+        names = [*batch, *(["num_items_in_batch"] if counted or divides else [])]
+        return _with_loss(self, names, joined, divides=divides), collate, reduction
+
+
+def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...], *, divides: bool) -> Any:
+    """Return a twin of the trainer's model, with its tensors, that takes columns and returns TRL's loss.
+
+    Args:
+        joined: columns of shape (b, 2, ...).
+        divides: True if the twin divides the loss by num_items_in_batch; False if TRL does, or if there is no number.
+    """
+    model = trainer.model
+    twin = _unpatched(model, getattr(model, "get_base_model", lambda: model)())
+    kind = type(twin)
+    worker: Any = copy.copy(trainer)
+    worker.accelerator = SimpleNamespace(
+        gather=_unread, gather_for_metrics=_unread, device=torch.device("cpu"), num_processes=1, parallelism_config=None
+    )
+    worker._metrics, worker.model = defaultdict(lambda: defaultdict(list)), SimpleNamespace(training=True)
+
+    def forward(self: Any, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        number = inputs.pop("num_items_in_batch")[0] if "num_items_in_batch" in inputs else None
+        for name in joined:
+            inputs[name] = torch.cat(inputs[name].unbind(1))
+
+        def scored(fused_lm_head: bool = False, **more: Any) -> Any:
+            if not fused_lm_head:
+                return kind.forward(self, **more)
+            labels = more.pop("labels")
+            return _scores(kind.forward(self, **more), labels)
+
+        loss = worker.compute_loss(scored, inputs, num_items_in_batch=None if divides else number)
+        return {"loss": loss / number if divides else loss}
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([itself, *named])  # type: ignore[attr-defined]
+    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return twin
+
+
+def _unread(_metric: torch.Tensor) -> _Unread:
+    return _Unread()
+
+
+def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
+    """Compute the output of TRL's fused head, which cannot be traced, from logits (b, length, vocabulary).
+
+    Log-probabilities (b, length - 1) are 0 where the label is -100. What TRL only measures has wrong values.
+    """
+    logits, labels = outputs.logits[:, -labels.shape[1] : -1].float(), labels[:, 1:]
+    counts = labels != -100
+    picked = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    log_total = logits.logsumexp(-1)
+    log_probs = (picked - log_total).masked_fill(~counts, 0)
+    squares = (2 * logits.detach()).logsumexp(-1) - 2 * log_total.detach()
+    return FusedCausalLMOutput(
+        log_probs=log_probs,
+        entropy=log_probs.detach(),
+        log_sum_sq_probs=squares.masked_fill(~counts, 0),
+        mean_logits=log_probs.detach(),
+        is_top1=counts,
+        label_mask=counts,
+    )
+
+
+def _unpatched(module: torch.nn.Module, base: torch.nn.Module) -> Any:
+    """Return a twin of a module with the same tensors, without the forwards that TRL and accelerate have set on it.
+
+    Args:
+        base: the module or a submodule that TRL has patched. Modules outside of it have twins too.
+    """
+    twin = copy.copy(module)
+    for name in ("forward", "_original_forward"):
+        vars(twin).pop(name, None)
+    if module is not base:
+        twin._modules = {
+            name: _unpatched(child, base) if child is not None and base in child.modules() else child
+            for name, child in module._modules.items()
+        }
+    return twin
+
+
+class PipelinedSFTTrainer(_TRLPipeline, SFTTrainer):
+    """TRL's SFTTrainer that trains a model in a pipeline of stages.
+
+    Constructor, SFTConfig, preparation of the dataset, collator and loss are those of TRL. Arguments that a pipeline
+    cannot honour are refused by name. Stages compute all logits of a micro-batch, which TRL avoids.
+
+    Args:
+        pipeline, scaling_config, failure_config, local: see PipelinedTrainer.
+        args, kwargs: arguments of SFTTrainer.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; the message names it and what to use instead.
+    """
+
+    _extends = SFTTrainer
+
+    def _checked(self, args: Any) -> Any:
+        return super()._checked(SFTConfig("tmp_trainer") if args is None else args)
+
+
+class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
+    """TRL's DPOTrainer that trains a model in a pipeline of stages. A sample is a pair of answers.
+
+    Constructor, DPOConfig, preparation of the dataset, collator and loss are those of TRL. The log-probabilities of the
+    reference are computed before the training, in this process, as precompute_ref_log_probs=True does.
+
+    Args:
+        pipeline, scaling_config, failure_config, local: see PipelinedTrainer.
+        args, kwargs: arguments of DPOTrainer.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; the message names it and what to use instead.
+    """
+
+    _extends = DPOTrainer
+
+    def _checked(self, args: Any) -> Any:
+        args = super()._checked(DPOConfig("tmp_trainer") if args is None else args)
+        args.precompute_ref_log_probs = True
+        return args
+
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute log-probabilities of the reference on ``args.device``."""
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            raise ConfigError(
+                "A dataset is an IterableDataset, for which log-probabilities of the reference cannot be computed "
+                "before the training. Give a datasets.Dataset."
+            )
+        self.model.to(self.args.device)
+        try:
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+        finally:
+            self.model.to("cpu")
