@@ -318,11 +318,11 @@ class PipelineTrainer:
             max_new_tokens: maximum number of tokens that a sequence is continued by.
             do_sample: draw each token; False takes the most probable one.
             temperature, top_k, top_p: as in transformers; None for top_k and top_p draws from all tokens.
-            seed: with which tokens are drawn; they do not depend on the number of stages.
+            seed: with which tokens are drawn; with equal group_size they do not depend on the number of stages.
             eos_token_id, pad_token_id: end of a sequence and what follows it; None for those of generation_config.
             num_beams: must be 1.
-            group_size: number of sequences that a stage decodes at once; None for an eighth of them, or fewer if the
-                pipeline has more than 8 stages.
+            group_size: number of sequences that a stage decodes at once; None for a quarter of them, or fewer if the
+                pipeline has more than 4 stages.
             checkpoint, local: as in ``evaluate``.
 
         Returns:

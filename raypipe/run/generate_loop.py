@@ -14,9 +14,9 @@ import torch
 from raypipe.engine.decoding import DecodeCall, DecodePipeline
 from raypipe.engine.sampling import Sampling
 
-FEW_GROUPS = 8
-"""Number of groups of a large batch in a pipeline of up to this many stages: the same for each of them, because sums
-over another number of rows may round differently."""
+FEW_GROUPS = 4
+"""Least number of groups, and so the same groups in pipelines of up to this many stages: sums over another number of
+rows may round differently. More groups would read the weights more often than needed to keep stages busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Ending:
 
 
 def group_size_of(num_sequences: int, num_stages: int) -> int:
-    """Return the number of sequences per group that keeps all stages busy."""
-    return -(-num_sequences // min(num_sequences, max(FEW_GROUPS, num_stages)))
+    """Return the largest number of sequences per group that makes FEW_GROUPS and keeps all stages busy; at least 1."""
+    return max(1, num_sequences // max(FEW_GROUPS, num_stages))
 
 
 def continued(
