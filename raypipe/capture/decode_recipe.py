@@ -35,6 +35,9 @@ from raypipe.ir.precision import Precision
 
 SAMPLES, PROMPT, PAST = 2, 5, 7
 """Sizes of the examples that are traced; all of them are left open."""
+_BY_ITSELF = (
+    "Generate with the model itself: model.load_state_dict(raypipe.load_state_dict(...)), then model.generate(...)."
+)
 _AT_LEAST_TWO = re.compile(r"\w+ >= 2")
 
 
@@ -53,10 +56,9 @@ def refuse_without_cache(model: torch.nn.Module) -> None:
             "it, and this is no such model. Use a model with a head for language, such as GPT2LMHeadModel."
         )
     if getattr(model, "_is_stateful", False):
-        raise ConfigError(
-            f"generate() keeps keys and values, but {name} keeps states of another kind. Generate with the model "
-            "itself: model.load_state_dict(raypipe.load_state_dict(...)), then model.generate(...)."
-        )
+        raise ConfigError(f"generate() keeps keys and values, but {name} keeps states of another kind. {_BY_ITSELF}")
+    if (read := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise ConfigError(f"generate() continues token ids, but {name} reads {read}. {_BY_ITSELF}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,8 @@ def _traced(
         traced = trace(model, inputs, returns_loss=False, training=False)
     if traced.fixed:
         raise CaptureError(
-            f"{type(model).__name__} cannot generate in stages, because prompts have any length: {traced.fixed}. "
-            "Generate with the model itself: model.load_state_dict(raypipe.load_state_dict(...)), model.generate(...)."
+            f"{type(model).__name__} cannot generate in stages, because prompts have any length: "
+            f"{traced.fixed.rstrip('.')}. {_BY_ITSELF}"
         )
     analysis = analyse(traced)
     lines = lines_of(analysis)

@@ -16,7 +16,7 @@ from raypipe.errors import ConfigError
 from raypipe.ir.precision import FP32
 from tests.trainers import trainer_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
 LENGTHS, NEW = (9, 1, 3, 5, 9, 2, 8, 4), 32
 STAGES = (1, 2, 3)

@@ -10,7 +10,7 @@ import torch
 from raypipe.errors import StageError
 from tests.api.test_generate import prompts, trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 
 def test_actors_generate_as_threads_do(cluster: None, tmp_path: Path) -> None:
