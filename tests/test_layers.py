@@ -121,10 +121,12 @@ SHOWN_BY = ("raypipe.viz.plan_svg", "raypipe.viz.plan_text", "raypipe.viz.timeli
 # One file may reach for one package more.
 EXTRA = {
     "engine/codec/cuda.py": ("cupy",),
+    "capture/decode_recipe.py": ("transformers",),
     "engine/stage/quantized_linear.py": ("bitsandbytes",),
     "api/notebook.py": ("IPython",),
     "data/datasets.py": ("PIL",),
     "hf/parts.py": ("accelerate", "transformers"),
+    "hf/trainer_loss.py": ("accelerate",),
     "hf/pipelined_trainer.py": ("transformers",),
     "hf/trainer_events.py": ("transformers",),
     "hf/training_arguments.py": ("transformers",),

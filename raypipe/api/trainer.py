@@ -26,10 +26,12 @@ from raypipe.api.evaluate import (
     threads,
     with_checkpoint,
 )
+from raypipe.api.generate import ending_of, generated, prompt_of, refuse_beams
 from raypipe.api.handle import RunHandle
 from raypipe.api.initial_weights import begun_with, weights_for
 from raypipe.api.result import Result
 from raypipe.api.signals import stopping_on_signals
+from raypipe.capture.decode_recipe import DecodeRecipe, decode_recipe
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.paths import DEFAULT_STORAGE
 from raypipe.config.pipeline import PipelineConfig
@@ -38,12 +40,20 @@ from raypipe.data.open_data import notes_on
 from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.sampling import Sampling
 from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.preflight.arguments import Arguments, check_arguments, check_operations, check_travel, in_one_paragraph
+from raypipe.preflight.arguments import (
+    Arguments,
+    check_arguments,
+    check_operations,
+    check_travel,
+    in_one_paragraph,
+    undisturbed,
+)
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.inputs import resolve_defaults
 from raypipe.prepare.job import Job
@@ -151,6 +161,7 @@ class PipelineTrainer:
         self._job: Job | None = None
         self._checked: Job | None = None
         self._forward: Job | None = None
+        self._decodes: DecodeRecipe | None = None
         self._begun: Place | None = None  # folder of the run that was started last
         self.config_yaml: Callable[[str], str] | None = None
         """Function (name of the run) -> text of its config.yaml; None to describe the trainer's arguments there."""
@@ -293,6 +304,44 @@ class PipelineTrainer:
         job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
         with self._stages(job, data, local=local) as stages:
             return predictions(job, stages)
+
+    def generate(
+        self, input_ids: Any, *, max_new_tokens: int = 20, attention_mask: Any = None, do_sample: bool = False,
+        temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None, num_beams: int = 1,
+        group_size: int | None = None, checkpoint: str | os.PathLike[str] | None = None, local: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Continue sequences of token ids with a model of transformers, on the stages of the plan.
+
+        Args:
+            input_ids, attention_mask: shape (sequences, length); padded on the left if the model has no encoder.
+            max_new_tokens: maximum number of tokens that a sequence is continued by.
+            do_sample: draw each token; False takes the most probable one.
+            temperature, top_k, top_p: as in transformers; None for top_k and top_p draws from all tokens.
+            seed: with which tokens are drawn; with equal group_size they do not depend on the number of stages.
+            eos_token_id, pad_token_id: end of a sequence and what follows it; None for those of generation_config.
+            num_beams: must be 1.
+            group_size: number of sequences that a stage decodes at once; None for a quarter of them, or fewer if the
+                pipeline has more than 4 stages.
+            checkpoint, local: as in ``evaluate``.
+
+        Returns:
+            Token ids of the sequences, or of the decoder's output if the model has an encoder.
+
+        Raises:
+            RaypipeError: the model or an argument is not possible; the message is one paragraph with the fix.
+        """
+        refuse_beams(num_beams)
+        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
+        job = self._prepared()
+        model = job.opened.model
+        prompt = prompt_of(model, input_ids, attention_mask)
+        ending = ending_of(model, prompt, max_new_tokens, eos_token_id, pad_token_id)
+        with undisturbed():
+            self._decodes = self._decodes or decode_recipe(model, job.programs[0].precision)
+        job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        with self._stages(job, None, local=local) as stages:
+            return generated(job, self._decodes.programs(job.programs), stages, prompt, sampling, ending, group_size)
 
     def _forward_job(self) -> Job:
         """Return a planned and verified job (see ``_check``) whose stages have an evaluation mode.

@@ -24,6 +24,7 @@ from raypipe.engine.stage.stage import GraphFunction, Site
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 
+NO_COLUMNS: Mapping[int, str] = {}
 _TAKEN = {*keyword.kwlist, *vars(builtins), *TORCH_NAMES, "self"}
 
 
@@ -287,7 +288,10 @@ def assign_by_anchors(
 
 
 def assign_by_owner(
-    lines: Lines, holders: Mapping[str, tuple[int, ...]], together: Sequence[tuple[int, int]] = ()
+    lines: Lines,
+    holders: Mapping[str, tuple[int, ...]],
+    together: Sequence[tuple[int, int]] = (),
+    columns: Mapping[int, str] = NO_COLUMNS,
 ) -> dict[int, int]:
     """Map the operations of evaluation mode to stages, given the stages that hold each tensor in training.
 
@@ -297,11 +301,12 @@ def assign_by_owner(
         lines: the model in evaluation mode.
         holders: stages that hold each parameter or changing buffer in training, by name.
         together: pairs of operations that must share a stage, as positions in execution order.
+        columns: {index in ``lines.values``: name in ``holders``} of data columns that only some stages have.
 
     Raises:
         CaptureError: evaluation reads a tensor later than in the last stage that holds it.
     """
-    names, users, joined = lines.held_names(), lines.users(), _joined(lines, together)
+    names, users, joined = {**lines.held_names(), **columns}, lines.users(), _joined(lines, together)
     stages = dict.fromkeys(lines.operations, 0)
     waiting = dict.fromkeys(lines.operations)
     while waiting:  # ends, since an operation only moves to later stages
@@ -341,12 +346,16 @@ def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
     return holder
 
 
-def slice_stages(lines: Lines, stages: Mapping[int, int], num_stages: int, title: str) -> list[GraphFunction]:
+def slice_stages(
+    lines: Lines, stages: Mapping[int, int], num_stages: int, title: str, kept: Sequence[int] = ()
+) -> list[GraphFunction]:
     """Build one function per stage.
 
     Args:
         stages: stage of each operation, at least as late as the stages of its inputs.
         title: beginning of the functions' names in tracebacks.
+        kept: outputs of the model that are not sent to the last stage: the stage that computes them returns them, after
+            its other outputs.
 
     Raises:
         CaptureError: a buffer that changes would be in two stages.
@@ -357,7 +366,8 @@ def slice_stages(lines: Lines, stages: Mapping[int, int], num_stages: int, title
         for used in lines.values[number].inputs:
             if used in last_use:
                 last_use[used] = max(last_use[used], stages[number])
-    for number in lines.outputs:
+    outputs = [number for number in lines.outputs if number not in kept]
+    for number in outputs:
         if number in last_use:
             last_use[number] = num_stages - 1
     boundaries = [
@@ -369,9 +379,9 @@ def slice_stages(lines: Lines, stages: Mapping[int, int], num_stages: int, title
             lines,
             [number for number in lines.operations if stages[number] == stage],
             boundaries[stage - 1] if stage else [],
-            list(lines.outputs) if stage == num_stages - 1 else boundaries[stage],
+            (outputs if stage == num_stages - 1 else boundaries[stage]) + [n for n in kept if stages[n] == stage],
             f"{title} stage {stage}",
-            first=stage == 0,
+            first=stage == 0 and not kept,
         )
         for stage in range(num_stages)
     ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.decoding import DecodeProgram, StageDecoder, ThreadDecoding
 from raypipe.engine.device.device import CPU, Device, TransferKind
 from raypipe.engine.device.thread_pool import ThreadPool
 from raypipe.engine.executor import Executor, all_hold
@@ -144,6 +145,22 @@ class LocalFleet:
         """Load checkpoint ``folder`` on every stage; optimizer options in ``fresh`` keep their present values."""
         for executor in self.executors:
             executor.restore(folder, fresh)
+
+    def decoding(self, programs: Sequence[DecodeProgram], placement: Sequence[int]) -> ThreadDecoding:
+        """Return a context manager of the stages as a pipeline that generates text, with their present weights.
+
+        Args:
+            programs: program of each stage.
+            placement: worker of each stage.
+        """
+        holders = [self.executors[worker] for worker in placement]
+        return ThreadDecoding(
+            [
+                StageDecoder(program, holder.works[stage].state, holder.transfer)
+                for stage, (program, holder) in enumerate(zip(programs, holders, strict=True))
+            ],
+            placement,
+        )
 
     def stop(self) -> None:
         """End the threads, wait for checkpoint files being written, and close data and channels; safe to call twice."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.ray import WorkerRange
+from raypipe.engine.decoding import DecodePipeline, DecodeProgram
 from raypipe.engine.io.checkpoint import FreshOptions, SampleOrder
 from raypipe.engine.io.storage import Place
 from raypipe.engine.setup import GenerationSetup
@@ -71,6 +73,10 @@ class AnyFleet(Protocol):
     def entries(self, folder: str) -> list[dict[str, Any]]: ...
 
     def restore(self, folder: str, fresh: FreshOptions) -> None: ...
+
+    def decoding(
+        self, programs: Sequence[DecodeProgram], placement: Sequence[int]
+    ) -> AbstractContextManager[DecodePipeline]: ...
 
     def stop(self) -> None: ...
 

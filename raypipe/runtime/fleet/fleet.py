@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from raypipe.engine.decoding import DecodeProgram
 from raypipe.engine.executor import all_hold
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import LeaseError, RaypipeError
@@ -24,6 +25,7 @@ from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.liveness import Diagnosis
 from raypipe.run.status import Stages
+from raypipe.runtime.fleet.actor_decoding import ActorDecoding
 from raypipe.runtime.fleet.configuring import Configuring
 from raypipe.runtime.fleet.failures import adopted, leave_work, root_cause
 from raypipe.runtime.fleet.roster import GRACE_S, Member, Roster, Terms, answers, results
@@ -395,6 +397,15 @@ class Fleet(Configuring):
             for stage, of_stage in zip(held, of_worker, strict=True)
         }
         return [list(by_holder[holder]) for holder in sorted(by_holder)]
+
+    def decoding(self, programs: Sequence[DecodeProgram], placement: Sequence[int]) -> ActorDecoding:
+        """Return a context manager of the stages as a pipeline that generates text, with their present weights.
+
+        Args:
+            programs: program of each stage.
+            placement: worker of each stage.
+        """
+        return ActorDecoding([self.actors[worker] for worker in placement], programs, self._term)
 
     def stop(self) -> None:
         """Stop the watch, close the links, and end the actors within seconds, even if some are stuck or dead."""

@@ -1,0 +1,141 @@
+"""generate() gives the tokens of transformers' own generate, whatever the number of stages."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from raypipe.capture.decode_recipe import DecodeRecipe, decode_recipe
+from raypipe.errors import ConfigError
+from raypipe.ir.precision import FP32
+from tests.trainers import trainer_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
+
+LENGTHS, NEW = (9, 1, 3, 5, 9, 2, 8, 4), 32
+STAGES = (1, 2, 3)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 48}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def llama() -> nn.Module:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 48}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=0))
+
+
+def t5() -> nn.Module:
+    sizes = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 24, "vocab_size": 64}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=1, tie_word_embeddings=False)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
+
+
+@cache
+def model_of(name: str) -> nn.Module:
+    """A model with large weights, whose tokens vary."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(4)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.7) if name == "t5" else parameter.mul_(8)
+    return model
+
+
+@cache
+def recipe_of(name: str) -> DecodeRecipe:
+    return decode_recipe(model_of(name), FP32)
+
+
+def prompts(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of sequences of several lengths; padded on the left, or on the right for an encoder."""
+    drawn = torch.Generator().manual_seed(5)
+    rows = [torch.randint(2, 64, (length,), generator=drawn) for length in LENGTHS]
+    side = "right" if name == "t5" else "left"
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return tokens, mask
+
+
+def trainer(name: str, num_stages: int, folder: Path, **more: Any) -> Any:
+    rows = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
+    made = trainer_of(model_of(name), folder, loss_fn=None, train_data=rows, num_stages=num_stages, **more)
+    made._decodes = recipe_of(name)  # traced once for all numbers of stages
+    return made
+
+
+def of_transformers(name: str, eos: int) -> torch.Tensor:
+    tokens, mask = prompts(name)
+    with torch.no_grad():
+        return model_of(name).generate(  # type: ignore[operator]
+            tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    tokens, mask = prompts(name)
+    whole = of_transformers(name, eos=-1)
+    assert len(whole.unique()) > 15
+    end = int(whole[0, -NEW + 8])  # ends the first sequence early, and perhaps others
+    ended = of_transformers(name, eos=end)
+    drawn = []
+    for num_stages in STAGES:
+        made = trainer(name, num_stages, tmp_path)
+        given = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "local": True}
+        assert torch.equal(made.generate(tokens, eos_token_id=-1, **given), whole)
+        assert torch.equal(made.generate(tokens, eos_token_id=end, group_size=3, **given), ended)
+        options = {"do_sample": True, "temperature": 1.5, "top_k": 30, "top_p": 0.9, "eos_token_id": -1}
+        drawn += [made.generate(tokens, seed=seed, **options, **given) for seed in (1, 2)]
+    assert all(torch.equal(one, drawn[at % 2]) for at, one in enumerate(drawn))
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], whole)
+
+
+def test_the_weights_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    made = trainer("gpt2", 2, tmp_path)
+    tokens, mask = prompts("gpt2")
+    given = {"attention_mask": mask, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 0}
+    result = made.fit(num_steps=2, local=True, progress=False)
+    from raypipe import load_state_dict
+
+    trained = MODELS["gpt2"]().eval()
+    trained.load_state_dict(load_state_dict(result.checkpoint))
+    wanted = trained.generate(tokens, do_sample=False, **given)  # type: ignore[operator]
+    assert torch.equal(made.generate(tokens, local=True, **given), wanted)
+    other = trainer("gpt2", 3, tmp_path / "other")
+    assert torch.equal(other.generate(tokens, checkpoint=result.checkpoint, local=True, **given), wanted)
+
+
+def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
+    made = trainer("gpt2", 2, tmp_path)
+    tokens, mask = prompts("gpt2")
+    with pytest.raises(ConfigError, match="num_beams=4"):
+        made.generate(tokens, num_beams=4, local=True)
+    with pytest.raises(ConfigError, match="Pad on the left"):
+        made.generate(tokens, attention_mask=mask.flip(1), local=True)
+    with pytest.raises(ConfigError, match="Give at most 39"):
+        made.generate(tokens, attention_mask=mask, max_new_tokens=40, local=True)
+    with pytest.raises(ConfigError, match="attention_mask has shape"):
+        made.generate(tokens, attention_mask=mask[:, 1:], local=True)
+    with pytest.raises(ConfigError, match="input_ids has shape"):
+        made.generate(tokens[0], local=True)
+    with pytest.raises(ConfigError, match="temperature=0"):
+        made.generate(tokens, do_sample=True, temperature=0, local=True)
+    rows = [(torch.zeros(2), torch.tensor(n % 2)) for n in range(8)]
+    plain = trainer_of(nn.Linear(2, 2), train_data=rows, num_stages=1)
+    with pytest.raises(ConfigError, match="transformers"):
+        plain.generate(tokens, local=True)
