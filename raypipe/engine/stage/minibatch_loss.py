@@ -14,6 +14,8 @@ computes the loss, and runs the backwards of its own micro-batches:
     replica 0   F0 F2 --outputs of 0 2-->   outputs of 0 1 2 3 -> loss -> B0 B2
     replica 1   F1 F3 <--outputs of 1 3--   outputs of 0 1 2 3 -> loss -> B1 B3
 
+If one replica computed the loss for all, the others would wait for two transfers, of which no forward hides the second.
+
 The loss is the user's loss_fn, or the tail of a model that returns its own loss (``LossTail``).
 """
 
