@@ -131,11 +131,6 @@ class _TRLPipeline(PipelinedTrainer):
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         bound = inspect.signature(self._extends).bind(*args, **kwargs).arguments
         bound["args"] = self._checked(copy.copy(bound.get("args")))
-        if bound.get("quantization_config") is not None:
-            raise ConfigError(
-                "quantization_config= makes layers of bitsandbytes, which stages cannot trace. Leave it out, and give "
-                "peft_config for a small state of the optimizer."
-            )
         if bound.get("compute_loss_func") is not None or bound["args"].label_smoothing_factor:
             raise ConfigError(
                 "compute_loss_func= and label_smoothing_factor make TRL run the model twice for each batch, once "
