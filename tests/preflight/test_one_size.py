@@ -45,7 +45,7 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 6, generator=drawn), torch.zeros(count, dtype=torch.long))
 
 
-@pytest.mark.parametrize(("model", "size"), [(View(), 4), (Time(), 4), (Loop(), 4), (nets.Mlp(), None)])
+@pytest.mark.parametrize(("model", "size"), [(View(), 4), (Loop(), 4), (Time(), None), (nets.Mlp(), None)])
 def test_a_capture_has_the_number_of_samples_that_a_model_takes(model: nn.Module, size: int | None) -> None:
     assert capture(model, CASES["mlp"].data(4)[:4], (0, 1), functional.cross_entropy).one_size == size
 
@@ -85,6 +85,11 @@ def test_a_plan_with_other_sizes_is_refused(given: Any, message: str) -> None:
         trainer_of(Loop(), **given).plan()
     assert "forward takes one number of samples only" in str(error.value)
     assert "as in x.view(x.shape[0], -1)" in str(error.value)
+
+
+def test_samples_that_a_recurrent_layer_takes_for_time_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Such a loss compares the rows of a batch with each other"):
+        trainer_of(Time(), train_data=data(16)).plan()
 
 
 def test_a_plan_has_a_note_on_the_one_size(tmp_path: Path) -> None:

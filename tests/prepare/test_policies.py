@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 def test_threads_do_not_grow() -> None:
     refuse_in_threads(None, detached=False)
     refuse_in_threads(SimpleNamespace(num_workers=8), detached=False)
-    with pytest.raises(ConfigError, match=r"num_workers=\(2, 8\)\): threads .* Give num_workers=8"):
+    with pytest.raises(ConfigError, match=r"num_workers=\(2, 8\)\): the number of threads .* Give num_workers=8"):
         refuse_in_threads(SimpleNamespace(num_workers=(2, 8)), detached=False)
 
 

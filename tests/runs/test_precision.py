@@ -292,7 +292,7 @@ def test_autocast_trains_fp32_beside_frozen_parameters_of_16_bits_and_other_buff
 def test_a_child_that_begins_to_change_a_buffer_of_16_bits_ends_the_run(is_counted: bool, tmp_path: Path) -> None:
     """The change would be lost with the copy; no graph tells of it, nor the trial of the first micro-batch."""
     model = children().insert(1, Late(is_counted=is_counted))
-    with pytest.raises(StageError, match=r"changed the buffer '1\.count', and .*Take precision='bf16-autocast'"):
+    with pytest.raises(StageError, match=r"changed the buffer '1\.count', which .*Take precision='bf16-autocast'"):
         trainer(model, tmp_path / "bf16", precision="bf16").fit(num_steps=3, local=True, progress=False)
     trainer(model, tmp_path, precision="bf16-autocast").fit(num_steps=3, local=True, progress=False)
     assert load_state_dict(str(tmp_path / "run"))["1.count"] == 2 * MICROBATCHES

@@ -68,9 +68,10 @@ def trainer(folder: Path, name: str, **config: Any) -> PipelineTrainer:
 def test_planned_bytes_are_those_that_live(
     name: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both stages, within a tenth, and on the last one not less; received messages were allocated by the sender.
+    """On both stages within a tenth (a fifth with replicas), and on the last one not less.
 
-    Replicas of the last stage allocate as many outputs for each other as they receive.
+    Received messages were allocated by the sender. Replicas of the last stage allocate as many outputs for each other
+    as they receive.
     """
     live: dict[tuple[int, int], LiveBytes] = {}
     do = StageRunner.do
@@ -93,7 +94,9 @@ def test_planned_bytes_are_those_that_live(
         planned = sum(nbytes for what, nbytes in memory.items() if what.startswith(PASSING))
         received = memory["messages"] * own // (own + 1) if stage else 0
         least = 1.0 if stage else 0.95
-        assert least <= planned / (max(counted_bytes.log) + received) <= 1.1, worker
+        # How many outputs of other replicas wait when the most is allocated depends on the threads.
+        most = 1.1 if replicas == 1 else 1.2
+        assert least <= planned / (max(counted_bytes.log) + received) <= most, worker
 
 
 def test_seconds_of_the_loss_count_once_per_mini_batch(tmp_path: Path) -> None:
