@@ -21,12 +21,10 @@ bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is of the extra '
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS = 5
 FIELDS: dict[str, Any] = {"minibatch_size": 8, "num_microbatches": 2, "max_grad_norm": 1.0, "partitioner": "auto"}
 KINDS = {
     "nf4-twice": partial(bnb.nn.Linear4bit, quant_type="nf4", compress_statistics=True),
-    "nf4": partial(bnb.nn.Linear4bit, quant_type="nf4", compress_statistics=False),
-    "fp4-twice": partial(bnb.nn.Linear4bit, quant_type="fp4", compress_statistics=True),
     "fp4": partial(bnb.nn.Linear4bit, quant_type="fp4", compress_statistics=False),
     "int8": partial(bnb.nn.Linear8bitLt, has_fp16_weights=False),
 }
@@ -82,7 +80,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
-@pytest.mark.parametrize(("kind", "num_stages"), [*((kind, 2) for kind in KINDS), ("nf4-twice", 3), ("int8", 3)])
+@pytest.mark.parametrize(("kind", "num_stages"), [("nf4-twice", 3), ("fp4", 2), ("int8", 2)])
 def test_stages_train_what_plain_pytorch_trains(kind: str, num_stages: int, tmp_path: Path) -> None:
     ours, theirs = Recorder(torch.optim.AdamW, lr=1e-2), Recorder(torch.optim.AdamW, lr=1e-2)
     run = trainer(kind, tmp_path, optimizer=ours, num_stages=num_stages)
