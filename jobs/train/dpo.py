@@ -3,6 +3,8 @@
     python jobs/train/dpo.py --output_dir tuned                      on Ray
     python jobs/train/dpo.py --output_dir tuned --local              in threads, without Ray
 
+Without a GPU add --use_cpu: bf16 is the default of TRL, which transformers otherwise refuses on a CPU.
+
 All arguments of trl.DPOConfig are accepted on the command line. Model and data are small and generated here: a Llama
 with random weights, and questions to which the answer "yes" is preferred to "no". Lines that differ from a script for
 trl.DPOTrainer are marked with "was".

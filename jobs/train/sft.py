@@ -4,6 +4,8 @@
     python jobs/train/sft.py --output_dir tuned --max_length 32 --local         in threads, without Ray
     python jobs/train/sft.py --output_dir tuned --max_length 32 --lora_rank 4   adapters only
 
+Without a GPU add --use_cpu: bf16 is the default of TRL, which transformers otherwise refuses on a CPU.
+
 All arguments of trl.SFTConfig are accepted on the command line. Model and data are small and generated here: a Llama
 with random weights, and sums such as "3 plus 4 is" with "7" as their completion. Lines that differ from a script for
 trl.SFTTrainer are marked with "was".
