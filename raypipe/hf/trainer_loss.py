@@ -48,10 +48,10 @@ class WithCounts:
     """
 
     collate: Any
-    counts_items: bool
-    shifts: bool
-    batch_size: int | None
-    fixed: Mapping[str, Any]
+    counts_items: bool = False
+    shifts: bool = False
+    batch_size: int | None = None
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, items: list[Any]) -> dict[str, Any]:
         batch = dict(self.collate(items))

@@ -29,6 +29,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from raypipe.data.item_randomness import own_generators
 from raypipe.errors import ConfigError
 from raypipe.hf.pipelined_trainer import PipelinedTrainer
+from raypipe.hf.trainer_loss import WithCounts
 from raypipe.hf.training_arguments import declared_by
 
 __all__ = ["PipelinedDPOTrainer", "PipelinedSFTTrainer"]
@@ -93,28 +94,6 @@ class RowPerPair:
         return {**batch, **{name: torch.stack(batch[name].chunk(2), dim=1) for name in self.joined}}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WithDivisor:
-    """Collate function that adds the column num_items_in_batch: the divisor of the loss, for each sample of a step.
-
-    Attributes:
-        shifts: True if the first label of each row does not count.
-        batch_size: samples of one batch of Trainer, to count batches; None counts labels, as Trainer does.
-    """
-
-    collate: Any
-    shifts: bool
-    batch_size: int | None = None
-
-    def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
-        batch = dict(self.collate(items))
-        if self.batch_size is not None:
-            count = -(-len(items) // self.batch_size)
-        else:
-            count = int((batch["labels"][..., 1:] if self.shifts else batch["labels"]).ne(-100).sum())
-        return {**batch, "num_items_in_batch": torch.full((len(items),), count)}
-
-
 class _Unread(float):
     """Number 0, which stands for a metric of TRL's compute_loss in stages."""
 
@@ -174,20 +153,20 @@ class _TRLPipeline(PipelinedTrainer):
         reduction, divides = self.pipeline.loss_reduction, False
         counted = reduction == "auto" and self.model_accepts_loss_kwargs and "labels" in batch
         if counted:
-            collate, reduction = WithDivisor(collate, self._loss_shifts_labels), "sum"
+            collate, reduction = WithCounts(collate, counts_items=True, shifts=self._loss_shifts_labels), "sum"
         elif reduction == "auto" and self.args.gradient_accumulation_steps > 1:
-            collate, reduction = WithDivisor(collate, False, self.args.per_device_train_batch_size), "sum"
+            collate, reduction = WithCounts(collate, batch_size=self.args.per_device_train_batch_size), "sum"
             divides = True
-        names = [*batch, *(["num_items_in_batch"] if counted or divides else [])]
-        return _with_loss(self, names, joined, divides=divides), collate, reduction
+        names = [*batch, *["num_items_in_batch"] * counted, *["num_batches"] * divides]
+        return _with_loss(self, names, joined), collate, reduction
 
 
-def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...], *, divides: bool) -> Any:
+def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...]) -> Any:
     """Return a twin of the trainer's model, with its tensors, that takes columns and returns TRL's loss.
 
     Args:
+        columns: TRL divides the loss by num_items_in_batch if that is among them, and the twin by num_batches.
         joined: columns of shape (b, 2, ...).
-        divides: True if the twin divides the loss by num_items_in_batch; False if TRL does, or if there is no number.
     """
     model = trainer.model
     twin = _unpatched(model, getattr(model, "get_base_model", lambda: model)())
@@ -199,7 +178,9 @@ def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...], *, div
     worker._metrics, worker.model = defaultdict(lambda: defaultdict(list)), SimpleNamespace(training=True)
 
     def forward(self: Any, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        number = inputs.pop("num_items_in_batch")[0] if "num_items_in_batch" in inputs else None
+        number, batches = (
+            inputs.pop(name)[0] if name in inputs else None for name in ("num_items_in_batch", "num_batches")
+        )
         for name in joined:
             inputs[name] = torch.cat(inputs[name].unbind(1))
 
@@ -209,8 +190,8 @@ def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...], *, div
             labels = more.pop("labels")
             return _scores(kind.forward(self, **more), labels)
 
-        loss = worker.compute_loss(scored, inputs, num_items_in_batch=None if divides else number)
-        return {"loss": loss / number if divides else loss}
+        loss = worker.compute_loss(scored, inputs, num_items_in_batch=number)
+        return {"loss": loss if batches is None else loss / batches}
 
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
