@@ -51,7 +51,15 @@ STAGES, LAYERS, LAYER_S = 2, 8, 0.001
 ENDLESS, FIRST_STEPS = 1_000_000, 20
 SLOWER, STOP_S, LINK_MBIT, PROCESSES_PER_CORE = 20.0, 1.0, 20.0, 4
 WAIT_S = 600.0
-ALARMS = {row.means for row in TABLE} | {"died", "failure", "recovery", "move", "resize", "take over", "not taken over"}
+ALARMS = {row.failure for row in TABLE} | {
+    "died",
+    "failure",
+    "recovery",
+    "move",
+    "resize",
+    "take over",
+    "not taken over",
+}
 COMPUTE = "while True: sum(range(100_000))"
 
 

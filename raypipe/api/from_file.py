@@ -56,7 +56,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
     pipeline = _pipeline(run)
     trainer = PipelineTrainer(
         _seeded(_bound(run, "model", taking=0), pipeline.seed),
-        loss_fn=_judge(run, ("loss_fn",), values["loss_fn"]) if "loss_fn" in values else None,
+        loss_fn=_imported_function(run, ("loss_fn",), values["loss_fn"]) if "loss_fn" in values else None,
         optimizer=_bound(run, "optimizer", taking=1),
         lr_scheduler=_bound(run, "lr_scheduler", taking=1) if "lr_scheduler" in values else None,
         train_data=_data(run, "train_data"),
@@ -65,7 +65,9 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
         metrics=_metrics(run),
-        collate_fn=_judge(run, ("collate_fn",), values["collate_fn"], 1) if "collate_fn" in values else None,
+        collate_fn=_imported_function(run, ("collate_fn",), values["collate_fn"], 1)
+        if "collate_fn" in values
+        else None,
         early_stopping=EarlyStopping(**values["early_stopping"]) if "early_stopping" in values else None,
         resume=None if planning else values.get("resume"),
         init_from=None if planning else values.get("init_from"),
@@ -93,10 +95,10 @@ def _seeded(make: Callable[[], Any], seed: int) -> Callable[[], Any]:
 
 def _metrics(run: RunFile) -> dict[str, Any] | None:
     metrics = run.values.get("metrics")
-    return metrics and {name: _judge(run, ("metrics", name), setting) for name, setting in metrics.items()}
+    return metrics and {name: _imported_function(run, ("metrics", name), setting) for name, setting in metrics.items()}
 
 
-def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
+def _imported_function(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
     """Import the function ``setting["target"]`` and bind ``setting["args"]``; if it is a class, return an instance.
 
     Args:

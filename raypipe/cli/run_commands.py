@@ -104,7 +104,7 @@ def status(run: Run, json: Json = False) -> None:
     except ConfigError:
         if folder is None:
             raise
-        _tell_folder(folder, json)
+        _print_folder_state(folder, json)
         return
     typer.echo(
         json_format.dumps({**asdict(now), "seconds_left": now.seconds_left}) if json else _lines(str(now), now.alerts)
@@ -185,7 +185,7 @@ def _folder(run: str) -> Place:
     return known_folder(run) or Place.of(_attached(run).path)
 
 
-def _tell_folder(folder: Place, json: bool) -> None:
+def _print_folder_state(folder: Place, json: bool) -> None:
     """Print the state of a run that is not on this cluster, from its folder.
 
     The run may be in threads of another process, on another cluster, or killed.

@@ -5,7 +5,7 @@ of its node, which reads the kernel's data on its process. Only seconds during w
 count: a driver that was stopped for a minute has received nothing for a minute, which means nothing. Processor time
 includes child processes, such as a compiler.
 
-    means        signal                                              limit                         then
+    failure      signal                                              limit                         then
     stopped      process in state T                                  STOPPED_S                     ended
     deadlocked   no pulse, almost no processor time used             DEADLOCKED_S                  ended
     deaf         no pulse, though processor time is used             DEAF_S                        ended
@@ -64,7 +64,7 @@ class Diagnosis(NamedTuple):
     """Failure of a worker, or a warning that a worker is slow.
 
     Attributes:
-        means: name of the failure: "died", or a name in the first column of the table.
+        failure: name of the failure: "died", or a name in the first column of the table.
         over: True if the worker is lost, so that it has to be ended and replaced; False for a warning.
         why: text that follows the worker's name in messages.
         after_s: seconds from the failure, or the begin of the slow action, until it was noticed; 0 if unknown.
@@ -72,7 +72,7 @@ class Diagnosis(NamedTuple):
             for another reason.
     """
 
-    means: str
+    failure: str
     over: bool
     why: str
     after_s: float
@@ -83,14 +83,14 @@ class Row(NamedTuple):
     """Row of the table: one kind of failure.
 
     Attributes:
-        means: name of the failure.
+        failure: name of the failure.
         silence_s: returns the seconds for which the signal has been missing.
         limit_s: returns the longest accepted silence, given the observations and driver_grace_s.
         over: True if the worker is lost once ``silence_s`` has reached ``limit_s``.
         why: rest of a sentence that begins with the worker's name; a format string of silence, action and longest.
     """
 
-    means: str
+    failure: str
     silence_s: Callable[[Seen], float]
     limit_s: Callable[[Seen, float], float]
     over: bool
@@ -141,5 +141,5 @@ def judge(seen: Seen, grace_s: float) -> Diagnosis | None:
         silence_s = row.silence_s(seen)
         if silence_s >= row.limit_s(seen, grace_s):
             words = row.why.format(silence=silence_s, action=seen.action, longest=seen.longest_s)
-            return Diagnosis(row.means, row.over, words, silence_s)
+            return Diagnosis(row.failure, row.over, words, silence_s)
     return None

@@ -221,20 +221,22 @@ def _links(run: RunFacts) -> str:
     seen = [event for event in run.events_of(*CONTROL) if event.get("link_s")]
     ways = max((len(event["link_s"]) for event in seen), default=0)
     if ways:
-        lines = [Line(_way(way), _of_way(run, seen, way), True) for way in range(min(ways, MOST_STAGES))]
+        lines = [
+            Line(_direction_name(way), _message_times(run, seen, way), True) for way in range(min(ways, MOST_STAGES))
+        ]
         title = "A message, as the controller measured it"
         pictures.append(chart_svg(lines, title, "step", "time", "s", _marks(run), _span(run)))
-    pictures += _turned(run)
+    pictures += _schedule_charts(run)
     return _row(*pictures) if pictures else ""
 
 
-def _way(place: int) -> str:
+def _direction_name(place: int) -> str:
     """Name the direction of index ``place`` in ``link_s``: from stage 0 to 1, 1 to 0, 1 to 2, 2 to 1, ..."""
     hop, back = divmod(place, 2)
     return f"{hop + 1}→{hop}" if back else f"{hop}→{hop + 1}"
 
 
-def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
+def _message_times(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
     """Return (step, seconds of a message) of the events ``seen`` for a direction; the last value is repeated."""
     points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
@@ -245,7 +247,7 @@ def _span(run: RunFacts) -> tuple[float, float]:
     return (run.records[0].step + 1.0, run.records[-1].step + 1.0) if run.records else (0.0, 1.0)
 
 
-def _turned(run: RunFacts) -> list[str]:
+def _schedule_charts(run: RunFacts) -> list[str]:
     """Draw the schedules over steps: group sizes k if all are kfkb or 1f1b, else a number for each, with a legend."""
     named = [(record.step + 1.0, record.schedule) for record in run.records if record.schedule]
     if not named:

@@ -217,7 +217,7 @@ def goes_on(place: Place, name: str, now: RunIdentity, *, done: int, num_steps: 
     versions = _versions(saved.settings.versions, now.versions, done, note)
     if not free:
         return GoingOn(saved.changes, versions)
-    _refuse_to_take_over(free, begun, asked=bool(resume), steps_left=num_steps - done)
+    _refuse_to_take_over(free, begun, accepted=bool(resume), steps_left=num_steps - done)
     return GoingOn((*saved.changes, SettingsChange(done, tuple(free.values()), _fresh(free))), versions)
 
 
@@ -238,7 +238,7 @@ def _thaws(label: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return label.startswith("parameter ") and one == other
 
 
-def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, steps_left: int) -> None:
+def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, accepted: bool, steps_left: int) -> None:
     """Raise ConfigError if the user did not accept the new values with resume=True, or no step is left to use them.
 
     Args:
@@ -246,7 +246,7 @@ def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, st
         begun: first words of the message.
         steps_left: steps that remain to be trained.
     """
-    if not asked:
+    if not accepted:
         raise ConfigError(
             f"{begun} with other settings:\n{_listed(free.values())}\nGive resume=True to go on with the new ones, "
             "resume=False to begin anew in another folder, or another name."

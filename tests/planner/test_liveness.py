@@ -83,7 +83,7 @@ def test_the_docstring_shows_the_table() -> None:
 
     lines = [line.split() for line in (liveness.__doc__ or "").splitlines() if line.startswith("    ")]
     names = [words[0] for words in lines if words[-1] in ("ended", "up", "logged")]
-    assert names == [row.means for row in TABLE]
+    assert names == [row.failure for row in TABLE]
     assert [words[-1] == "logged" for words in lines if words[0] in names] == [not row.over for row in TABLE]
 
 
@@ -109,7 +109,7 @@ def test_no_false_alarm_where_a_stage_is_20_times_slower_than_planned() -> None:
     """Its own earlier actions were quick, or the plan says so."""
     for planned_s in (0.01, 0.5, 2.0):
         found = follow(steps(200, 20 * planned_s, 0.1), longest_s=planned_s)
-        assert found is None or found[1].means == "slow"
+        assert found is None or found[1].failure == "slow"
 
 
 def test_no_false_alarm_with_processors_four_times_oversubscribed() -> None:
@@ -131,7 +131,7 @@ def test_no_false_alarm_with_processors_four_times_oversubscribed() -> None:
 def test_what_is_found(script: list[tuple[float, Truth]], means: str, least_s: float, most_s: float) -> None:
     found = follow(script)
     assert found is not None
-    assert found[1].means == means
+    assert found[1].failure == means
     assert least_s <= found[0] <= most_s
     assert found[1].over == (means != "slow")
 
@@ -141,9 +141,9 @@ def test_an_action_that_never_ends() -> None:
     blocked = Seen(0.2, True, 0.0, 125.0, "1F3", 125.0, 0.1)
     found = judge(blocked, GRACE_S)
     assert found is not None
-    assert found.means == "blocked"
+    assert found.failure == "blocked"
     assert "in 1F3 for 125 s" in found.why
     busy = judge(blocked._replace(idle_s=0.0), GRACE_S)
     assert busy is not None
-    assert (busy.means, busy.over) == ("slow", False)
+    assert (busy.failure, busy.over) == ("slow", False)
     assert judge(blocked._replace(longest_s=20.0), GRACE_S) is None  # such actions are what it does

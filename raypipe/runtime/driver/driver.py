@@ -326,8 +326,8 @@ class _DriverActor:
         """Send an alert that a worker is lost or slow to all clients, and record the event in events.jsonl."""
         numbers = {"seconds": round(event.after_s, 3), "process": event.process, "host": event.host}
         name = "a spare worker" if event.worker is None else f"worker {event.worker}"
-        self._journal.alert(f"{name}: {event.means}", event.reason)
-        self._event(event.means, event.reason, worker=event.worker, **numbers)
+        self._journal.alert(f"{name}: {event.failure}", event.reason)
+        self._event(event.failure, event.reason, worker=event.worker, **numbers)
 
     @ray.method(concurrency_group="control")
     def news(self, since: int, wait_s: float) -> News:

@@ -159,7 +159,7 @@ def _failure(
         return 0, cause if isinstance(cause, RaypipeError) else StageError(f"{name} failed: {error}")
     except ActorDiedError as error:
         finding = explain(worker, str(error))
-        how = "died" if finding.means == "died" else "hung"
+        how = "died" if finding.failure == "died" else "hung"
         lost = StageLostError(f"{name} {how} after {segments} segments of this run: it {finding.why}")
         lost.raised_at_s = time.time() - finding.after_s
         if finding.ran_out_bytes is not None:

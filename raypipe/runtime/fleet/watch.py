@@ -43,7 +43,7 @@ class MemberEvent(NamedTuple):
     """Loss of a member, or a warning about a slow one.
 
     Attributes:
-        means: name of a row of the table in planner/liveness.py, or "died".
+        failure: name of a row of the table in planner/liveness.py, or "died".
         reason: sentence that begins with the member's name.
         after_s: seconds from the failure, or the begin of the slow action, until it was noticed; 0 if unknown.
         over: True if the member is lost; False for a warning.
@@ -51,7 +51,7 @@ class MemberEvent(NamedTuple):
         process, host: process id and host of the member; 0 and "" if unknown.
     """
 
-    means: str
+    failure: str
     reason: str
     after_s: float
     over: bool
@@ -235,4 +235,6 @@ class Watch:
     def _notice(self, member: Member, finding: Diagnosis) -> None:
         reason = f"{member.name} {finding.why}"
         process, host = member.facts.get("process", 0), member.facts.get("host", "")
-        self._on_event(MemberEvent(finding.means, reason, finding.after_s, finding.over, member.worker, process, host))
+        self._on_event(
+            MemberEvent(finding.failure, reason, finding.after_s, finding.over, member.worker, process, host)
+        )

@@ -233,9 +233,9 @@ class ObjectStoreChannel(QueuedChannel):
         try:
             self._take(pieces, checked=checked)
         except LinkError as error:
-            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            self.fail(LinkError(f"{self.name}: {error}"), peer_reason=str(error))
         except Exception as error:  # noqa: BLE001  (out of memory, say; most messages return nothing to the caller)
-            self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
+            self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), peer_reason=repr(error))
         self._count(1)
         return "taken"
 

@@ -126,7 +126,7 @@ class QueuedChannel(ABC):
         self.coded = True
 
     def abort(self, reason: str) -> None:
-        self.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
+        self.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), peer_reason=reason)
 
     def leave(self, reason: str) -> None:
         error = LinkAbortedError(f"{self.name}: aborted: {reason}")
@@ -155,12 +155,12 @@ class QueuedChannel(ABC):
         with self._lock:
             self._send_error = self._send_error or error
 
-    def fail(self, error: LinkError, *, keep: bool = False, tell_peer: str | None = None) -> None:
+    def fail(self, error: LinkError, *, keep: bool = False, peer_reason: str | None = None) -> None:
         """End both directions now; only the first error is reported.
 
         Args:
             keep: True if messages that have been received may still be taken.
-            tell_peer: reason that is sent to the peer; None sends nothing.
+            peer_reason: reason that is sent to the peer; None sends nothing.
         """
         with self._lock:
             self._send_error = self._send_error or error
@@ -168,7 +168,7 @@ class QueuedChannel(ABC):
         self.peer_gone.set()
         self.inbox.fail(error, keep=keep)
         if first:
-            self.interrupt(tell_peer)
+            self.interrupt(peer_reason)
             self._orders.put(None)
 
     def peer_ended(self, reason: str | None) -> None:
@@ -201,7 +201,7 @@ class QueuedChannel(ABC):
         except ConnectionError as error:
             self.broke(error)
         except LinkError as error:  # a message that cannot be described
-            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            self.fail(LinkError(f"{self.name}: {error}"), peer_reason=str(error))
         except Exception as error:  # noqa: BLE001  (a thread that ends without a report would leave both ends waiting)
-            self.fail(LinkError(f"{self.name}: sending failed: {error!r}"), tell_peer=repr(error))
+            self.fail(LinkError(f"{self.name}: sending failed: {error!r}"), peer_reason=repr(error))
         self._orders = SimpleQueue()

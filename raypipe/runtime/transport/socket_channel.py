@@ -234,10 +234,10 @@ class SocketChannel(QueuedChannel):
             while self._receive(header):
                 pass
         except LinkError as error:
-            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            self.fail(LinkError(f"{self.name}: {error}"), peer_reason=str(error))
             return
         except (RuntimeError, MemoryError) as error:  # no memory for the announced payload
-            self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
+            self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), peer_reason=repr(error))
             return
         except OSError as error:
             ending = f"the link broke: {error}."

@@ -65,7 +65,7 @@ class Crew:
         return steps(self.fleet, stages, SHAPES["even"], "1f1b", count=10**6)
 
     def told(self) -> list[tuple[str, bool, int | None, int]]:
-        return [(found.means, found.over, found.worker, found.process) for found in self.noticed]
+        return [(found.failure, found.over, found.worker, found.process) for found in self.noticed]
 
 
 @pytest.fixture(scope="module")
@@ -129,4 +129,4 @@ def test_a_stage_whose_code_waits_for_ever_is_ended(
         monkeypatch.setattr(liveness, name, seconds)
     text, _ = end_of(crew.train(block), lambda: None)
     assert text.startswith("Stage 1 hung after ")
-    assert [found.means for found in crew.noticed if found.over] == [means]
+    assert [found.failure for found in crew.noticed if found.over] == [means]
