@@ -9,26 +9,29 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
-from raypipe.callbacks.base import METHODS, Callback, Event, RunEnd, RunStart, scalars
+from raypipe.callbacks.base import METHODS, Callback, Event, Prompts, RunEnd, RunStart, scalars
 from raypipe.config.ray import USER_CALLBACK
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.report import StepRecord
 
 
-def callbacks_of(callbacks: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
+def callbacks_of(callbacks: Any, run: Any, scaling: Any, *, evaluates: bool) -> tuple[Any, ...]:
     """Return the trainer's callbacks, followed by the callbacks of a ray.train.RunConfig, in the order of their calls.
 
     Args:
         callbacks: argument of the trainer.
         run, scaling: ray.train's RunConfig and ScalingConfig, or None.
+        evaluates: True if the trainer has eval_data.
 
     Raises:
-        ConfigError: an item is not a callback, has a method that is never called, or needs a package that is missing.
+        ConfigError: an item is not a callback, has a method or prompts without effect, or needs a package that is
+            missing.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         raise ConfigError(f"callbacks={callbacks!r} is not a list; give callbacks=[...].")
     for callback in callbacks:
         _check(callback)
+        _check_prompts(callback, evaluates=evaluates)
     of_ray = [FromRayTrain(callback, run, scaling) for callback in getattr(run, "callbacks", None) or ()]
     return (*callbacks, *of_ray)
 
@@ -56,6 +59,19 @@ def _check(callback: Any) -> None:
     check = getattr(callback, "check", None)
     if isinstance(callback, Callback) and check is not None:
         check()
+
+
+def _check_prompts(callback: Any, *, evaluates: bool) -> None:
+    prompts, name = getattr(callback, "prompts", None), type(callback).__qualname__
+    if prompts is not None and not isinstance(prompts, Prompts):
+        raise ConfigError(
+            f"The callback {name} has prompts={prompts!r}: give raypipe.callbacks.Prompts(input_ids, ...)."
+        )
+    if prompts is not None and not evaluates:
+        raise ConfigError(
+            f"The callback {name} has prompts, which are continued at evaluations, and the trainer has no "
+            "eval_data. Give eval_data, or call RunHandle.generate."
+        )
 
 
 class FromRayTrain(Callback):

@@ -1,34 +1,58 @@
-"""Text generation outside of ``fit``: token ids that the stages of the plan decode, with the weights of a checkpoint.
+"""Text generation: token ids that the stages of the plan continue, as model.generate(...) of transformers does.
 
-trainer.generate(input_ids, max_new_tokens=32)      as model.generate(...) of transformers, but on the stages
+trainer.generate(input_ids, max_new_tokens=32)      with the weights of a checkpoint, on stages started for this
+handle.generate(input_ids, max_new_tokens=32)       with the present weights of a run, on its own stages
+Callback.prompts                                    with those of every evaluation, on the run's own stages
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from raypipe.api.evaluate import Stages
-from raypipe.capture.decode_recipe import arguments_of, refuse_without_cache
-from raypipe.engine.decoding import DecodeProgram
+from raypipe.callbacks.base import Prompts
+from raypipe.capture.decode_recipe import DecodeRecipe, arguments_of, refuse_without_cache
 from raypipe.engine.sampling import Sampling
 from raypipe.errors import ConfigError
 from raypipe.prepare.job import Job
-from raypipe.run.generate_loop import Ending, Prompt, continued, group_size_of
+from raypipe.run.generate_loop import Ending, Generation, Prompt
 
 Tokens = int | Sequence[int] | None
 
 
-def generated(
-    job: Job, programs: Sequence[DecodeProgram], stages: Stages, prompt: Prompt, sampling: Sampling, ending: Ending,
-    group_size: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """Generate a continuation of each sequence with the job's stages; see ``run.generate_loop.continued``."""
-    size = group_size_of(len(prompt.tokens), job.num_stages) if group_size is None else group_size
-    with stages.open(job) as fleet, fleet.decoding(programs, job.placement) as pipeline:
-        return continued(pipeline, prompt, sampling, ending, size)
+def generation_of(model: torch.nn.Module, recipe: Callable[[], DecodeRecipe], prompts: Prompts) -> Generation:
+    """Check prompts, and complete them from the model's generation_config.
+
+    Args:
+        recipe: returns the traced forwards of the model.
+
+    Raises:
+        ConfigError: the model or an argument is not possible.
+    """
+    if prompts.num_beams != 1:
+        raise ConfigError(
+            f"num_beams={prompts.num_beams!r}: a beam search reorders caches between the tokens, which stages do not "
+            "do. Leave num_beams out, or draw several times with do_sample=True and another seed."
+        )
+    sampling = Sampling(prompts.do_sample, prompts.temperature, prompts.top_k, prompts.top_p, prompts.seed)
+    prompt = prompt_of(model, prompts.input_ids, prompts.attention_mask)
+    ending = ending_of(model, prompt, prompts.max_new_tokens, prompts.eos_token_id, prompts.pad_token_id)
+    return Generation(recipe(), prompt, sampling, ending, prompts.group_size)
+
+
+def generated(job: Job, stages: Stages, generation: Generation) -> torch.Tensor:
+    """Generate with stages of the job that are started for this."""
+    with stages.open(job) as fleet:
+        return generation.on(fleet.decoding, job.programs, job.placement)
+
+
+def generations_of(callbacks: Sequence[Any], generation: Callable[[Prompts], Generation]) -> Any:
+    """Return (number of the callback, generation) for each callback with prompts."""
+    prompts = ((number, getattr(callback, "prompts", None)) for number, callback in enumerate(callbacks))
+    return tuple((number, generation(given)) for number, given in prompts if given is not None)
 
 
 def prompt_of(model: torch.nn.Module, input_ids: Any, attention_mask: Any) -> Prompt:
@@ -88,12 +112,3 @@ def _configured(model: torch.nn.Module, name: str) -> Any:
     """Return a token id of the model's generation_config, or else of its config; None without one."""
     configs = (getattr(model, "generation_config", None), model.config)
     return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
-
-
-def refuse_beams(num_beams: int) -> None:
-    """Raise ConfigError for a beam search."""
-    if num_beams != 1:
-        raise ConfigError(
-            f"num_beams={num_beams!r}: a beam search reorders caches between the tokens, which stages do not do. Leave "
-            "num_beams out, or draw several times with do_sample=True and another seed."
-        )

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+import torch
 
 from raypipe.api.notebook import LiveView, run_html
 from raypipe.api.result import Records, Result, losses_of, result_of, table_of_all
+from raypipe.callbacks.base import Prompts
 from raypipe.engine.io.run_files import part_before
 from raypipe.engine.io.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
 from raypipe.ir.report import KeptRecords
 from raypipe.ir.timeline import Timeline
+from raypipe.run.generate_loop import Generation
 from raypipe.run.journal import KEPT_RECORDS, News
 from raypipe.run.status import RunStatus
 from raypipe.run.threads import running_here
@@ -52,6 +55,8 @@ class RunConnection(Protocol):
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None: ...
 
+    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor: ...
+
     def predicted(self) -> Timeline | None: ...
 
     def close(self) -> None: ...
@@ -67,10 +72,18 @@ class RunHandle:
         name: name of the run.
         connection: connection to the run.
         ended: called once, by ``close``; ``wait`` calls ``close`` at the end of the run.
+        generation: makes the generation of ``generate``; None without a model.
     """
 
-    def __init__(self, name: str, connection: RunConnection, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        connection: RunConnection,
+        ended: Callable[[], None] = lambda: None,
+        generation: Callable[[Prompts], Generation] | None = None,
+    ) -> None:
         self.name = name
+        self._generation = generation
         self._connection = connection
         self._ended: Callable[[], None] | None = ended
         self._records = KeptRecords(most=KEPT_RECORDS)
@@ -184,6 +197,31 @@ class RunHandle:
             )
         replicas = num_replicas if num_replicas is None or isinstance(num_replicas, int) else tuple(num_replicas)
         self._connection.resize(num_stages, timeout_s, replicas)
+
+    def generate(self, input_ids: Any, *, timeout_s: float = 600.0, **options: Any) -> torch.Tensor:
+        """Continue sequences of token ids with the present weights, on the run's own stages between two steps.
+
+        With synchronous schedules no bit of the training changes. With asynchronous ones bits may change, because the
+        pipeline drains before the generation. If a worker is lost meanwhile, this raises an error, and the run
+        recovers as usual.
+
+        Args:
+            timeout_s: seconds to wait for the tokens.
+            input_ids, options: see ``Prompts`` in raypipe.callbacks, and ``PipelineTrainer.generate``.
+
+        Returns:
+            Token ids as of ``PipelineTrainer.generate``.
+
+        Raises:
+            ConfigError: an argument is not possible, or ``attach`` returned this handle.
+            RaypipeError: the run is over, a stage failed, or ``timeout_s`` have passed.
+        """
+        if self._generation is None:
+            raise ConfigError(
+                f"This handle of run {self.name!r} is from raypipe.attach, and generating needs the model. Use the "
+                "handle that start() returned, a callback with prompts, or PipelineTrainer.generate."
+            )
+        return self._connection.generate(self._generation(Prompts(input_ids, **options)), timeout_s)
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Request the end of the run after the current step, with a checkpoint; ``wait`` returns once it has ended."""

@@ -26,11 +26,12 @@ from raypipe.api.evaluate import (
     threads,
     with_checkpoint,
 )
-from raypipe.api.generate import ending_of, generated, prompt_of, refuse_beams
+from raypipe.api.generate import generated, generation_of, generations_of
 from raypipe.api.handle import RunHandle
 from raypipe.api.initial_weights import begun_with, weights_for
 from raypipe.api.result import Result
 from raypipe.api.signals import stopping_on_signals
+from raypipe.callbacks.base import Prompts
 from raypipe.capture.decode_recipe import DecodeRecipe, decode_recipe
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.paths import DEFAULT_STORAGE
@@ -40,7 +41,6 @@ from raypipe.data.open_data import notes_on
 from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler
-from raypipe.engine.sampling import Sampling
 from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
@@ -68,6 +68,7 @@ from raypipe.prepare.policies import (
 )
 from raypipe.prepare.prepare import prepare, profile
 from raypipe.progress import RunProgress, progress_shown
+from raypipe.run.generate_loop import Generation
 from raypipe.run.plans.blueprint import Blueprint, Charter, predicted_step
 from raypipe.run.same_run import refuse_another_run
 from raypipe.run.spec import RunSpec
@@ -142,7 +143,7 @@ class PipelineTrainer:
         self._pipeline = resolve_defaults(train_data, pipeline or PipelineConfig())
         self._evaluations = evaluations_of(self._pipeline, metrics, early_stopping, evaluates=eval_data is not None)
         check_ray_settings(scaling_config, run_config, self._evaluations.names)
-        self._callbacks = callbacks_of(callbacks, run_config, scaling_config)
+        self._callbacks = callbacks_of(callbacks, run_config, scaling_config, evaluates=eval_data is not None)
         self._scaling = scaling_config
         self._run = run_config
         self._resume = resume
@@ -313,17 +314,12 @@ class PipelineTrainer:
     ) -> torch.Tensor:  # fmt: skip
         """Continue sequences of token ids with a model of transformers, on the stages of the plan.
 
+        It starts stages of its own, also while a run trains; ``RunHandle.generate`` uses those of the run.
+
         Args:
-            input_ids, attention_mask: shape (sequences, length); padded on the left if the model has no encoder.
-            max_new_tokens: maximum number of tokens that a sequence is continued by.
-            do_sample: draw each token; False takes the most probable one.
-            temperature, top_k, top_p: as in transformers; None for top_k and top_p draws from all tokens.
-            seed: with which tokens are drawn; with equal group_size they do not depend on the number of stages.
-            eos_token_id, pad_token_id: end of a sequence and what follows it; None for those of generation_config.
-            num_beams: must be 1.
-            group_size: number of sequences that a stage decodes at once; None for a quarter of them, or fewer if the
-                pipeline has more than 4 stages.
             checkpoint, local: as in ``evaluate``.
+            input_ids, attention_mask, max_new_tokens, do_sample, temperature, top_k, top_p, seed, eos_token_id,
+                pad_token_id, num_beams, group_size: see ``Prompts`` in raypipe.callbacks.
 
         Returns:
             Token ids of the sequences, or of the decoder's output if the model has an encoder.
@@ -331,17 +327,26 @@ class PipelineTrainer:
         Raises:
             RaypipeError: the model or an argument is not possible; the message is one paragraph with the fix.
         """
-        refuse_beams(num_beams)
-        sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
-        job = self._prepared()
-        model = job.opened.model
-        prompt = prompt_of(model, input_ids, attention_mask)
-        ending = ending_of(model, prompt, max_new_tokens, eos_token_id, pad_token_id)
-        with undisturbed():
-            self._decodes = self._decodes or decode_recipe(model, job.programs[0].precision)
-        job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        generation = self._generation(
+            Prompts(
+                input_ids, attention_mask, max_new_tokens, do_sample, temperature, top_k, top_p, seed, eos_token_id,
+                pad_token_id, num_beams, group_size,
+            )
+        )  # fmt: skip
+        job, _ = with_checkpoint(self._prepared(), checkpoint, self._own_run(), self._storage())
         with self._stages(job, None, local=local) as stages:
-            return generated(job, self._decodes.programs(job.programs), stages, prompt, sampling, ending, group_size)
+            return generated(job, stages, generation)
+
+    def _generation(self, prompts: Prompts) -> Generation:
+        return generation_of(self._prepared().opened.model, self._recipe, prompts)
+
+    def _recipe(self) -> DecodeRecipe:
+        """Return the traced forwards for text generation; the model is traced at the first call."""
+        if self._decodes is None:
+            job = self._prepared()
+            with undisturbed():
+                self._decodes = decode_recipe(job.opened.model, job.programs[0].precision)
+        return self._decodes
 
     def _forward_job(self) -> Job:
         """Return a planned and verified job (see ``_check``) whose stages have an evaluation mode.
@@ -417,7 +422,8 @@ class PipelineTrainer:
             self._check(job)
             device_of = in_threads(self._resources())
             stages = lambda plan: LocalFleet(blueprint.setup, plan.setup, job.initial, device_of)  # noqa: E731
-            return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, stages))
+            connection = ThreadConnection(blueprint, job.planned, stages)
+            return RunHandle(blueprint.spec.name, connection, generation=self._generation)
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
     def _start_on_ray(
@@ -434,7 +440,7 @@ class PipelineTrainer:
             connected_to_ray()  # Ray sets its own signal handlers
             charter = Charter(blueprint, job.planned)
             line = start_run(charter, job.initial, partial(self._check, job), detached=detached)
-            return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
+            return RunHandle(blueprint.spec.name, line, stack.pop_all().close, self._generation)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
@@ -477,6 +483,7 @@ class PipelineTrainer:
             workers=worker_range(self._scaling),
             wanted_workers=job.num_workers,
             callbacks=self._callbacks,
+            generations=generations_of(self._callbacks, self._generation),
         )
 
     def _described(self, name: str, num_steps: int) -> str:

@@ -6,7 +6,7 @@ The methods are called in the process that runs the loop: the driver actor of a 
 ``local=True`` (docs/design/0048).
 """
 
-from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, scalars
+from raypipe.callbacks.base import Callback, Event, Prompts, RunEnd, RunStart, scalars
 from raypipe.callbacks.loggers import MLflow, TensorBoard, WandB
 
-__all__ = ["Callback", "Event", "MLflow", "RunEnd", "RunStart", "TensorBoard", "WandB", "scalars"]
+__all__ = ["Callback", "Event", "MLflow", "Prompts", "RunEnd", "RunStart", "TensorBoard", "WandB", "scalars"]

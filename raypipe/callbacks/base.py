@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from raypipe.config.paths import absolute_path
@@ -62,6 +62,36 @@ class RunEnd(NamedTuple):
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """Token ids to continue, and how: the arguments of ``PipelineTrainer.generate`` that describe a generation.
+
+    Attributes:
+        input_ids, attention_mask: shape (sequences, length); padded on the left if the model has no encoder.
+        max_new_tokens: maximum number of tokens that a sequence is continued by.
+        do_sample: draw each token; False takes the most probable one.
+        temperature, top_k, top_p: as in transformers; None for top_k and top_p draws from all tokens.
+        seed: with which tokens are drawn; with equal group_size they do not depend on the number of stages.
+        eos_token_id, pad_token_id: end of a sequence and what follows it; None for those of generation_config.
+        num_beams: must be 1.
+        group_size: number of sequences that a stage decodes at once; None for a quarter of them, or fewer if the
+            pipeline has more than 4 stages.
+    """
+
+    input_ids: Any
+    attention_mask: Any = None
+    max_new_tokens: int = 20
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    num_beams: int = 1
+    group_size: int | None = None
+
+
 class Callback:
     """Methods that a run calls; override those that you need.
 
@@ -75,7 +105,12 @@ class Callback:
     All methods are called in one thread, one after the other, in the process that runs the loop. With ``local=True``
     that is this process. On Ray it is the driver actor, which gets a copy of the object as it was at the start of the
     run. Training does not wait for them. An exception in a method becomes an alert, see ``Result.alerts``.
+
+    Attributes:
+        prompts: token ids that the stages continue at every evaluation, for ``on_text``; None for none.
     """
+
+    prompts: Prompts | None = None
 
     def on_start(self, run: RunStart) -> None:
         """Called before the first step of this submission, and again if a new driver takes the run over."""
@@ -88,6 +123,13 @@ class Callback:
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called when ``eval_data`` was evaluated after ``step`` steps; again after a rollback to an earlier step."""
+
+    def on_text(self, step: int, tokens: Any) -> None:
+        """Called after ``on_eval`` if the callback has ``prompts``.
+
+        Args:
+            tokens: what ``generate`` returns for the prompts, with the weights after ``step`` steps.
+        """
 
     def on_checkpoint(self, step: int, path: str) -> None:
         """Called when the checkpoint of ``step`` steps is complete; ``raypipe.load_state_dict(path)`` reads it."""

@@ -40,6 +40,7 @@ from raypipe.engine.io.run_files import METRICS
 from raypipe.engine.io.storage import Place
 from raypipe.engine.stage.quantized_linear import settle, without_frozen_state
 from raypipe.errors import CheckpointError, ConfigError
+from raypipe.hf.kept_optimizer import begin_with
 from raypipe.hf.parts import StageOptimizer, stage_scheduler, stream_of
 from raypipe.hf.trainer_events import Replay, TrainingLength
 from raypipe.hf.trainer_loss import loss_of
@@ -119,6 +120,7 @@ class PipelinedTrainer(Trainer):
         # In threads, data and evaluations share the global generators of random numbers.
         self._overlaps = not local
         self._random_state = torch.get_rng_state()
+        self._kept: tuple[Any, Path] | None = None  # optimizer after the last train(), checkpoint with its state
         self._check_trainer()
 
     def plan(self) -> Plan:
@@ -191,13 +193,18 @@ class PipelinedTrainer(Trainer):
         self._init_training_state(
             plan.max_steps, plan.updates_per_epoch, plan.num_epochs, resume_from_checkpoint, trial
         )
-        self._prepare_run(resume_from_checkpoint)
+        kept = self._prepare_run(resume_from_checkpoint)
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer()
         replay = Replay(self, plan, ignore_keys_for_eval)
         due = filter(replay.is_due, range(1, plan.max_steps))
         pipeline = self._pipeline_trainer(plan.max_steps, due if self._overlaps else ())
+        if kept is not None:
+            order = pipeline._spec(pipeline._prepared(), plan.max_steps).sample_order
+            begin_with(kept, self._run, dict(self.model.named_parameters()) | dict(self.model.named_buffers()), order)
+            shutil.rmtree(self._before, ignore_errors=True)
+        self._kept = None
         self.create_scheduler(plan.max_steps)
         self.optimizer.zero_grad()
         self.optimizer.step()  # without gradients; a scheduler warns otherwise
@@ -223,6 +230,7 @@ class PipelinedTrainer(Trainer):
                     self._train_again(pipeline)
                     replay.catch_up()
         replay.end_epoch()
+        self._kept = self.optimizer, self._run / checkpoint_name(self.state.global_step)
         return self._finalize_training(trial, plan.num_samples, start_time)
 
     def _train_to(self, until: int, pipeline: PipelineTrainer, replay: Replay) -> None:
@@ -301,6 +309,11 @@ class PipelinedTrainer(Trainer):
         """Folder of the run."""
         return Path(self.args.output_dir, RUN).absolute()
 
+    @property
+    def _before(self) -> Path:
+        """Folder of the run before, while another one begins with the state of its optimizer."""
+        return self._run.with_name(f"{RUN}-before")
+
     def _pipeline_trainer(self, max_steps: int, due: Iterable[int] = ()) -> PipelineTrainer:
         """Make the trainer of the stages.
 
@@ -338,11 +351,14 @@ class PipelinedTrainer(Trainer):
 
     # ---- Checkpoints: checkpoint-N has Trainer's files, and the state of the stages in place of an optimizer.pt
 
-    def _prepare_run(self, checkpoint: str | None) -> None:
+    def _prepare_run(self, checkpoint: str | None) -> Path | None:
         """Replace the folder of the run by that of a checkpoint, or remove it for a new run.
 
+        Returns:
+            Checkpoint with the state that the optimizer has from the last ``train``; None if a new run begins without.
+
         Raises:
-            ConfigError: the checkpoint has no state of stages.
+            ConfigError: the checkpoint has no state of stages, or the optimizer has state from elsewhere.
         """
         saved = None if checkpoint is None else Path(checkpoint, RUN)
         if saved is not None and not saved.is_dir():
@@ -351,10 +367,24 @@ class PipelinedTrainer(Trainer):
                 "save_only_model=True. Load its weights with from_pretrained, and call train() without "
                 "resume_from_checkpoint."
             )
+        if saved is None and self.optimizer is not None and self.optimizer.state:
+            raise ConfigError(
+                "optimizers= has an optimizer with state, which the stages' own optimizers would not have. Give one "
+                "that has made no step."
+            )
+        kept = None
+        if saved is None and self._kept is not None and self.optimizer is self._kept[0]:
+            kept = self._before / self._kept[1].relative_to(self._kept[1].parents[1])
+            if kept != self._kept[1]:  # else the last call has failed after this
+                shutil.rmtree(self._before, ignore_errors=True)
+                if self._run.is_dir():
+                    self._run.rename(self._before)
+                self._kept = self.optimizer, kept
         shutil.rmtree(self._run, ignore_errors=True)
         if saved is not None:
             shutil.copytree(saved, self._run)
             self._random_state = torch.load(saved / GENERATOR, weights_only=True)
+        return kept
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of the stages: what a run needs to resume at this step, of the folder of the run."""

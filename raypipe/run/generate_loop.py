@@ -6,17 +6,24 @@ came, so that no stage waits as long as there are as many groups as stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from raypipe.engine.decoding import DecodeCall, DecodePipeline
+from raypipe.capture.decode_recipe import DecodeRecipe
+from raypipe.engine.decoding import DecodeCall, DecodePipeline, DecodeProgram
 from raypipe.engine.sampling import Sampling
+from raypipe.engine.stage.stage import StageProgram
 
 FEW_GROUPS = 4
 """Least number of groups, and so the same groups in pipelines of up to this many stages: sums over another number of
 rows may round differently. More groups would read the weights more often than needed to keep stages busy."""
+
+
+Decoding = Callable[[Sequence[DecodeProgram], Sequence[int]], AbstractContextManager[DecodePipeline]]
+"""(program of each stage, worker of each stage) -> running stages that decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,34 @@ class Ending:
     max_new_tokens: int
     eos: tuple[int, ...] = ()
     pad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Generation of text, for any number of stages.
+
+    Attributes:
+        recipe: traced forwards of the model.
+        group_size: number of sequences that a stage decodes at once; None for that of ``group_size_of``.
+    """
+
+    recipe: DecodeRecipe
+    prompt: Prompt
+    sampling: Sampling
+    ending: Ending
+    group_size: int | None = None
+
+    def on(self, decoding: Decoding, programs: Sequence[StageProgram], placement: Sequence[int]) -> torch.Tensor:
+        """Continue every sequence on running stages, with their present weights; see ``continued``.
+
+        Args:
+            decoding: method of the stages' fleet, see ``AnyFleet``.
+            programs: programs of training of all stages.
+            placement: worker of each stage.
+        """
+        size = self.group_size or group_size_of(len(self.prompt.tokens), len(programs))
+        with decoding(self.recipe.programs(programs), placement) as pipeline:
+            return continued(pipeline, self.prompt, self.sampling, self.ending, size)
 
 
 def group_size_of(num_sequences: int, num_stages: int) -> int:

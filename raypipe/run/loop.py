@@ -39,6 +39,7 @@ from raypipe.run.same_run import beginning
 from raypipe.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
 from raypipe.run.stage_changes import Changing, detection_delay
 from raypipe.run.status import ALERTS, as_event, in_words
+from raypipe.run.texts import Texts
 from raypipe.run.transitions import Transitions
 
 
@@ -112,6 +113,7 @@ class _Loop:
             spec.place, evaluations=spec.evaluations.names if "eval" in spec.num_samples else ()
         )
         self._evaluations = Evaluations(spec, self.metrics)
+        self._texts = Texts(spec, setup.fleet, setup.requests, self._reporter)
         self._progress = Progress(spec.place)
         self._checkpoints = Checkpoints(spec, setup.fleet, self._reporter, setup.lease)
         self._ordering = Ordering(
@@ -404,7 +406,7 @@ class _Loop:
         self._checkpoints.complete(end, {**last, **scores}, scored=bool(scores))
 
     def _end_step(self) -> None:
-        """Do what is due after the current step and was not done yet: checkpoint, evaluation, early stopping.
+        """Do what is due after the current step and was not done yet: checkpoint, evaluation, early stopping, texts.
 
         A checkpoint that has no manifest yet, because it waits for an evaluation, is completed afterwards. A checkpoint
         that was dropped by a failure or a change of the stages is saved again. Early stopping is decided at each call,
@@ -424,6 +426,9 @@ class _Loop:
             self._complete()
         elif scores and progress.saved == step:
             self._checkpoints.score(step, dict(scores))
+        if progress.empty and self._requests.wants_text and not self._requests.stop_reason:
+            progress.end_s = None  # the next step is not measured from the end of the previous one
+            self._texts.answer(self._plan, step)
 
     def _evaluates_after(self, step: int, *, saves: bool) -> bool:
         return not self._requests.stop_reason and self._evaluations.after(step, saves=saves)
@@ -438,10 +443,14 @@ class _Loop:
         made = self._evaluations.make(self._fleet, self._plan, lambda: bool(self._requests.stop_reason))
         if made is None:
             return
+        # Before the record, without which an evaluation is repeated if stages are lost.
+        texts = self._texts.of_callbacks(self._plan, step)
         self._evaluation, remark = made
         self._progress.end_s = None  # the next step is not measured from the end of the previous one
         reporter.log("evaluate", f"{step} steps", step=step, **dict(self._evaluation))
         reporter.callbacks.evaluated(step, dict(self._evaluation))
+        for number, tokens in texts:
+            reporter.callbacks.text(step, number, tokens)
         if remark:
             message = f"The loss of the evaluation after {step} steps is NaN or infinite. {remark}"
             reporter.complain("evaluation", message, step)

@@ -215,7 +215,7 @@ class Ordering:
             self.save_soon()
 
     def orders(self, at: Position, *, empty: bool = True) -> Iterator[Order]:
-        """Yield orders up to the end of the run, the next evaluation or the next change of the stages.
+        """Yield orders up to the end of the run, the next evaluation, generation or change of the stages.
 
         Args:
             at: position of the run, where the first order begins.
@@ -241,9 +241,8 @@ class Ordering:
             ordered = Ordered(segment, after, setting, self._steady and steady, saves, copies, once, traced)
             self._steady = steady
             yield self._order(ordered)
-            if (ends_empty and self._pauses_after(after.step, saves=saves)) or (
-                empties and self._requests.wants_change
-            ):
+            pauses = self._requests.wants_text or self._pauses_after(after.step, saves=saves)
+            if (ends_empty and pauses) or (empties and self._requests.wants_change):
                 return
 
     def draining(self, at: Position) -> Order:
@@ -286,7 +285,7 @@ class Ordering:
                 at,
                 flowing=not empty,
                 empty_after=self._empty_after,
-                empty_soon=lambda: self._save_requested or self._requests.wants_checkpoint or self._checkpoints.overdue,
+                empty_soon=lambda: self._save_requested or self._requests.wants_drain or self._checkpoints.overdue,
             )
             for segment, after in flowing:
                 yield replace(segment, generation=generation), after, ActiveSettings()

@@ -104,7 +104,7 @@ class CallbackThread:
     ) -> None:
         self._callbacks = list(callbacks)
         self._complain, self._waiting = complain, waiting
-        self._queue: deque[tuple[str, int, tuple[Any, ...]]] = deque()
+        self._queue: deque[tuple[str, int, tuple[Any, ...], int | None]] = deque()
         self._changed = threading.Condition()
         self._in_a_row: Counter[tuple[int, str]] = Counter()  # failures of a callback's method
         self._modules = [_modules_of(callback) for callback in self._callbacks]
@@ -125,6 +125,10 @@ class CallbackThread:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._put("on_eval", step, step, metrics)
+
+    def text(self, step: int, number: int, tokens: Any) -> None:
+        """Queue a call of ``on_text`` of one callback."""
+        self._put("on_text", step, step, tokens, only=number)
 
     def checkpoint(self, step: int, path: str) -> None:
         self._put("on_checkpoint", step, step, path)
@@ -158,7 +162,7 @@ class CallbackThread:
             self._complain("callbacks given up", why, 0 if how is None else how.step, 0)
             self._queue.clear()
 
-    def _put(self, method: str, step: int, *arguments: Any, may_drop: bool = False) -> None:
+    def _put(self, method: str, step: int, *arguments: Any, may_drop: bool = False, only: int | None = None) -> None:
         if not self._begun:
             return
         with self._changed:
@@ -169,7 +173,7 @@ class CallbackThread:
                 dropped = self._dropped
             else:
                 dropped = 0
-                self._queue.append((method, step, arguments))
+                self._queue.append((method, step, arguments, only))
                 self._changed.notify()
         if dropped:
             why = f"Callbacks are {MOST_WAITING} calls behind; they miss some steps."
@@ -181,8 +185,10 @@ class CallbackThread:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
-                method, step, arguments = self._queue.popleft()
+                method, step, arguments, only = self._queue.popleft()
             for number, callback in enumerate(self._callbacks):
+                if only not in (None, number):
+                    continue
                 # Neither an exception of the callback nor one of the complaint ends this thread.
                 with suppress(BaseException):
                     self._call(number, callback, method, step, arguments)

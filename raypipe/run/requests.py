@@ -1,4 +1,5 @@
-"""Requests to a running loop from other threads: begin, stop, checkpoint, resize, move, re-partition, hand over."""
+"""Requests to a running loop from other threads: begin, stop, checkpoint, text, resize, move, re-partition,
+hand over."""
 
 from __future__ import annotations
 
@@ -6,9 +7,17 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from raypipe.errors import PlanError, RaypipeError
+import torch
+
+from raypipe.errors import PlanError, RaypipeError, StageError
 from raypipe.planner.repartition import Offer
+from raypipe.run.generate_loop import Generation
 from raypipe.run.spec import Planned
+
+TEXT_OVER = (
+    "The run is over, so that its stages generate nothing. PipelineTrainer.generate starts stages from its newest "
+    "checkpoint."
+)
 
 
 class _Haltable(Protocol):
@@ -46,6 +55,27 @@ class Resize:
         self.done.set()
 
 
+class TextRequest:
+    """Request to generate text between two steps, and its answer.
+
+    Attributes:
+        generation: prompts and options.
+        done: event that is set once the request was answered.
+        tokens: answer; None before it, and after an error.
+        error: reason why nothing was generated; None if something was, and before the answer.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.done = threading.Event()
+        self.tokens: torch.Tensor | None = None
+        self.error: RaypipeError | None = None
+
+    def answer(self, tokens: torch.Tensor | None = None, error: RaypipeError | None = None) -> None:
+        self.tokens, self.error = tokens, error
+        self.done.set()
+
+
 class Requests:
     """Queue of requests to the thread that runs the loop, from threads that serve clients.
 
@@ -57,6 +87,7 @@ class Requests:
         self.stop_reason = ""
         self._fleet: _Haltable | None = None
         self._resize: Resize | None = None
+        self._texts: list[TextRequest] = []
         self._leaving: set[str] = set()
         self._offer: Offer | None = None
         self._joining = False
@@ -136,6 +167,45 @@ class Requests:
         if resize.error is not None:
             raise resize.error
 
+    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+        """Request a generation after the orders that were issued already, and wait for its tokens.
+
+        Args:
+            timeout_s: maximum seconds to wait. If the generation has not begun by then, it is withdrawn.
+
+        Raises:
+            StageError: the run is over, a stage failed, or ``timeout_s`` have passed.
+            RaypipeError: the generation is not possible.
+        """
+        request = TextRequest(generation)
+        with self._lock:
+            if self._over:
+                request.answer(error=StageError(TEXT_OVER))
+            else:
+                self._texts.append(request)
+        if not request.done.wait(timeout_s):
+            with self._lock:
+                if request in self._texts:
+                    self._texts.remove(request)
+            raise StageError(
+                f"No text was generated within {timeout_s:g} s: the run has not come to the end of a step, or the "
+                "generation takes longer. Look at its status, or give generate a longer timeout_s."
+            )
+        if request.error is not None:
+            raise request.error
+        assert request.tokens is not None, "it was answered"
+        return request.tokens
+
+    @property
+    def wants_text(self) -> bool:
+        """True if a generation is requested."""
+        return bool(self._texts)
+
+    def take_text(self) -> TextRequest | None:
+        """Return the oldest requested generation and remove the request; None without one. The caller must answer."""
+        with self._lock:
+            return self._texts.pop(0) if self._texts else None
+
     def _withdraw(self, resize: Resize, timeout_s: float) -> bool:
         """Withdraw a resize and answer it with a PlanError; return False if the loop is already making the resize.
 
@@ -205,11 +275,11 @@ class Requests:
     def take_hand_over(self) -> Callable[[], None] | None:
         """Return the argument of ``hand_over`` and remove the request; None without a request.
 
-        While a stop, a checkpoint, a move or a resize is requested, the result is None and the request stays: those
-        requests would be lost with this driver.
+        While a stop, a checkpoint, a generation, a move or a resize is requested, the result is None and the request
+        stays: those requests would be lost with this driver.
         """
         with self._lock:
-            if self._leaving or self._resize is not None or self.stop_reason or self._checkpoint.is_set():
+            if self._leaving or self._resize is not None or self.stop_reason or self.wants_drain:
                 return None
             go, self._hand_over = self._hand_over, None
         return go
@@ -250,10 +320,12 @@ class Requests:
         return resize
 
     def end(self) -> None:
-        """Mark the run as over: later resizes are refused, and a waiting resize is answered with a PlanError."""
+        """Mark the run as over: later resizes and generations are refused, and those that wait get an error."""
         with self._lock:
             self._over, self._fleet = True, None
             resize, self._resize = self._resize, None
+        while (request := self.take_text()) is not None:
+            request.answer(error=StageError(TEXT_OVER))
         if resize is not None and not resize.withdrawn:
             resize.answer(PlanError("The run ended before it could be resized."))
 
@@ -262,9 +334,9 @@ class Requests:
         self._checkpoint.set()
 
     @property
-    def wants_checkpoint(self) -> bool:
-        """True if a checkpoint was requested since the last ``take_checkpoint``."""
-        return self._checkpoint.is_set()
+    def wants_drain(self) -> bool:
+        """True if a checkpoint or a generation is requested, which an asynchronous pipeline drains for."""
+        return self._checkpoint.is_set() or self.wants_text
 
     def take_checkpoint(self) -> bool:
         """Remove the request for a checkpoint; return True if there was one."""

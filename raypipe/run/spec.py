@@ -22,6 +22,7 @@ from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig, ControllerDecision, MemoryBudget
 from raypipe.planner.search import Request
 from raypipe.planner.segments import Flow, rows_for
+from raypipe.run.generate_loop import Generation
 from raypipe.run.status import Alert, Stages
 
 
@@ -131,7 +132,7 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Description of a run for its loop, independent of the plan; small, and without tensors.
+    """Description of a run for its loop, independent of the plan; small, and without weights.
 
     Attributes:
         place: folder of the run.
@@ -153,6 +154,7 @@ class RunSpec:
         wanted_workers: workers used by the first plan, which was made for the most workers that the user offers.
         copy_interval_steps: minimum steps between in-memory copies of every stage's state; None takes no copies.
         callbacks: objects that are called while the run trains, see raypipe.callbacks.
+        generations: (number of a callback, generation for its ``prompts``), made at every evaluation.
     """
 
     name: str
@@ -175,6 +177,7 @@ class RunSpec:
     wanted_workers: int = 0
     copy_interval_steps: int | None = None
     callbacks: tuple[Any, ...] = ()
+    generations: tuple[tuple[int, Generation], ...] = ()
 
     @property
     def sample_order(self) -> SampleOrder:

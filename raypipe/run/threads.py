@@ -6,9 +6,12 @@ import os
 import threading
 from collections.abc import Callable
 
+import torch
+
 from raypipe.engine.io.run_files import part_before
 from raypipe.errors import LeaseError, PlanError
 from raypipe.ir.timeline import Timeline
+from raypipe.run.generate_loop import Generation
 from raypipe.run.journal import Journal, News
 from raypipe.run.lease import Lease
 from raypipe.run.loop import LoopSetup, run_loop
@@ -73,6 +76,9 @@ class ThreadConnection:
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         raise PlanError(IN_THREADS)
+
+    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+        return self._requests.generate(generation, timeout_s)
 
     def predicted(self) -> Timeline | None:
         return self._journal.predicted

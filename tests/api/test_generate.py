@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 import transformers
 from torch import nn
 
+from raypipe import Callback, attach, load_state_dict
+from raypipe.callbacks import Prompts
 from raypipe.capture.decode_recipe import DecodeRecipe, decode_recipe
-from raypipe.errors import ConfigError
+from raypipe.engine.io.checkpoint import checkpoint_name
+from raypipe.errors import ConfigError, StageError
 from raypipe.ir.precision import FP32
 from tests.trainers import trainer_of
 
@@ -20,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("sha
 
 LENGTHS, NEW = (9, 1, 3, 5, 9, 2, 8, 4), 32
 STAGES = (1, 2, 3)
+ROWS = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
 
 
 def gpt2() -> nn.Module:
@@ -71,8 +76,7 @@ def prompts(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trainer(name: str, num_stages: int, folder: Path, **more: Any) -> Any:
-    rows = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
-    made = trainer_of(model_of(name), folder, loss_fn=None, train_data=rows, num_stages=num_stages, **more)
+    made = trainer_of(model_of(name), folder, loss_fn=None, train_data=ROWS, num_stages=num_stages, **more)
     made._decodes = recipe_of(name)  # traced once for all numbers of stages
     return made
 
@@ -110,8 +114,6 @@ def test_the_weights_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
     tokens, mask = prompts("gpt2")
     given = {"attention_mask": mask, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 0}
     result = made.fit(num_steps=2, local=True, progress=False)
-    from raypipe import load_state_dict
-
     trained = MODELS["gpt2"]().eval()
     trained.load_state_dict(load_state_dict(result.checkpoint))
     wanted = trained.generate(tokens, do_sample=False, **given)  # type: ignore[operator]
@@ -139,3 +141,123 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
     plain = trainer_of(nn.Linear(2, 2), train_data=rows, num_stages=1)
     with pytest.raises(ConfigError, match="transformers"):
         plain.generate(tokens, local=True)
+
+
+GIVEN: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 0}
+DRAWN: dict[str, Any] = {"do_sample": True, "top_k": 30, "temperature": 1.5, "seed": 3}
+
+
+def generated_at(run: Path) -> list[int]:
+    """Steps after which the stages of a run have generated."""
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["decision"] == "generate"]
+
+
+def same_weights(one: str, other: str) -> bool:
+    mine, theirs = load_state_dict(one), load_state_dict(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gpt2", {"num_stages": 3}),
+        ("t5", {"num_stages": 2}),
+        ("gpt2", {"num_stages": 2, "num_replicas": 2}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "-".join(map(str, given.values())),
+)
+def test_a_run_generates_between_two_steps_and_trains_the_same_bits(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    tokens, mask = prompts(name)
+    more = {"checkpoint_interval_steps": 1, **more}
+    alone = trainer(name, folder=tmp_path / "alone", **more).fit(num_steps=6, local=True, progress=False)
+    made = trainer(name, folder=tmp_path, **more)
+    handle = made.start(num_steps=6, local=True)
+    given = [{}, DRAWN, {}]
+    found = [handle.generate(tokens, attention_mask=mask, **GIVEN, **options) for options in given]
+    result = handle.wait()
+    assert same_weights(result.checkpoint, alone.checkpoint)
+    steps = generated_at(tmp_path / "run")
+    assert len(steps) == 3
+    for step, options, text in zip(steps, given, found, strict=True):
+        if step:  # the weights before the first step are in no checkpoint
+            path = tmp_path / "run" / checkpoint_name(step)
+            wanted = made.generate(tokens, attention_mask=mask, checkpoint=path, local=True, **GIVEN, **options)
+            assert torch.equal(text, wanted)
+
+
+class Reads(Callback):
+    """Reads what the stages write at evaluations."""
+
+    def __init__(self, prompts: Any) -> None:
+        self.prompts = prompts
+        self.read: list[tuple[str, int, Any]] = []
+
+    def on_eval(self, step: int, metrics: Any) -> None:
+        self.read.append(("eval", step, metrics))
+
+    def on_text(self, step: int, tokens: torch.Tensor) -> None:
+        self.read.append(("text", step, tokens))
+
+
+def test_callbacks_get_the_text_of_every_evaluation(tmp_path: Path) -> None:
+    tokens, mask = prompts("gpt2")
+    greedy, drawn, silent, wrong = (
+        Reads(Prompts(tokens, mask, **GIVEN)), Reads(Prompts(tokens, mask, **GIVEN, **DRAWN)), Reads(None),
+        Reads(Prompts(tokens + 60, **GIVEN)),
+    )  # fmt: skip
+    steps = {"eval_interval_steps": 2, "checkpoint_interval_steps": 2}
+    made = trainer("gpt2", 2, tmp_path, eval_data=ROWS, callbacks=[silent, greedy, wrong, drawn], **steps)
+    result = made.fit(num_steps=4, local=True, progress=False)
+    assert [line[:2] for line in silent.read] == [("eval", 2), ("eval", 4)] == [line[:2] for line in wrong.read]
+    (alert,) = result.alerts
+    assert "No text was generated after 4 steps: Stage 0 failed while it decoded" in str(alert)
+    alone = trainer("gpt2", 2, tmp_path / "alone").fit(num_steps=4, local=True, progress=False)
+    assert same_weights(result.checkpoint, alone.checkpoint)
+    for step in (2, 4):
+        whole: Any = MODELS["gpt2"]().eval()
+        path = tmp_path / "run" / checkpoint_name(step)
+        whole.load_state_dict(load_state_dict(path))
+        wanted = whole.generate(tokens, attention_mask=mask, do_sample=False, **GIVEN)
+        again = made.generate(tokens, attention_mask=mask, checkpoint=path, local=True, **GIVEN, **DRAWN)
+        for callback, text in ((greedy, wanted), (drawn, again)):
+            (read,) = [line[2] for line in callback.read if line[:2] == ("text", step)]
+            assert torch.equal(read, text)
+            assert [line[0] for line in callback.read] == ["eval", "text"] * 2
+
+
+def test_a_generation_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    tokens, mask = prompts("gpt2")
+    made = trainer("gpt2", 2, tmp_path)
+    handle = made.start(num_steps=1000, local=True)
+    with pytest.raises(StageError, match="Stage 0 failed while it decoded"):
+        handle.generate(tokens + 60)
+    with pytest.raises(ConfigError, match="num_beams=4"):
+        handle.generate(tokens, num_beams=4)
+    with pytest.raises(StageError, match=r"No text was generated within 0 s"):
+        handle.generate(tokens, attention_mask=mask, timeout_s=0)
+    with pytest.raises(ConfigError, match=r"from raypipe\.attach"):
+        attach("run").generate(tokens)
+    handle.stop()
+    assert handle.wait().stopped
+    with pytest.raises(StageError, match="The run is over"):
+        handle.generate(tokens, attention_mask=mask)
+
+
+def test_an_asynchronous_run_generates_too(tmp_path: Path) -> None:
+    tokens, mask = prompts("gpt2")
+    made = trainer("gpt2", 2, tmp_path, schedule="2bw")
+    handle = made.start(num_steps=40, local=True)
+    found = handle.generate(tokens, attention_mask=mask, **GIVEN)
+    assert found.shape == (len(tokens), tokens.shape[1] + 6)
+    assert handle.wait().metrics["step"] == 40
+
+
+def test_prompts_without_effect_are_refused(tmp_path: Path) -> None:
+    tokens, _ = prompts("gpt2")
+    with pytest.raises(ConfigError, match="the trainer has no eval_data"):
+        trainer("gpt2", 2, tmp_path, callbacks=[Reads(Prompts(tokens))])
+    with pytest.raises(ConfigError, match=r"give raypipe\.callbacks\.Prompts"):
+        trainer("gpt2", 2, tmp_path, callbacks=[Reads(["Once upon a time"])], eval_data=ROWS)

@@ -13,9 +13,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from torch.utils.data import TensorDataset
 
 from raypipe import EarlyStopping, PipelineTrainer
+from raypipe.callbacks import Prompts
 from raypipe.engine.io.checkpoint import FreshOptions, checkpoint_name, find_checkpoint
 from raypipe.engine.io.checkpoint.find_checkpoint import open_checkpoint, read_manifest
 from raypipe.engine.io.checkpoint.manifest import MANIFEST
@@ -43,7 +45,7 @@ class Losing(Transitions):
     """Fleet of threads that loses a worker once, and its recovery: in place, or from a checkpoint.
 
     Args:
-        lost: what ends with the loss, of the steps that are done then: "evaluation 6", "save 8", "step 6".
+        lost: what ends with the loss, of the steps that are done then: "evaluation 6", "text 6", "save 8", "step 6".
         back: all go back to the newest checkpoint; else nobody does.
         back_to: to that of this step instead, as if newer ones had come to count only afterwards.
     """
@@ -67,6 +69,9 @@ class Losing(Transitions):
     def save(self, folder: str) -> None:
         self._lose(f"save {self._step}")
         self._now.save(folder)
+
+    def decoding(self, *_given: Any) -> None:
+        self._lose(f"text {self._step}")
 
     def _lose(self, what: str, unheard: list[Reports] | None = None) -> None:
         if what == self._lost:
@@ -99,6 +104,21 @@ class Losing(Transitions):
         return Recovered(self._step, newest.folder, Position(**newest.manifest.position))
 
 
+class NoText:
+    """Generation by a model that generates nothing."""
+
+    def on(self, decoding: Callable[..., Any], *stages: Any) -> torch.Tensor:
+        decoding(*stages)
+        return torch.zeros(1, 1)
+
+
+class Reads(Listens):
+    prompts = Prompts(None)
+
+    def on_text(self, step: int, tokens: Any) -> None:
+        self.told.append(("text", step))
+
+
 def trainer(folder: Path, name: str, config: dict[str, Any], kept: Any = None, **more: Any) -> PipelineTrainer:
     run = SimpleNamespace(
         name=name, storage_path=str(folder), failure_config=SimpleNamespace(max_failures=-1), checkpoint_config=kept
@@ -118,7 +138,8 @@ def disturbed(
     during: Callable[[Requests], None] | None = None,
 ) -> tuple[Outcome, Listens]:
     """How a run ends that loses a worker, and what its callbacks heard."""
-    listens = Listens()
+    listens = Reads() if made._evaluations.interval_steps else Listens()
+    made._generation = lambda prompts: NoText()  # type: ignore[assignment,method-assign,return-value]
     made._callbacks = (listens,)
     requests = Requests()
     if during is not None:
@@ -148,7 +169,8 @@ SCORED = {
 
 
 @pytest.mark.parametrize(
-    ("why", "lost"), [("scored", "evaluation 6"), ("scored", "step 6"), ("evaluated", "evaluation 10")]
+    ("why", "lost"),
+    [("scored", "evaluation 6"), ("scored", "step 6"), ("evaluated", "evaluation 10"), ("evaluated", "text 6")],
 )
 @pytest.mark.parametrize("back", [False, True])
 def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
@@ -163,6 +185,8 @@ def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
     told = [(what, number) for what, number, *_ in listens.told if what in ("checkpoint", "eval")]
     assert [number for what, number in told if what == "checkpoint"] == [3, 6, 9, STEPS]
     assert sorted({number for what, number in told if what == "eval"}) == [3, 6, 9, STEPS]
+    if why == "evaluated":
+        assert sorted({number for what, number, *_ in listens.told if what == "text"}) == [3, 6, 9, STEPS]
     if not back:
         assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
 

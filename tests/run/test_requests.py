@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, RaypipeError, StageError
 from raypipe.planner.repartition import Offer
 from raypipe.run.requests import Requests, Resize
 from tests.waiting import wait_until
@@ -170,3 +172,49 @@ def test_a_resize_that_has_begun_is_not_withdrawn() -> None:
         requests.resize(3, 1.0)
     loop.join(30)
     assert taken[0].withdrawn == ""
+
+
+GENERATION: Any = SimpleNamespace()
+
+
+def test_every_generation_is_answered_once_in_order() -> None:
+    requests, found = Requests(), dict[int, Any]()
+
+    def ask(number: int) -> None:
+        try:
+            found[number] = requests.generate(GENERATION, 30.0)
+        except RaypipeError as error:
+            found[number] = str(error)
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for number, thread in enumerate(asking):
+        thread.start()
+        wait_until(lambda number=number: len(requests._texts) == number + 1)  # type: ignore[misc]
+    assert requests.wants_text
+    assert requests.wants_drain
+    requests.hand_over(lambda: None)
+    assert requests.take_hand_over() is None, "the requests would be lost"
+    for number in range(2):
+        request = requests.take_text()
+        assert request is not None
+        if number:
+            request.answer(error=StageError("no"))
+        else:
+            request.answer(torch.tensor([[7]]))
+    assert requests.wants_text
+    requests.end()
+    for thread in asking:
+        thread.join(30)
+    assert torch.equal(found[0], torch.tensor([[7]]))
+    assert found[1] == "no"
+    assert "The run is over" in found[2]
+    assert not requests.wants_text
+    with pytest.raises(StageError, match="The run is over"):
+        requests.generate(GENERATION, 30.0)
+
+
+def test_a_generation_that_has_not_begun_in_time_is_withdrawn() -> None:
+    requests = Requests()
+    with pytest.raises(StageError, match=r"within 0.01 s.*longer timeout_s"):
+        requests.generate(GENERATION, 0.01)
+    assert requests.take_text() is None

@@ -327,6 +327,46 @@ def test_a_resumed_run_equals_the_undisturbed_one(tmp_path: Path, overlaps: bool
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("optim", "overlaps"), [("adamw_torch", True), ("adafactor", False)])
+def test_a_second_training_begins_with_the_optimizer_of_the_first(tmp_path: Path, overlaps: bool, optim: str) -> None:
+    """Its state is that after the last step, also where the best weights were loaded since, or weights were changed."""
+    rows = texts(21, classes=3, longest=6)
+    best = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    best |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.05}
+    trainers = []
+    for kind in (transformers.Trainer, PipelinedTrainer):
+        trainer = trainer_of(kind, tmp_path / kind.__name__, bert(), rows, rows[:6], optim=optim, **best)
+        trainer._overlaps = overlaps
+        trainer.train()
+        trainer.args.num_train_epochs = 1
+        trainer.train_dataset = rows[:17]
+        trainer.train()
+        with torch.no_grad():
+            trainer.model.classifier.weight.mul_(2)
+        trainer.train()
+        trainers.append(trainer)
+    plain, piped = trainers
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert unequal(parameters(piped), parameters(plain)) == []
+    assert not (tmp_path / "PipelinedTrainer" / "raypipe-before").exists()
+    (tmp_path / "PipelinedTrainer" / "raypipe").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"cannot be read.*Set trainer\.optimizer = None"):
+        piped.train()
+
+
+def test_an_optimizer_with_state_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    optimizer.step()
+    trainer = trainer_of(PipelinedTrainer, tmp_path, model, texts(8, classes=3), optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match="an optimizer with state"):
+        trainer.train()
+    trainer.optimizer = None  # for a new one
+    trainer.train()
+
+
 class Stops(transformers.TrainerCallback):  # type: ignore[misc]
     """Callback that ends the training when a checkpoint was saved after this many steps."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -21,8 +22,9 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.engine.io.checkpoint import StateSource
-from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError
 from raypipe.ir.timeline import Timeline
+from raypipe.run.generate_loop import Generation
 from raypipe.run.journal import News
 from raypipe.run.plans.blueprint import Charter
 from raypipe.run.spec import RunSpec
@@ -171,10 +173,6 @@ class RayConnection:
         try:
             call = self._there.resize.remote(num_stages, timeout_s, num_replicas)
             self._answer(call, timeout_s + CONTROL_TIMEOUT_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, PlanError):
-                raise error.cause from None
-            raise
         except StageError as error:
             if not self._comes_back(error.__cause__):
                 raise
@@ -182,6 +180,12 @@ class RayConnection:
                 f"The driver of run {self._name!r} died during the resize, and Ray starts it again: the run "
                 "continues with its old stages or the new ones, as its status shows. Resize again if need be."
             ) from None
+
+    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+        tokens: torch.Tensor = self._answer(
+            self._there.generate.remote(generation, timeout_s), timeout_s + CONTROL_TIMEOUT_S
+        )
+        return tokens
 
     def predicted(self) -> Timeline | None:
         return self._answer(self._there.predicted.remote())
@@ -220,6 +224,10 @@ class RayConnection:
                 f"The driver of run {self._name!r} has not answered, though its process lives: it is "
                 "stopped, or its machine is busy. It handles the request once it resumes."
             ) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RaypipeError):
+                raise error.cause from None
+            raise
         except RayActorError as error:
             raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from error
 

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import ray
+import torch
 from ray.util.annotations import RayDeprecationWarning
 
 from raypipe.engine.io.run_files import part_before
@@ -34,6 +35,7 @@ from raypipe.engine.io.storage import Place
 from raypipe.errors import LinkError, PlanError, StageError, StageLostError
 from raypipe.ir.plan import Plan
 from raypipe.ir.timeline import Timeline
+from raypipe.run.generate_loop import Generation
 from raypipe.run.journal import Journal, News
 from raypipe.run.lease import Lease
 from raypipe.run.loop import LoopSetup, run_loop
@@ -389,6 +391,11 @@ class _DriverActor:
             PlanError: no such plan exists, there are not enough workers for it, or the wait timed out.
         """
         self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
+
+    @ray.method(concurrency_group="control")
+    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+        """Generate text on the stages between two steps, and return its tokens; see Requests.generate."""
+        return self._requests.generate(generation, timeout_s)
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:

@@ -52,7 +52,7 @@ def test_it_moves_when_the_loop_is_behind_a_step() -> None:
     go()
     assert told.requests.take_hand_over() is None
     assert (told.restarts, told.events) == (1, ["driver moves"])
-    assert not told.requests.wants_checkpoint
+    assert not told.requests.wants_drain
 
 
 @pytest.mark.parametrize(
