@@ -92,7 +92,7 @@ class FromRayTrain(Callback):
         self._metrics: dict[str, Any] = {}
 
     def on_start(self, run: RunStart) -> None:
-        self._context.run_id = run.path.rpartition("/")[2]
+        self._context.run_id = run.name
 
     def on_step(self, record: StepRecord) -> None:
         self._metrics = {"step": record.step + 1, **scalars(record)}

@@ -11,7 +11,6 @@ file, a few megabytes at a time, so that a model larger than this machine's memo
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from raypipe.engine.initial.weight_files import StoredTensor
+    from raypipe.engine.io.storage import Place
 
 
 FILE_BYTES = 5_000_000_000
@@ -51,7 +51,8 @@ def export_safetensors(checkpoint: str | Path, file: str | Path) -> dict[str, st
 
     Args:
         checkpoint: a path as for ``raypipe.load_state_dict``.
-        file: output. Its folder is created if necessary. A local file is replaced only once all bytes are written.
+        file: path or URI of the output. Its folder is created if necessary. A local file is replaced only once all
+            bytes are written.
 
     Returns:
         Further names of shared tensors -> names under which they are stored.
@@ -59,8 +60,10 @@ def export_safetensors(checkpoint: str | Path, file: str | Path) -> dict[str, st
     Raises:
         CheckpointError: there is no checkpoint, or the file cannot be written.
     """
+    from raypipe.engine.io.storage import Place
+
     state, shared = _state(checkpoint)
-    _write(Path(file), state, shared)
+    _write(Place.of(file), state, shared)
     return shared
 
 
@@ -71,7 +74,7 @@ def export_hugging_face(
 
     Args:
         checkpoint: a path as for ``raypipe.load_state_dict``.
-        folder: output, which must be new or empty, so that it has no file of another model.
+        folder: path or URI of the output, which must be new or empty, so that it has no file of another model.
         config: config.json of the model, or the folder that has it; the file is copied. None writes no config.json.
         file_bytes: maximum bytes of tensors in one file; if there are several files, an index is written too.
 
@@ -82,9 +85,11 @@ def export_hugging_face(
         ConfigError: the folder is not empty, or ``config`` has no config.json.
         CheckpointError: there is no checkpoint, or a file cannot be written.
     """
-    target = Path(folder)
+    from raypipe.engine.io.storage import Place
+
+    target = Place.of(folder)
     source = None if config is None else _config_file(Path(config))
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    if target.size_bytes() is not None or target.list():
         raise ConfigError(f"{target} is there already. Give the path of a new or empty folder.")
     state, shared = _state(checkpoint)
     parts = _parts({name: tensor.info.size_bytes for name, tensor in state.items()}, file_bytes)
@@ -97,9 +102,9 @@ def export_hugging_face(
             "metadata": {"total_size": sum(tensor.info.size_bytes for tensor in state.values())},
             "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
         }
-        (target / f"{_TOGETHER}.index.json").write_text(json.dumps(index, indent=2))
+        target.write_bytes(f"{_TOGETHER}.index.json", json.dumps(index, indent=2).encode())
     if source is not None:
-        shutil.copyfile(source, target / "config.json")
+        target.write_bytes("config.json", source.read_bytes())
     return shared
 
 
@@ -146,16 +151,16 @@ def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     return parts
 
 
-def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
+def _write(file: Place, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
     """Write a safetensors file with tensors by name, and with the further names ``shared`` in its metadata.
 
     An error leaves an existing file unchanged.
     """
     from raypipe.engine.initial.weight_files import copy_tensors
-    from raypipe.engine.io.storage import Place, PlaceError
+    from raypipe.engine.io.storage import PlaceError
 
     try:
-        with Place.of(file).writer() as write:
+        with file.writer() as write:
             copy_tensors(write, tensors, {"format": "pt", **shared})
     except PlaceError as error:
-        raise CheckpointError(f"{file} cannot be written: {error}") from None
+        raise CheckpointError(f"{file} cannot be written: {error.__cause__ or error}. Give another path.") from None

@@ -113,9 +113,9 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
     """
     place = located(source, storage, title)
     try:
-        if source.endswith(PICKLED):
+        if place.name.endswith(PICKLED):
             return _pickled(place.read_bytes(most_bytes=MOST_BYTES), source, title)
-        if source.endswith(".safetensors") or is_hugging_face(place):
+        if place.name.endswith(".safetensors") or is_hugging_face(place):
             weights = weights_in(place, title)
             return dict(WeightFiles.as_stored(weights, title).read(weights))
         return load_state_dict(place.path, storage_filesystem=place.filesystem)
@@ -444,13 +444,14 @@ def stored_weights(source: str, storage: Place, title: str = "init_from") -> dic
         ConfigError: ``source`` was not found, or is a file of torch.save.
         CheckpointError: a checkpoint or a file is damaged.
     """
-    if source.endswith(PICKLED):
+    place = located(source, storage, title)
+    if place.name.endswith(PICKLED):
         raise ConfigError(
             f"{title}={source!r} cannot be read tensor by tensor, which weights_on='workers' needs. Save the weights "
             "as safetensors (safetensors.torch.save_file, save_pretrained), or set weights_on='client'."
         )
     try:
-        return weights_in(located(source, storage, title), f"{title}={source!r}")
+        return weights_in(place, f"{title}={source!r}")
     except PlaceError as error:
         raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
 
@@ -472,7 +473,7 @@ def _too_many(model: Any, source: str, storage: Place) -> bool:
 
     The result is False if ``model`` is a module, and for sources other than safetensors files.
     """
-    if isinstance(model, nn.Module) or source.endswith(PICKLED):
+    if isinstance(model, nn.Module):
         return False
     place = located(source, storage)
     if not (place.name.endswith(".safetensors") or is_hugging_face(place)):

@@ -11,12 +11,15 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from raypipe.capture.guards import in_mode
 from raypipe.capture.own_loss import returned
@@ -130,6 +133,19 @@ def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) 
             return model(*inputs.args, **inputs.kwargs), None
     except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
         first = error
+    # A second run: torch.cond does not run as usual under hooks.
+    module, args, again = _failing(model, inputs, training, nullcontext())
+    return None, _misfit(model, module, args, inputs, again or first, training)
+
+
+def _failing(
+    model: nn.Module, inputs: Inputs, training: bool, beside: AbstractContextManager[Any]
+) -> tuple[nn.Module, tuple[Any, ...], Exception | None]:
+    """Run a model that fails again; return the innermost module that fails, its positional arguments, and the error.
+
+    Args:
+        beside: context of the run.
+    """
     running: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
     def leave(*_: Any) -> None:
@@ -137,15 +153,59 @@ def misfit_of_model(model: nn.Module, inputs: Inputs, *, training: bool = True) 
 
     enter = register_module_forward_pre_hook(lambda module, args: running.append((module, args)))
     hooks = enter, register_module_forward_hook(leave)
-    try:  # only in a second run: torch.cond does not run as usual under hooks
-        with _left_alone(model, training):
+    failed = None
+    try:
+        with _left_alone(model, training), beside:
             model(*inputs.args, **inputs.kwargs)
-    except Exception as error:  # noqa: BLE001  (as above)
-        first = error
+    except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+        failed = error
     finally:
         for hook in hooks:
             hook.remove()
-    return None, _misfit(model, *(running[-1] if running else (model, ())), inputs, first)
+    return (*(running[-1] if running else (model, ())), failed)
+
+
+class _Origins(TorchFunctionMode):
+    """Record, for each tensor that torch's functions return inside, what its values are computed from.
+
+    Attributes:
+        of: tensor -> names of data columns, and None if a parameter has a part in it. Buffers and new tensors have no
+            origin, such as positions, which depend on sizes only.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        super().__init__()
+        self.of: WeakTensorKeyDictionary[frozenset[Any]] = WeakTensorKeyDictionary()
+        for parameter in model.parameters():
+            self.of[parameter] = frozenset([None])
+        for buffer in model.buffers():
+            self.of[buffer] = frozenset()
+        for name, tensor in zip(inputs.columns, inputs.tensors, strict=True):
+            self.of[tensor] = frozenset([name])
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        origin = frozenset().union(*(self.of.get(x, ()) for x in _tensors_in((args, kwargs))))
+        made = function(*args, **kwargs)
+        for x in _tensors_in(made):
+            self.of[x] = origin
+        return made
+
+
+def _tensors_in(thing: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(thing) if isinstance(x, torch.Tensor)]
+
+
+def _origin(model: nn.Module, inputs: Inputs, training: bool) -> frozenset[Any]:
+    """Return what the first tensor argument of the failing module is computed from; see ``_Origins.of``.
+
+    If that is unknown, the result is as for a tensor that depends on parameters.
+    """
+    origins = _Origins(model, inputs)
+    _, args, failed = _failing(model, inputs, training, origins)
+    shown = next(iter(_tensors_in(args)), None)
+    unknown = frozenset([None])
+    return unknown if failed is None or shown is None else origins.of.get(shown, unknown)
 
 
 def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torch.Tensor, column: Any) -> RaypipeError:
@@ -191,7 +251,7 @@ def _remedy(error: Exception) -> str | None:
 
 
 def _misfit(
-    model: nn.Module, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, error: Exception
+    model: nn.Module, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, error: Exception, training: bool
 ) -> RaypipeError:
     """Build the error for a module that failed; ``module`` may be the whole model.
 
@@ -199,6 +259,7 @@ def _misfit(
         args: positional arguments of the module.
         inputs: arguments of the model, to find out whether the module reads a data column.
         error: exception that the module raised.
+        training: mode of the model.
     """
     where, text, remedy = quoted(error), short(error), _remedy(error)
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -214,10 +275,18 @@ def _misfit(
     kind = kind if len(kind) <= 72 and "\n" not in kind else type(module).__name__
     held = tuple(zip(inputs.columns, inputs.tensors, strict=True))
     shown, column = next(((x, name) for x in tensors for name, of in held if _part_of(x, of)), (tensors[0], None))
-    what, cure = "its input", "Make it fit what comes before it."
+    what, cure, of_data = "its input", "Make it fit what comes before it.", True
     if column is not None:
         what, cure = f"column {column!r} of the data", "Change the data, or the sizes of the module."
-    return (CaptureError if column is None else DataError)(
+    elif None in (origin := _origin(model, inputs, training)):
+        of_data = False
+    elif origin:
+        columns = f"column{'s' * (len(origin) > 1)} {' and '.join(sorted(map(repr, origin)))} of the data"
+        what = f"what forward computes from {columns}"
+        cure = "Change the data, what forward computes from it, or the sizes of the module."
+    else:
+        what, cure = "its input, which depends on sizes only", "Change the sizes of the data, or those of the module."
+    return (DataError if of_data else CaptureError)(
         f"The module {path}, {kind}, cannot take {what}, {_shown(shown)}{where}: {text} {remedy or cure}"
     )
 

@@ -140,28 +140,29 @@ def resize(
 
 def trace(
     run: Run,
-    output: Annotated[Path, typer.Option("-o", "--output", help="file to write")],
+    output: Annotated[str, typer.Option("-o", "--output", help="file or URI to write")],
 ) -> None:
     """Write a run's timeline, predicted above measured, for https://ui.perfetto.dev."""
+    from raypipe.engine.io.storage import Place, PlaceError
+
     text = _trace_text(_folder(run))
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(text)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}. Give another -o.") from error
+        Place.of(output).write_bytes("", text)
+    except PlaceError as error:
+        raise ConfigError(f"{output} cannot be written: {error.__cause__ or error}. Give another -o.") from error
     typer.echo(f"wrote {output}")
 
 
 def report(
     run: Run,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="file; report.html in the run's folder")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="file or URI; report.html in the run's folder")] = "",
 ) -> None:
     """Write a report of a run as one HTML file, which any browser shows without a network."""
     from raypipe.api.listing import summary_of
     from raypipe.report.page import write_report
 
     folder = _folder(run)
-    typer.echo(f"wrote {write_report(folder, summary_of(folder).state, str(output or ''))}")
+    typer.echo(f"wrote {write_report(folder, summary_of(folder).state, output)}")
 
 
 def _attached(run: str) -> Any:
@@ -245,7 +246,7 @@ class Mode(StrEnum):
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="folder or URI of a checkpoint, or a run for its newest one")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="a file for safetensors, a new folder for hf")],
+    output: Annotated[str, typer.Option("-o", "--output", help="file for safetensors, new folder for hf, or a URI")],
     to: Annotated[Form, typer.Option(help="one file, or a folder for from_pretrained")] = Form.SAFETENSORS,
     config: Annotated[Path | None, typer.Option(help="hf: folder whose config.json is copied")] = None,
     best: Annotated[

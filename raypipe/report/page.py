@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from raypipe import __version__
-from raypipe.engine.io.storage import Place
+from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.errors import ConfigError
 from raypipe.ir.plan import StagePrediction
 from raypipe.ir.schedule import Op
@@ -366,7 +365,7 @@ def write_report(folder: Place, state: str, output: str = "") -> str:
     Args:
         folder: folder of the run.
         state: as in ``report_html``.
-        output: file on this machine; "" for report.html in the run's folder.
+        output: path or URI of the file; "" for report.html in the run's folder.
 
     Raises:
         ConfigError: the folder is not that of a run, or ``output`` cannot be written.
@@ -377,10 +376,9 @@ def write_report(folder: Place, state: str, output: str = "") -> str:
         folder.write_bytes("report.html", page)
         return str(folder / "report.html")
     try:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_bytes(page)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}. Give another file.") from error
+        Place.of(output).write_bytes("", page)
+    except PlaceError as error:
+        raise ConfigError(f"{output} cannot be written: {error.__cause__ or error}. Give another file.") from error
     return output
 
 

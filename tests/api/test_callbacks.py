@@ -8,8 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.train import RunConfig
 
+from raypipe.api.callbacks import FromRayTrain
 from raypipe.callbacks import Callback, TensorBoard
+from raypipe.callbacks.base import RunStart
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.runfile.run_file import read_runfile
 from tests.exactness import unequal
@@ -112,6 +115,16 @@ def test_they_are_told_why_a_run_failed(tmp_path: Path) -> None:
     kind, _, error = listens.told[-1]
     assert kind == "end"
     assert "the optimizer is broken" in error
+
+
+def test_the_run_id_of_rays_callbacks_is_the_name_of_the_run_wherever_its_folder_is() -> None:
+    heard: list[str] = []
+    listens = OfRay()
+    listens.after_report = lambda context, metrics, checkpoint: heard.append(context.run_id)  # type: ignore[method-assign]
+    adapted = FromRayTrain(listens, RunConfig(name="lm"), None)
+    adapted.on_start(RunStart("lm", "s3://bucket/lm?endpoint_override=http://host:9000", 0, 1, {}, ""))
+    adapted.on_eval(0, {})
+    assert heard == ["lm"]
 
 
 def test_a_run_file_names_the_loggers(tmp_path: Path) -> None:

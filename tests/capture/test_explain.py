@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from raypipe.errors import RaypipeError
+from raypipe.errors import CaptureError, DataError, RaypipeError
 from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
@@ -99,18 +101,37 @@ def test_the_column_that_does_not_fit_is_described() -> None:
         trainer_of(Pooled(lambda _, x: x), loss_fn=None, train_data=data).plan()
 
 
+class Widths(Boxes):
+    """Looks up widths, as LayoutLM does, or tokens that parameters choose."""
+
+    def __init__(self, chosen: bool) -> None:
+        super().__init__()
+        self.chosen, self.head, self.last = chosen, nn.Linear(4, 30), nn.Embedding(20, 4)
+
+    def forward(self, ids: torch.Tensor, bbox: torch.Tensor) -> torch.Tensor:
+        if self.chosen:
+            return self.last(self.head(self.words(ids)).argmax(-1) * 0 + 25).mean()
+        return self.words(ids).mean() + self.places(bbox[:, :, 2] - bbox[:, :, 0] * 2).mean()
+
+
 @pytest.mark.parametrize(
-    ("length", "largest", "said"),
+    ("model", "length", "largest", "kind", "said"),
     [
+        (Boxes, 5, 12, DataError, r"'places', Embedding\(11, 4\), cannot take column 'bbox' of the data, .* to 12"),
+        (Boxes, 8, 10, DataError, r"'positions', .* cannot take its input, which depends on sizes only, .*from 0 to 7"),
         (
+            partial(Widths, False),
             5,
-            12,
-            r"'places', Embedding\(11, 4\), cannot take column 'bbox' of the data, shape .* to 12 .*out of range",
+            3,
+            DataError,
+            r"'places', .*, cannot take what forward computes from column 'bbox'",
         ),
-        (8, 10, r"'positions', Embedding\(6, 4\), cannot take its input, .*from 0 to 7.*out of range"),
+        (partial(Widths, True), 5, 3, CaptureError, r"'last', .* cannot take its input, .*from 25 to 25"),
     ],
 )
-def test_an_index_out_of_range_shows_in_the_range_of_the_input(length: int, largest: int, said: str) -> None:
+def test_an_index_out_of_range_is_of_the_data_unless_parameters_have_a_part_in_it(
+    model: Callable[[], nn.Module], length: int, largest: int, kind: type[RaypipeError], said: str
+) -> None:
     rows = [{"ids": torch.zeros(length, dtype=torch.int64), "bbox": torch.full((length, 4), largest)} for _ in range(8)]
-    with pytest.raises(RaypipeError, match=said):
-        trainer_of(Boxes(), loss_fn=None, train_data=rows).plan()
+    with pytest.raises(kind, match=f"{said}.*out of range"):
+        trainer_of(model(), loss_fn=None, train_data=rows).plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import raypipe
 from raypipe.cli import app
+from raypipe.engine.io.storage import Place
 from raypipe.starter import write
 
 moto = pytest.importorskip("moto.server", reason="moto[server] is not installed, so there is no S3 to talk to")
@@ -65,12 +67,24 @@ def test_every_address_can_be_passed_back(bucket: str, tmp_path: Path, monkeypat
     assert said("export", folder, "-o", "model.safetensors") == "wrote model.safetensors\n"
     assert said("export", checkpoint, "-o", "same.safetensors") == "wrote same.safetensors\n"
     assert Path("model.safetensors").read_bytes() == Path("same.safetensors").read_bytes()
+    writes = {"x.safetensors": "export", "hf": "export --to hf", "x.html": "report", "x.json": "trace"}
+    for name, words in writes.items():
+        command, *options = words.split()
+        output = bucket.replace("?", f"/{name}?")
+        assert said(command, folder, "-o", output, *options) == f"wrote {output}\n"
+    assert {name for name, _ in Place.of(bucket).list()} == {"lm", *writes}
+    for name in ("x.safetensors", "hf/model.safetensors"):
+        assert Place.of(bucket).read_bytes(name) == Path("model.safetensors").read_bytes()
+    assert not Path("s3:").exists(), "a folder here was taken for the bucket"
 
     result = raypipe.Result.from_path(folder)
     assert (result.path, result.checkpoint) == (folder, checkpoint)
     assert result.get_best_checkpoint("loss", "min") == checkpoint
     state = raypipe.load_state_dict(result.checkpoint)
-    again = trained("next", f"init_from={folder}", "optimizer.args.lr=0.0")
-    begun = raypipe.load_state_dict(again["checkpoint"])
-    assert all(torch.equal(value, begun[name]) for name, value in state.items())
+    torch.save(state, tmp_path / "x.pt")
+    Place.of(bucket).write_bytes("x.pt", (tmp_path / "x.pt").read_bytes())
+    for source in (folder, *(bucket.replace("?", f"/{name}?") for name in ("x.safetensors", "x.pt", "hf"))):
+        again = trained(f"next-{zlib.crc32(source.encode())}", f"init_from={source}", "optimizer.args.lr=0.0")
+        begun = raypipe.load_state_dict(again["checkpoint"])
+        assert all(torch.equal(value, begun[name]) for name, value in state.items())
     monkeypatch.delitem(sys.modules, "model")
