@@ -16,10 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from raypipe.data.item_randomness import own_generators
 from raypipe.errors import ConfigError
 from raypipe.hf.pipelined_trainer import PipelinedTrainer
-from raypipe.hf.trainer_loss import WithCounts
+from raypipe.hf.trainer_loss import first_items, loss_of, replace_forward
 from raypipe.hf.training_arguments import declared_by
 
 __all__ = ["PipelinedDPOTrainer", "PipelinedSFTTrainer"]
@@ -56,6 +53,8 @@ HONOURED = frozenset(
     )
 )  # fmt: skip
 """Fields that TRL declares, with the effect that they have in TRL."""
+_READ = ("_tp_size", "beta", "f_alpha_divergence_coef", "label_smoothing", "ld_alpha", "loss_types", "loss_weights")
+"""Attributes that compute_loss of TRL's trainers reads beside flags; they do not change."""
 _OWN = ("pipeline", "scaling_config", "failure_config", "local")
 
 
@@ -94,17 +93,24 @@ class RowPerPair:
         return {**batch, **{name: torch.stack(batch[name].chunk(2), dim=1) for name in self.joined}}
 
 
-class _Unread(float):
-    """Number 0, which stands for a metric of TRL's compute_loss in stages."""
+class _Measured(float):
+    """Number 0 in place of the metrics of TRL's compute_loss on the stages, and of what gathers and stores them."""
 
-    def _itself(self, *_args: Any) -> _Unread:
+    device, num_processes, parallelism_config = torch.device("cpu"), 1, None
+
+    def _itself(self, *_args: Any) -> _Measured:
         return self
 
-    sum = mean = item = _itself
+    gather = gather_for_metrics = sum = mean = item = append = __getitem__ = _itself
+
+    def __setitem__(self, _name: str, _value: Any) -> None:
+        """Discard the value."""
 
 
 class _TRLPipeline(PipelinedTrainer):
     """Common part of the pipelined trainers of TRL."""
+
+    _on_stages: Mapping[str, Any] = {"accelerator": _Measured(), "_metrics": _Measured(), "_total_train_tokens": 0.0}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
@@ -128,6 +134,7 @@ class _TRLPipeline(PipelinedTrainer):
             )
         if hasattr(self.model, "disable_input_require_grads"):
             self.model.disable_input_require_grads()  # TRL adds a hook for checkpoints inside modules
+        self._own_attributes -= frozenset(_READ)
 
     def _checked(self, args: Any) -> Any:
         """Return the arguments to train with; raise ConfigError for fields that a pipeline cannot honour."""
@@ -139,69 +146,24 @@ class _TRLPipeline(PipelinedTrainer):
         return args
 
     def _loss_of(self, loader: Any) -> tuple[Any, Any, Any]:
-        """Return (model, collate function, loss_reduction) with TRL's loss of each micro-batch, see PipelinedTrainer.
-
-        TRL divides by num_items_in_batch, or means of accumulated batches add up, each divided by their number.
-        """
         collate: Any = RowPerBlock(loader.collate_fn) if getattr(self, "padding_free", False) else loader.collate_fn
         with own_generators():
-            items = list(itertools.islice(loader.dataset, 8))
+            items = first_items(loader.dataset)
             batch = dict(collate(items))
-        joined = tuple(name for name, column in batch.items() if len(column) == 2 * len(items))
-        if joined:
-            collate = RowPerPair(collate, joined)
-        reduction, divides = self.pipeline.loss_reduction, False
-        counted = reduction == "auto" and self.model_accepts_loss_kwargs and "labels" in batch
-        if counted:
-            collate, reduction = WithCounts(collate, counts_items=True, shifts=self._loss_shifts_labels), "sum"
-        elif reduction == "auto" and self.args.gradient_accumulation_steps > 1:
-            collate, reduction = WithCounts(collate, batch_size=self.args.per_device_train_batch_size), "sum"
-            divides = True
-        names = [*batch, *["num_items_in_batch"] * counted, *["num_batches"] * divides]
-        return _with_loss(self, names, joined), collate, reduction
+        self._joined = tuple(name for name, column in batch.items() if len(column) == 2 * len(items))
+        return loss_of(self, loader.dataset, RowPerPair(collate, self._joined) if self._joined else collate)
 
+    def _stage_loss(self, model: Any, inputs: dict[str, Any], num_items: torch.Tensor | None) -> torch.Tensor:
+        kind = type(model)
 
-def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...]) -> Any:
-    """Return a twin of the trainer's model, with its tensors, that takes columns and returns TRL's loss.
+        def forward(self: Any, *args: Any, fused_lm_head: bool = False, **more: Any) -> Any:
+            labels = more.pop("labels") if fused_lm_head else None
+            outputs = kind.forward(self, *args, **more)
+            return outputs if labels is None else _scores(outputs, labels)
 
-    Args:
-        columns: TRL divides the loss by num_items_in_batch if that is among them, and the twin by num_batches.
-        joined: columns of shape (b, 2, ...).
-    """
-    model = trainer.model
-    twin = _unpatched(model, getattr(model, "get_base_model", lambda: model)())
-    kind = type(twin)
-    worker: Any = copy.copy(trainer)
-    worker.accelerator = SimpleNamespace(
-        gather=_unread, gather_for_metrics=_unread, device=torch.device("cpu"), num_processes=1, parallelism_config=None
-    )
-    worker._metrics, worker.model = defaultdict(lambda: defaultdict(list)), SimpleNamespace(training=True)
-
-    def forward(self: Any, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        number, batches = (
-            inputs.pop(name)[0] if name in inputs else None for name in ("num_items_in_batch", "num_batches")
-        )
-        for name in joined:
-            inputs[name] = torch.cat(inputs[name].unbind(1))
-
-        def scored(fused_lm_head: bool = False, **more: Any) -> Any:
-            if not fused_lm_head:
-                return kind.forward(self, **more)
-            labels = more.pop("labels")
-            return _scores(kind.forward(self, **more), labels)
-
-        loss = worker.compute_loss(scored, inputs, num_items_in_batch=number)
-        return {"loss": loss if batches is None else loss / batches}
-
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([itself, *named])  # type: ignore[attr-defined]
-    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return twin
-
-
-def _unread(_metric: torch.Tensor) -> _Unread:
-    return _Unread()
+        replace_forward(model, kind, forward)
+        joined = {name: torch.cat(inputs[name].unbind(1)) for name in self._joined}
+        return super()._stage_loss(model, {**inputs, **joined}, num_items)
 
 
 def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
@@ -223,23 +185,6 @@ def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
         is_top1=counts,
         label_mask=counts,
     )
-
-
-def _unpatched(module: torch.nn.Module, base: torch.nn.Module) -> Any:
-    """Return a twin of a module with the same tensors, without the forwards that TRL and accelerate have set on it.
-
-    Args:
-        base: the module or a submodule that TRL has patched. Modules outside of it have twins too.
-    """
-    twin = copy.copy(module)
-    for name in ("forward", "_original_forward"):
-        vars(twin).pop(name, None)
-    if module is not base:
-        twin._modules = {
-            name: _unpatched(child, base) if child is not None and base in child.modules() else child
-            for name, child in module._modules.items()
-        }
-    return twin
 
 
 class PipelinedSFTTrainer(_TRLPipeline, SFTTrainer):

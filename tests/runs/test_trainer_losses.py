@@ -206,3 +206,10 @@ class Reads(PipelinedTrainer):
 def test_a_loss_that_changes_from_step_to_step_is_refused(tmp_path: Path, kind: Any, message: str) -> None:
     with pytest.raises(RaypipeError, match=message):
         trainer_of(kind, tmp_path, bert(), texts(8, classes=3, longest=6)).train()
+
+
+def test_a_forward_that_was_replaced_on_the_model_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    model.forward = lambda **inputs: type(model).forward(model, **inputs)
+    with pytest.raises(RaypipeError, match="The forward of this BertForSequenceClassification was replaced"):
+        trainer_of(PipelinedTrainer, tmp_path, model, texts(8, classes=3, longest=6)).train()

@@ -15,7 +15,7 @@ import torch
 import raypipe
 from raypipe import PipelineConfig
 from raypipe.engine.torch_settings import one_thread
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from tests.exactness import unequal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trl sends its version to the hub otherwise
@@ -200,6 +200,16 @@ def test_a_subclass_may_have_its_own_loss(tmp_path: Path) -> None:
 
     plain, piped = doubled(trl.SFTTrainer), doubled(PipelinedSFTTrainer)
     trained((plain, piped), tmp_path, rows("text", 16), max_steps=2)
+
+
+class ReadsStep(PipelinedSFTTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, **more) * (1 + self.state.global_step)
+
+
+def test_a_loss_that_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RaypipeError, match=r"ReadsStep.compute_loss reads self.state"):
+        trainer_of(ReadsStep, tmp_path, rows("text", 8)).train()
 
 
 def test_every_field_of_trls_arguments_is_honoured_or_refused() -> None:
