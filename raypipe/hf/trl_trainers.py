@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer whose training loop is a pipeline of stages.
+"""TRL's SFTTrainer, DPOTrainer and RewardTrainer whose training loop is a pipeline of stages.
 
     trainer = trl.SFTTrainer(model, args, train_dataset=...)
     trainer = raypipe.hf.PipelinedSFTTrainer(model, args, train_dataset=..., pipeline=PipelineConfig(num_stages=2))
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from raypipe.data.item_randomness import own_generators
@@ -29,7 +29,7 @@ from raypipe.hf.pipelined_trainer import PipelinedTrainer
 from raypipe.hf.trainer_loss import first_items, loss_of, replace_forward
 from raypipe.hf.training_arguments import declared_by
 
-__all__ = ["PipelinedDPOTrainer", "PipelinedSFTTrainer"]
+__all__ = ["PipelinedDPOTrainer", "PipelinedRewardTrainer", "PipelinedSFTTrainer"]
 
 _MEMORY = "stages hold what they need. Give PipelineConfig(memory_limit_bytes=...), or leave it out"
 REFUSED: Mapping[str, str] = {
@@ -43,13 +43,13 @@ REFUSED: Mapping[str, str] = {
 """Fields that TRL declares and that cannot be honoured -> reason and fix. Any value but the default is refused."""
 HONOURED = frozenset(
     (
-        "assistant_only_loss", "beta", "bf16", "chat_template_path", "completion_only_loss", "dataset_kwargs",
-        "dataset_num_proc", "dataset_text_field", "disable_dropout", "discopop_tau", "eos_token", "eval_packing",
-        "f_alpha_divergence_coef", "f_divergence_type", "gradient_checkpointing", "label_smoothing", "ld_alpha",
-        "learning_rate", "logging_steps", "loss_type", "loss_weights", "lr_scheduler_kwargs", "max_length",
-        "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free",
-        "precompute_ref_batch_size", "precompute_ref_log_probs", "router_aux_loss_coef", "shuffle_dataset",
-        "truncation_mode", "trust_remote_code", "use_weighting",
+        "assistant_only_loss", "beta", "bf16", "center_rewards_coefficient", "chat_template_path",
+        "completion_only_loss", "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "disable_dropout",
+        "discopop_tau", "eos_token", "eval_packing", "f_alpha_divergence_coef", "f_divergence_type",
+        "gradient_checkpointing", "label_smoothing", "ld_alpha", "learning_rate", "logging_steps", "loss_type",
+        "loss_weights", "lr_scheduler_kwargs", "max_length", "model_init_kwargs", "packing", "packing_strategy",
+        "pad_to_multiple_of", "pad_token", "padding_free", "precompute_ref_batch_size", "precompute_ref_log_probs",
+        "router_aux_loss_coef", "shuffle_dataset", "truncation_mode", "trust_remote_code", "use_weighting",
     )
 )  # fmt: skip
 """Fields that TRL declares, with the effect that they have in TRL."""
@@ -101,7 +101,7 @@ class _Measured(float):
     def _itself(self, *_args: Any) -> _Measured:
         return self
 
-    gather = gather_for_metrics = sum = mean = item = append = __getitem__ = _itself
+    gather = gather_for_metrics = sum = mean = min = max = item = append = __getitem__ = _itself
 
     def __setitem__(self, _name: str, _value: Any) -> None:
         """Discard the value."""
@@ -110,24 +110,26 @@ class _Measured(float):
 class _TRLPipeline(PipelinedTrainer):
     """Common part of the pipelined trainers of TRL."""
 
+    _configuration: type[Any]
+    """Class of the argument ``args``."""
     _on_stages: Mapping[str, Any] = {"accelerator": _Measured(), "_metrics": _Measured(), "_total_train_tokens": 0.0}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         bound = inspect.signature(self._extends).bind(*args, **kwargs).arguments
-        bound["args"] = self._checked(copy.copy(bound.get("args")))
+        bound["args"] = self._checked(copy.copy(bound.get("args") or self._configuration("tmp_trainer")))
         if bound.get("compute_loss_func") is not None or bound["args"].label_smoothing_factor:
             raise ConfigError(
                 "compute_loss_func= and label_smoothing_factor make TRL run the model twice for each batch, once "
                 "without gradients. Override compute_loss in a subclass."
             )
         super().__init__(**bound, **own)
-        if self._is_vision_dataset:
+        if getattr(self, "_is_vision_dataset", False):
             raise ConfigError(
                 "train_dataset has images, which TRL processes batch by batch to any number of patches, and stages "
                 "need rows of samples. Train with raypipe.PipelineTrainer and a collate_fn of your own."
             )
-        if self.aux_loss_enabled:
+        if getattr(self, "aux_loss_enabled", False):
             raise ConfigError(
                 "The model adds the load balancing of its experts to the loss, which TRL computes over each batch. "
                 f"Give {type(self.args).__name__}(router_aux_loss_coef=0.0)."
@@ -201,10 +203,7 @@ class PipelinedSFTTrainer(_TRLPipeline, SFTTrainer):
         ConfigError: an argument cannot be honoured; the message names it and what to use instead.
     """
 
-    _extends = SFTTrainer
-
-    def _checked(self, args: Any) -> Any:
-        return super()._checked(SFTConfig("tmp_trainer") if args is None else args)
+    _extends, _configuration = SFTTrainer, SFTConfig
 
 
 class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
@@ -221,10 +220,10 @@ class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
         ConfigError: an argument cannot be honoured; the message names it and what to use instead.
     """
 
-    _extends = DPOTrainer
+    _extends, _configuration = DPOTrainer, DPOConfig
 
     def _checked(self, args: Any) -> Any:
-        args = super()._checked(DPOConfig("tmp_trainer") if args is None else args)
+        args = super()._checked(args)
         args.precompute_ref_log_probs = True
         return args
 
@@ -240,3 +239,19 @@ class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
             return super()._precompute_ref_logps(dataset, *args, **kwargs)
         finally:
             self.model.to("cpu")
+
+
+class PipelinedRewardTrainer(_TRLPipeline, RewardTrainer):
+    """TRL's RewardTrainer that trains a model in a pipeline of stages. A sample is a pair of answers.
+
+    Constructor, RewardConfig, preparation of the dataset, collator and loss are those of TRL.
+
+    Args:
+        pipeline, scaling_config, failure_config, local: see PipelinedTrainer.
+        args, kwargs: arguments of RewardTrainer.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; the message names it and what to use instead.
+    """
+
+    _extends, _configuration = RewardTrainer, RewardConfig
