@@ -269,14 +269,21 @@ def test_every_field_of_trls_arguments_is_honoured_or_refused() -> None:
     assert not HONOURED & set(REFUSED)
 
 
-def test_adapters_over_a_model_that_trl_loads_in_4_bits_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("already", [False, True])
+def test_adapters_over_a_model_that_trl_loads_in_4_bits_train(tmp_path: Path, already: bool) -> None:
+    """Quantized as it is read, or from a folder with weights in 4 bits."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is of the extra 'quantized'")
     model = str(tmp_path / "model")
     llama().save_pretrained(model)
     in_4_bits = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )
-    trained(SFT, tmp_path, rows("text", 32), lora, model=model, quantization_config=in_4_bits)
+    more = {"quantization_config": in_4_bits}
+    if already:
+        quantized = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **more)
+        model, more = str(tmp_path / "quantized"), {}
+        quantized.save_pretrained(model)
+    trained(SFT, tmp_path, rows("text", 32), lora, model=model, **more)
 
 
 @pytest.mark.parametrize(
