@@ -39,7 +39,7 @@ from raypipe.engine.io.checkpoint import load_state_dict, newest_step
 from raypipe.engine.io.checkpoint.state_source import StateSource
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.module_copy import copy_of
-from raypipe.engine.stage.quantized_linear import has_described
+from raypipe.engine.stage.quantized_linear import has_described, without_frozen_state
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.preflight.arguments import Unfilled
 from raypipe.prepare.inputs import build_model
@@ -50,6 +50,8 @@ SHOWN = 3
 """Maximum number of names of each kind in an error message."""
 MOST_BYTES = 1 << 40
 PICKLED = (".pt", ".pth", ".bin")
+_QUANTIZED = re.compile(r"\.quant_state\.bitsandbytes__|\.SCB$")
+"""Names that bitsandbytes gives to the numbers of a quantized weight."""
 
 
 class InitialWeights:
@@ -190,7 +192,15 @@ def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor], source: str) ->
         )
     weights = wanted_of(model, own, weights)
     matched(own, weights, f"init_from={source!r}", type(model).__name__)
-    model.load_state_dict(weights, strict=False)
+    loaded = without_frozen_state(model, weights)
+    other = next((n for n in weights.keys() - loaded.keys() if not torch.equal(weights[n], own[n])), None)
+    if other is not None:
+        raise ConfigError(
+            f"init_from={source!r} has another {other!r} than the model: its layers were quantized from other weights, "
+            "and bitsandbytes cannot exchange their scales. Load the model from there with from_pretrained, and leave "
+            "init_from out."
+        )
+    model.load_state_dict(loaded, strict=False)
 
 
 def wanted_of(model: nn.Module, own: Mapping[str, Any], weights: Mapping[str, T]) -> dict[str, T]:
@@ -244,10 +254,7 @@ def matched(
     }
     if any(faults.values()):
         these = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in faults.items() if names)
-        raise ConfigError(
-            f"{title} does not fit the model {model}. Of its names are {these}.{_hint(own, weights)} Give weights that "
-            "were saved from this model."
-        )
+        raise ConfigError(f"{title} does not fit the model {model}. Of its names are {these}. {_cure(own, weights)}")
     return {name: weights[held[first.get(name, name)]] for name in own}
 
 
@@ -293,17 +300,23 @@ def _kind(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _hint(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """Describe a prefix of all names in ``own``, or of all in ``weights``, without which most names would match.
+def _cure(own: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """Describe what to do about names that do not match.
 
-    Returns "" if there is no such prefix.
+    Weights may be quantized, or have a prefix in all names, or lack one, without which most names would match.
     """
-    for these, others, words in ((weights, own, "there"), (own, weights, "in the model")):
+    if any(map(_QUANTIZED.search, weights)):
+        return (
+            "The weights there are quantized: load the model from there with from_pretrained, which keeps them as they "
+            "are, and leave init_from out."
+        )
+    words = "Give weights that were saved from this model."
+    for these, others, where in ((weights, own, "there"), (own, weights, "in the model")):
         prefix = next(iter(these), "").partition(".")[0] + "."
         bare = {name.removeprefix(prefix) for name in these}
         if all(name.startswith(prefix) for name in these) and len(bare & others.keys()) > len(others) // 2:
-            return f" All names {words} begin with {prefix!r}, and without that most would be the same."
-    return ""
+            return f"All names {where} begin with {prefix!r}, and without that most would be the same. {words}"
+    return words
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -37,8 +37,8 @@ _MOST_BYTES = 1 << 28
 version counter, an array by its shape and dtype."""
 _DEEPEST = 8
 _LIBRARIES = (
-    "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "raypipe", "builtins", "collections",
-    "functools", "typing", "logging", "threading", "tqdm", "rich",
+    "torch", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow", "pandas", "raypipe", "builtins",
+    "collections", "functools", "typing", "logging", "threading", "tqdm", "rich",
 )  # fmt: skip
 """Packages whose classes and functions are skipped: some of their state changes by the clock."""
 CACHE = "the cache of "

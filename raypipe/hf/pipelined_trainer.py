@@ -22,7 +22,7 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +97,8 @@ class PipelinedTrainer(Trainer):
     _created_lr_scheduler: bool
     _extends: type[Trainer] = Trainer
     """Class whose constructor this one has."""
+    _on_stages: Mapping[str, Any] = {}
+    """Attributes of ``self`` in ``_stage_loss`` that differ from those of the trainer in this process."""
 
     def __init__(
         self,
@@ -347,7 +349,12 @@ class PipelinedTrainer(Trainer):
 
     def _loss_of(self, loader: Any) -> tuple[torch.nn.Module, Any, Any]:
         """Return (model, collate function, loss_reduction), see ``trainer_loss.loss_of``."""
-        return loss_of(self, loader)
+        return loss_of(self, loader.dataset, loader.collate_fn)
+
+    def _stage_loss(self, model: Any, inputs: dict[str, Any], num_items: torch.Tensor | None) -> torch.Tensor:
+        """Compute the loss of a batch on the stages, where ``self`` has what ``compute_loss`` may read."""
+        loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        return loss
 
     # ---- Checkpoints: checkpoint-N has Trainer's files, and the state of the stages in place of an optimizer.pt
 

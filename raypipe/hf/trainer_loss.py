@@ -4,9 +4,9 @@
     stages, for micro-batches:   twin(**inputs, num_items_in_batch=..., num_batches=...)
 
 The division is left out where ``compute_loss`` divides by num_items_in_batch. The twin of a model shares its tensors,
-and its forward calls ``compute_loss`` of the trainer. Both numbers are columns of the data, since only the whole
-mini-batch has them. A module that the trainer refers to, such as a teacher, becomes a part of the twin and does not
-learn.
+and its forward calls ``compute_loss`` of the trainer: that of transformers, of TRL, or of the user. Both numbers are
+columns of the data, since only the whole mini-batch has them. A module that the trainer refers to, such as a teacher,
+becomes a part of the twin and does not learn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WithCounts:
         return batch
 
 
-def loss_of(trainer: Any, loader: Any) -> tuple[nn.Module, Any, Any]:
+def loss_of(trainer: Any, dataset: Any, collate_fn: Any) -> tuple[nn.Module, Any, Any]:
     """Return (model, collate function, loss_reduction) with which micro-batches have the loss that Trainer has.
 
         compute_loss divides by num_items_in_batch       the number is a column of the data, and losses add up
@@ -81,12 +81,11 @@ def loss_of(trainer: Any, loader: Any) -> tuple[nn.Module, Any, Any]:
     With one batch per step the last two are the mean over the mini-batch.
 
     Args:
-        loader: data loader of the training data.
+        dataset, collate_fn: those of Trainer's data loader, or a collate function that wraps it.
     """
     args, given = trainer.args, trainer.pipeline.loss_reduction
     with own_generators(), torch.no_grad():
-        rows = list(itertools.islice(_items(loader.dataset), _ROWS))
-        batch = dict(loader.collate_fn(rows))
+        batch = dict(collate_fn(first_items(dataset)))
         fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
         columns = [name for name in batch if name not in fixed]
         func = trainer.compute_loss_func is not None
@@ -100,26 +99,20 @@ def loss_of(trainer: Any, loader: Any) -> tuple[nn.Module, Any, Any]:
             depends = not torch.equal(*losses)
     if given != "auto" or (args.gradient_accumulation_steps == 1 and not depends):
         one = 1 if counted and given == "auto" else None
-        return twin_of(trainer, columns, fixed, num_items=one), _with_counts(trainer, loader, fixed), given
+        counts = WithCounts(collate_fn, fixed=fixed) if fixed else collate_fn
+        return twin_of(trainer, columns, fixed, num_items=one), counts, given
     # A divisor also where it is 1: the losses of Trainer's batches add up, whatever terms they consist of.
     batch_size = args.per_device_train_batch_size if divides else 0
     names = ["num_items_in_batch"] * counted + ["num_batches"]
-    collate = _with_counts(trainer, loader, fixed, counts_items=counted, batch_size=batch_size)
-    return twin_of(trainer, (*columns, *names), fixed), collate, "sum"
+    counts = WithCounts(collate_fn, counted, trainer._loss_shifts_labels, batch_size, fixed)
+    return twin_of(trainer, (*columns, *names), fixed), counts, "sum"
 
 
-def _items(dataset: Any) -> Any:
+def first_items(dataset: Any) -> list[Any]:
+    """Read the first items of a dataset, of which a batch shows the columns."""
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        return iter(dataset)
-    return (dataset[row] for row in range(len(dataset)))
-
-
-def _with_counts(
-    trainer: Any, loader: Any, fixed: Mapping[str, Any], *, counts_items: bool = False, batch_size: int | None = None
-) -> Any:
-    if not fixed and batch_size is None:
-        return loader.collate_fn
-    return WithCounts(loader.collate_fn, counts_items, trainer._loss_shifts_labels, batch_size, fixed)
+        return list(itertools.islice(dataset, _ROWS))
+    return [dataset[row] for row in range(min(_ROWS, len(dataset)))]
 
 
 def twin_of(trainer: Any, columns: Any, fixed: Mapping[str, Any], *, num_items: int | None = None) -> nn.Module:
@@ -130,45 +123,79 @@ def twin_of(trainer: Any, columns: Any, fixed: Mapping[str, Any], *, num_items: 
         fixed: further arguments of the model.
         num_items: num_items_in_batch if that is no column; None is None.
     """
-    twin = copy.copy(trainer.model)
-    if "_original_forward" in vars(twin):  # an evaluation has wrapped it in autocast
-        del twin.forward, twin._original_forward
+    twin = _unpatched(trainer.model)
     kind = type(twin)
-    to_fp32 = _forward_to_fp32(kind)
-    # Module.__call__ is torch.export's while it traces, and takes parts of the traced model only.
-    inner_kind = type(kind.__name__, (kind,), {"forward": to_fp32, "__call__": to_fp32, "__module__": kind.__module__})
+
+    def forward_to_fp32(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = kind.forward(self, *args, **kwargs)
+        return convert_to_fp32(output) if torch.is_autocast_enabled("cpu") else output
 
     def forward(self: Any, **inputs: Any) -> dict[str, torch.Tensor]:
         inner, view = copy.copy(self), vars(self)[_VIEW]
         vars(inner).pop("forward", None)  # of this function, while it is traced
         del vars(inner)[_VIEW]
-        inner.__class__ = inner_kind
-        vars(view).update(model=inner, model_wrapped=inner)
+        replace_forward(inner, kind, forward_to_fp32)
         number = None if num_items is None else torch.tensor(float(num_items))
         if "num_items_in_batch" in inputs:
             number = inputs.pop("num_items_in_batch")[0].float()
         batches = inputs.pop("num_batches", None)
-        loss = view.compute_loss(inner, {**inputs, **fixed}, num_items_in_batch=number)
+        vars(view).update(model=inner, model_wrapped=inner)
+        try:
+            loss = view._stage_loss(inner, {**inputs, **fixed}, number)
+        finally:  # a trace would take them for state that compute_loss changes
+            del view.model, view.model_wrapped
         return {"loss": loss if batches is None else loss / batches[0]}
 
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    twin.__class__ = _subclass(kind, forward=forward)
     view, modules = _view_of(trainer)
     twin._modules = {**twin._modules, **modules}
     vars(twin)[_VIEW] = view
     return twin
 
 
-def _forward_to_fp32(kind: type) -> Any:
-    """Return the forward of a class of models with outputs in fp32 under autocast, as Trainer converts them."""
+def replace_forward(module: Any, kind: type, forward: Any) -> None:
+    """Let a module call ``forward``, an attribute of a subclass of ``kind``, without its hooks.
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return convert_to_fp32(output) if torch.is_autocast_enabled("cpu") else output
+    Module.__call__ is torch.export's while it traces, and takes parts of the traced model only.
+    """
+    module.__class__ = _subclass(kind, forward=forward, __call__=forward)
 
-    return forward
+
+def _subclass(kind: type, **attributes: Any) -> Any:
+    return type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__})
+
+
+def _unpatched(model: nn.Module) -> Any:
+    """Return a copy of a model with its tensors, without the forwards that accelerate and TRL have set on the model.
+
+    TRL has set one on the base of a model of peft. Modules on the way to it are copied too.
+
+    Raises:
+        ConfigError: another forward is set on the model.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()
+
+    def copied(module: nn.Module) -> nn.Module:
+        twin = copy.copy(module)
+        vars(twin).pop("_original_forward", None)
+        own = type(module).forward
+        innermost = inspect.unwrap(vars(twin).pop("forward", own))
+        if getattr(innermost, "__func__", innermost) is not inspect.unwrap(own):
+            raise ConfigError(
+                f"The forward of this {type(module).__name__} was replaced on the object, and stages trace that of its "
+                "class. Define it in a subclass."
+            )
+        if module is not base:
+            twin._modules = {
+                name: copied(child) if child is not None and base in child.modules() else child
+                for name, child in module._modules.items()
+            }
+        return twin
+
+    return copied(model)
 
 
 def _view_of(trainer: Any) -> tuple[Any, dict[str, nn.Module]]:
@@ -183,7 +210,7 @@ def _view_of(trainer: Any) -> tuple[Any, dict[str, nn.Module]]:
             )
         raise AttributeError(f"{kind.__name__} has no attribute {name!r}")
 
-    view: Any = object.__new__(type(kind.__name__, (kind,), {"__getattr__": missing, "__module__": kind.__module__}))
+    view: Any = object.__new__(_subclass(kind, __getattr__=missing))
     modules: dict[str, nn.Module] = {}
     for name, value in vars(trainer).items():
         if name in trainer._own_attributes and name not in _KEPT and not isinstance(value, bool | str | None):
@@ -191,6 +218,7 @@ def _view_of(trainer: Any) -> tuple[Any, dict[str, nn.Module]]:
         if isinstance(value, nn.Module):
             value = modules[name] = _not_learning(value)
         vars(view)[name] = value
+    vars(view).update(trainer._on_stages)
     return view, modules
 
 
@@ -198,8 +226,5 @@ def _not_learning(module: nn.Module) -> nn.Module:
     """Return a copy of a module, with its tensors, that does not learn and keeps its mode."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
     copied = copy.deepcopy(module, memo | {id(buffer): buffer for buffer in module.buffers()})
-    kind = type(copied)
-    copied.__class__ = type(
-        kind.__name__, (kind,), {"train": lambda self, mode=True: self, "__module__": kind.__module__}
-    )
+    copied.__class__ = _subclass(type(copied), train=lambda self, mode=True: self)
     return copied

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer whose training loop is a pipeline of stages.
+"""TRL's SFTTrainer, DPOTrainer and RewardTrainer whose training loop is a pipeline of stages.
 
     trainer = trl.SFTTrainer(model, args, train_dataset=...)
     trainer = raypipe.hf.PipelinedSFTTrainer(model, args, train_dataset=..., pipeline=PipelineConfig(num_stages=2))
@@ -16,23 +16,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import itertools
-from collections import defaultdict
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from raypipe.data.item_randomness import own_generators
 from raypipe.errors import ConfigError
 from raypipe.hf.pipelined_trainer import PipelinedTrainer
-from raypipe.hf.trainer_loss import WithCounts
+from raypipe.hf.trainer_loss import first_items, loss_of, replace_forward
 from raypipe.hf.training_arguments import declared_by
 
-__all__ = ["PipelinedDPOTrainer", "PipelinedSFTTrainer"]
+__all__ = ["PipelinedDPOTrainer", "PipelinedRewardTrainer", "PipelinedSFTTrainer"]
 
 _MEMORY = "stages hold what they need. Give PipelineConfig(memory_limit_bytes=...), or leave it out"
 REFUSED: Mapping[str, str] = {
@@ -46,16 +43,18 @@ REFUSED: Mapping[str, str] = {
 """Fields that TRL declares and that cannot be honoured -> reason and fix. Any value but the default is refused."""
 HONOURED = frozenset(
     (
-        "assistant_only_loss", "beta", "bf16", "chat_template_path", "completion_only_loss", "dataset_kwargs",
-        "dataset_num_proc", "dataset_text_field", "disable_dropout", "discopop_tau", "eos_token", "eval_packing",
-        "f_alpha_divergence_coef", "f_divergence_type", "gradient_checkpointing", "label_smoothing", "ld_alpha",
-        "learning_rate", "logging_steps", "loss_type", "loss_weights", "lr_scheduler_kwargs", "max_length",
-        "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free",
-        "precompute_ref_batch_size", "precompute_ref_log_probs", "router_aux_loss_coef", "shuffle_dataset",
-        "truncation_mode", "trust_remote_code", "use_weighting",
+        "assistant_only_loss", "beta", "bf16", "center_rewards_coefficient", "chat_template_path",
+        "completion_only_loss", "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "disable_dropout",
+        "discopop_tau", "eos_token", "eval_packing", "f_alpha_divergence_coef", "f_divergence_type",
+        "gradient_checkpointing", "label_smoothing", "ld_alpha", "learning_rate", "logging_steps", "loss_type",
+        "loss_weights", "lr_scheduler_kwargs", "max_length", "model_init_kwargs", "packing", "packing_strategy",
+        "pad_to_multiple_of", "pad_token", "padding_free", "precompute_ref_batch_size", "precompute_ref_log_probs",
+        "router_aux_loss_coef", "shuffle_dataset", "truncation_mode", "trust_remote_code", "use_weighting",
     )
 )  # fmt: skip
 """Fields that TRL declares, with the effect that they have in TRL."""
+_READ = ("_tp_size", "beta", "f_alpha_divergence_coef", "label_smoothing", "ld_alpha", "loss_types", "loss_weights")
+"""Attributes that compute_loss of TRL's trainers reads beside flags; they do not change."""
 _OWN = ("pipeline", "scaling_config", "failure_config", "local")
 
 
@@ -94,40 +93,50 @@ class RowPerPair:
         return {**batch, **{name: torch.stack(batch[name].chunk(2), dim=1) for name in self.joined}}
 
 
-class _Unread(float):
-    """Number 0, which stands for a metric of TRL's compute_loss in stages."""
+class _Measured(float):
+    """Number 0 in place of the metrics of TRL's compute_loss on the stages, and of what gathers and stores them."""
 
-    def _itself(self, *_args: Any) -> _Unread:
+    device, num_processes, parallelism_config = torch.device("cpu"), 1, None
+
+    def _itself(self, *_args: Any) -> _Measured:
         return self
 
-    sum = mean = item = _itself
+    gather = gather_for_metrics = sum = mean = min = max = item = append = __getitem__ = _itself
+
+    def __setitem__(self, _name: str, _value: Any) -> None:
+        """Discard the value."""
 
 
 class _TRLPipeline(PipelinedTrainer):
     """Common part of the pipelined trainers of TRL."""
 
+    _configuration: type[Any]
+    """Class of the argument ``args``."""
+    _on_stages: Mapping[str, Any] = {"accelerator": _Measured(), "_metrics": _Measured(), "_total_train_tokens": 0.0}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         bound = inspect.signature(self._extends).bind(*args, **kwargs).arguments
-        bound["args"] = self._checked(copy.copy(bound.get("args")))
+        bound["args"] = self._checked(copy.copy(bound.get("args") or self._configuration("tmp_trainer")))
         if bound.get("compute_loss_func") is not None or bound["args"].label_smoothing_factor:
             raise ConfigError(
                 "compute_loss_func= and label_smoothing_factor make TRL run the model twice for each batch, once "
                 "without gradients. Override compute_loss in a subclass."
             )
         super().__init__(**bound, **own)
-        if self._is_vision_dataset:
+        if getattr(self, "_is_vision_dataset", False):
             raise ConfigError(
                 "train_dataset has images, which TRL processes batch by batch to any number of patches, and stages "
                 "need rows of samples. Train with raypipe.PipelineTrainer and a collate_fn of your own."
             )
-        if self.aux_loss_enabled:
+        if getattr(self, "aux_loss_enabled", False):
             raise ConfigError(
                 "The model adds the load balancing of its experts to the loss, which TRL computes over each batch. "
                 f"Give {type(self.args).__name__}(router_aux_loss_coef=0.0)."
             )
         if hasattr(self.model, "disable_input_require_grads"):
             self.model.disable_input_require_grads()  # TRL adds a hook for checkpoints inside modules
+        self._own_attributes -= frozenset(_READ)
 
     def _checked(self, args: Any) -> Any:
         """Return the arguments to train with; raise ConfigError for fields that a pipeline cannot honour."""
@@ -139,69 +148,24 @@ class _TRLPipeline(PipelinedTrainer):
         return args
 
     def _loss_of(self, loader: Any) -> tuple[Any, Any, Any]:
-        """Return (model, collate function, loss_reduction) with TRL's loss of each micro-batch, see PipelinedTrainer.
-
-        TRL divides by num_items_in_batch, or means of accumulated batches add up, each divided by their number.
-        """
         collate: Any = RowPerBlock(loader.collate_fn) if getattr(self, "padding_free", False) else loader.collate_fn
         with own_generators():
-            items = list(itertools.islice(loader.dataset, 8))
+            items = first_items(loader.dataset)
             batch = dict(collate(items))
-        joined = tuple(name for name, column in batch.items() if len(column) == 2 * len(items))
-        if joined:
-            collate = RowPerPair(collate, joined)
-        reduction, divides = self.pipeline.loss_reduction, False
-        counted = reduction == "auto" and self.model_accepts_loss_kwargs and "labels" in batch
-        if counted:
-            collate, reduction = WithCounts(collate, counts_items=True, shifts=self._loss_shifts_labels), "sum"
-        elif reduction == "auto" and self.args.gradient_accumulation_steps > 1:
-            collate, reduction = WithCounts(collate, batch_size=self.args.per_device_train_batch_size), "sum"
-            divides = True
-        names = [*batch, *["num_items_in_batch"] * counted, *["num_batches"] * divides]
-        return _with_loss(self, names, joined), collate, reduction
+        self._joined = tuple(name for name, column in batch.items() if len(column) == 2 * len(items))
+        return loss_of(self, loader.dataset, RowPerPair(collate, self._joined) if self._joined else collate)
 
+    def _stage_loss(self, model: Any, inputs: dict[str, Any], num_items: torch.Tensor | None) -> torch.Tensor:
+        kind = type(model)
 
-def _with_loss(trainer: Any, columns: list[str], joined: tuple[str, ...]) -> Any:
-    """Return a twin of the trainer's model, with its tensors, that takes columns and returns TRL's loss.
+        def forward(self: Any, *args: Any, fused_lm_head: bool = False, **more: Any) -> Any:
+            labels = more.pop("labels") if fused_lm_head else None
+            outputs = kind.forward(self, *args, **more)
+            return outputs if labels is None else _scores(outputs, labels)
 
-    Args:
-        columns: TRL divides the loss by num_items_in_batch if that is among them, and the twin by num_batches.
-        joined: columns of shape (b, 2, ...).
-    """
-    model = trainer.model
-    twin = _unpatched(model, getattr(model, "get_base_model", lambda: model)())
-    kind = type(twin)
-    worker: Any = copy.copy(trainer)
-    worker.accelerator = SimpleNamespace(
-        gather=_unread, gather_for_metrics=_unread, device=torch.device("cpu"), num_processes=1, parallelism_config=None
-    )
-    worker._metrics, worker.model = defaultdict(lambda: defaultdict(list)), SimpleNamespace(training=True)
-
-    def forward(self: Any, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        number, batches = (
-            inputs.pop(name)[0] if name in inputs else None for name in ("num_items_in_batch", "num_batches")
-        )
-        for name in joined:
-            inputs[name] = torch.cat(inputs[name].unbind(1))
-
-        def scored(fused_lm_head: bool = False, **more: Any) -> Any:
-            if not fused_lm_head:
-                return kind.forward(self, **more)
-            labels = more.pop("labels")
-            return _scores(kind.forward(self, **more), labels)
-
-        loss = worker.compute_loss(scored, inputs, num_items_in_batch=number)
-        return {"loss": loss if batches is None else loss / batches}
-
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([itself, *named])  # type: ignore[attr-defined]
-    twin.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return twin
-
-
-def _unread(_metric: torch.Tensor) -> _Unread:
-    return _Unread()
+        replace_forward(model, kind, forward)
+        joined = {name: torch.cat(inputs[name].unbind(1)) for name in self._joined}
+        return super()._stage_loss(model, {**inputs, **joined}, num_items)
 
 
 def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
@@ -225,23 +189,6 @@ def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
     )
 
 
-def _unpatched(module: torch.nn.Module, base: torch.nn.Module) -> Any:
-    """Return a twin of a module with the same tensors, without the forwards that TRL and accelerate have set on it.
-
-    Args:
-        base: the module or a submodule that TRL has patched. Modules outside of it have twins too.
-    """
-    twin = copy.copy(module)
-    for name in ("forward", "_original_forward"):
-        vars(twin).pop(name, None)
-    if module is not base:
-        twin._modules = {
-            name: _unpatched(child, base) if child is not None and base in child.modules() else child
-            for name, child in module._modules.items()
-        }
-    return twin
-
-
 class PipelinedSFTTrainer(_TRLPipeline, SFTTrainer):
     """TRL's SFTTrainer that trains a model in a pipeline of stages.
 
@@ -256,10 +203,7 @@ class PipelinedSFTTrainer(_TRLPipeline, SFTTrainer):
         ConfigError: an argument cannot be honoured; the message names it and what to use instead.
     """
 
-    _extends = SFTTrainer
-
-    def _checked(self, args: Any) -> Any:
-        return super()._checked(SFTConfig("tmp_trainer") if args is None else args)
+    _extends, _configuration = SFTTrainer, SFTConfig
 
 
 class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
@@ -276,10 +220,10 @@ class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
         ConfigError: an argument cannot be honoured; the message names it and what to use instead.
     """
 
-    _extends = DPOTrainer
+    _extends, _configuration = DPOTrainer, DPOConfig
 
     def _checked(self, args: Any) -> Any:
-        args = super()._checked(DPOConfig("tmp_trainer") if args is None else args)
+        args = super()._checked(args)
         args.precompute_ref_log_probs = True
         return args
 
@@ -295,3 +239,19 @@ class PipelinedDPOTrainer(_TRLPipeline, DPOTrainer):
             return super()._precompute_ref_logps(dataset, *args, **kwargs)
         finally:
             self.model.to("cpu")
+
+
+class PipelinedRewardTrainer(_TRLPipeline, RewardTrainer):
+    """TRL's RewardTrainer that trains a model in a pipeline of stages. A sample is a pair of answers.
+
+    Constructor, RewardConfig, preparation of the dataset, collator and loss are those of TRL.
+
+    Args:
+        pipeline, scaling_config, failure_config, local: see PipelinedTrainer.
+        args, kwargs: arguments of RewardTrainer.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; the message names it and what to use instead.
+    """
+
+    _extends, _configuration = RewardTrainer, RewardConfig

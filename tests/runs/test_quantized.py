@@ -12,7 +12,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.export import export_safetensors
 from raypipe.capture import capture
-from raypipe.errors import RaypipeError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits, unequal
 from tests.trainers import trainer_of
@@ -96,6 +96,46 @@ def test_stages_train_what_plain_pytorch_trains(kind: str, num_stages: int, tmp_
     assert len(ours.steps) == len(theirs.steps) == STEPS
     for one, other in zip(ours.steps, theirs.steps, strict=True):
         assert unequal_gradients(one, other) == []
+
+
+def saved_quantized(folder: Path, seed: int = 0, *, twice: bool = True) -> Any:
+    """Save a model with weights in 4 bits as transformers does, and return it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    torch.manual_seed(seed)
+    llama().save_pretrained(folder / "plain")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=twice)
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(folder / "quantized")
+    return model
+
+
+def test_a_folder_with_quantized_weights_is_trained_as_the_model_that_was_saved(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_quantized(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
+    results = []
+    for name, model in (("saved", saved), ("read", read)):
+        torch.manual_seed(1)
+        given = {"optimizer": adamw, "train_data": rows(), "loss_fn": None} | FIELDS
+        run = trainer_of(with_adapters(model), tmp_path / name, **given)
+        results.append(run.fit(num_steps=2, local=True, progress=False))
+    assert [record.loss for record in results[0].records] == [record.loss for record in results[1].records]
+    assert unequal(results[1].checkpoint, results[0].checkpoint) == []
+
+
+def test_quantized_weights_as_init_from_are_refused_unless_the_model_has_their_scales(tmp_path: Path) -> None:
+    folder, model = tmp_path / "quantized", saved_quantized(tmp_path, twice=False)
+    given = {"optimizer": adamw, "loss_fn": None, "train_data": rows(), "init_from": str(folder)} | FIELDS
+    trainer_of(model, tmp_path / "same", **given).plan()
+    other = saved_quantized(tmp_path / "other", seed=1, twice=False)
+    with pytest.raises(ConfigError, match=r"another '.*absmax' than the model.*Load the model from there"):
+        trainer_of(other, tmp_path / "different", **given).plan()
+    unlike = r"does not fit the model LlamaForCausalLM.*there are quantized: load the model from there"
+    for more in ({}, {"weights_on": "workers"}):
+        with pytest.raises(ConfigError, match=unlike):
+            trainer_of(llama, tmp_path / "plain", **given | more).plan()
 
 
 def unequal_gradients(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

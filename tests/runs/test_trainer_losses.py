@@ -127,6 +127,19 @@ def test_a_compute_loss_of_a_subclass_has_the_bits_of_trainer(tmp_path: Path, ow
     assert unequal(parameters(piped), parameters(plain)) == []
 
 
+@pytest.mark.parametrize(("own", "bound", "of_weights"), [(focal, 0.0, 0.0), (distilled, 0.01, 1e-3)])
+def test_in_bf16_an_own_loss_is_under_autocast_too(
+    tmp_path: Path, own: Callable[[Any], Any], bound: float, of_weights: float
+) -> None:
+    """Cross entropy is computed in fp32 either way. A teacher, which Trainer calls in fp32, is not."""
+    kinds = own(transformers.Trainer), own(PipelinedTrainer)
+    plain, piped = both(tmp_path, bert, texts(21, classes=3, longest=6), kinds=kinds, bf16=True)
+    for ours, theirs in zip(history(piped), history(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=bound, abs=0.0)
+    theirs = parameters(plain)
+    assert max(float((p - theirs[name]).abs().max()) for name, p in parameters(piped).items()) <= of_weights
+
+
 def items_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """Loss of each token, divided by the number of tokens in the mini-batch."""
     logits = outputs["logits"][:, :-1].flatten(0, 1)
@@ -206,3 +219,10 @@ class Reads(PipelinedTrainer):
 def test_a_loss_that_changes_from_step_to_step_is_refused(tmp_path: Path, kind: Any, message: str) -> None:
     with pytest.raises(RaypipeError, match=message):
         trainer_of(kind, tmp_path, bert(), texts(8, classes=3, longest=6)).train()
+
+
+def test_a_forward_that_was_replaced_on_the_model_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    model.forward = lambda **inputs: type(model).forward(model, **inputs)
+    with pytest.raises(RaypipeError, match="The forward of this BertForSequenceClassification was replaced"):
+        trainer_of(PipelinedTrainer, tmp_path, model, texts(8, classes=3, longest=6)).train()

@@ -1,4 +1,4 @@
-"""Pipelined SFTTrainer and DPOTrainer beside those of TRL: one changed line, and the same losses and weights."""
+"""Pipelined trainers of TRL beside TRL's own: one changed line, and the same losses and weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import raypipe
 from raypipe import PipelineConfig
 from raypipe.engine.torch_settings import one_thread
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from tests.exactness import unequal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trl sends its version to the hub otherwise
@@ -26,12 +26,22 @@ transformers: Any = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
 
-from raypipe.hf import PipelinedDPOTrainer, PipelinedSFTTrainer, PipelinedTrainer  # noqa: E402
+from raypipe.hf import (  # noqa: E402
+    PipelinedDPOTrainer,
+    PipelinedRewardTrainer,
+    PipelinedSFTTrainer,
+    PipelinedTrainer,
+)
 from raypipe.hf.training_arguments import declared_by  # noqa: E402
 from raypipe.hf.trl_trainers import HONOURED, REFUSED  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_only")]
 
+CONFIGURATIONS = {
+    trl.SFTTrainer: trl.SFTConfig,
+    trl.DPOTrainer: trl.DPOConfig,
+    trl.RewardTrainer: trl.RewardConfig,
+}
 TWO_STAGES = {"pipeline": PipelineConfig(num_stages=2, partitioner="parameters"), "local": True}
 WORDS = ["<pad>", "<unk>", "<eos>", "user", "assistant", *(f"w{n}" for n in range(27))]
 TEMPLATE = (
@@ -61,12 +71,19 @@ def tokenizer() -> Any:
 
 
 def llama(**more: Any) -> Any:
+    return transformers.LlamaForCausalLM(llama_config(**more))
+
+
+def llama_config(**more: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, intermediate_size=24,
         vocab_size=32, max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=2, **more,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+
+
+def judge() -> Any:
+    return transformers.LlamaForSequenceClassification(llama_config(num_labels=1))
 
 
 def words(count: int, drawn: torch.Generator) -> str:
@@ -85,6 +102,7 @@ def rows(kind: str, count: int) -> Any:
                 "completion": {"prompt": asked, "completion": f" {one} <eos>"},
                 "chat": {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": one}]},
                 "pairs": {"prompt": asked, "chosen": f" {one} <eos>", "rejected": f" {two} <eos>"},
+                "margins": {"chosen": f"{asked} {one} <eos>", "rejected": f"{asked} {two} <eos>", "margin": n % 3},
             }[kind]
         )
     return datasets.Dataset.from_list(made)
@@ -96,7 +114,7 @@ def lora() -> dict[str, Any]:
 
 def trainer_of(kind: Any, folder: Path, data: Any, model: Any = None, **more: Any) -> Any:
     """Make a trainer of a class; ``more`` are fields of its configuration or arguments of the constructor."""
-    config = trl.DPOConfig if issubclass(kind, trl.DPOTrainer) else trl.SFTConfig
+    config = next(one for base, one in CONFIGURATIONS.items() if issubclass(kind, base))
     fields = {field.name for field in dataclasses.fields(config)}
     usual = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 0.1,
@@ -107,12 +125,14 @@ def trainer_of(kind: Any, folder: Path, data: Any, model: Any = None, **more: An
     others = {name: value for name, value in more.items() if name not in fields}
     if issubclass(kind, PipelinedTrainer):
         others = TWO_STAGES | others
-    return kind(model or llama(), args=args, train_dataset=data, processing_class=tokenizer(), **others)
+    model = model or (judge() if config is trl.RewardConfig else llama())
+    return kind(model, args=args, train_dataset=data, processing_class=tokenizer(), **others)
 
 
 def losses(trainer: Any) -> list[dict[str, float]]:
     """Return what is logged of losses, norms and rates."""
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_mean_token_accuracy", "eval_rewards/margins")
+    names = ["loss", "grad_norm", "learning_rate", "eval_loss", "eval_mean_token_accuracy", "eval_rewards/margins"]
+    names += ["eval_accuracy", "eval_margin"]
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
 
 
@@ -134,6 +154,7 @@ def trained(kinds: tuple[Any, Any], folder: Path, data: Any, others: Callable[[]
 
 SFT = (trl.SFTTrainer, PipelinedSFTTrainer)
 DPO = (trl.DPOTrainer, PipelinedDPOTrainer)
+REWARD = (trl.RewardTrainer, PipelinedRewardTrainer)
 LOSSES = [
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
@@ -174,6 +195,22 @@ def test_dpo_has_the_losses_and_weights_of_trl(tmp_path: Path, others: Any, more
     trained(DPO, tmp_path, rows("pairs", 24), others, **more)
 
 
+@pytest.mark.parametrize(
+    ("data", "others", "more"),
+    [
+        ("pairs", dict, {}),
+        ("margins", dict, {"center_rewards_coefficient": 0.1, "gradient_accumulation_steps": 1}),
+        ("pairs", lambda: {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")}, {}),
+    ],
+)
+def test_reward_models_have_the_losses_and_weights_of_trl(
+    tmp_path: Path, data: str, others: Any, more: dict[str, Any]
+) -> None:
+    """Of pairs of answers, with margins, and of adapters with a new head."""
+    held = rows(data, 6)
+    trained(REWARD, tmp_path, rows(data, 24), others, eval_dataset=held, eval_strategy="steps", eval_steps=2, **more)
+
+
 def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
     """TRL's own code evaluates and saves; entropy and token accuracy are those of evaluations only."""
     data, held = rows("completion", 24), rows("completion", 6)
@@ -202,11 +239,29 @@ def test_a_subclass_may_have_its_own_loss(tmp_path: Path) -> None:
     trained((plain, piped), tmp_path, rows("text", 16), max_steps=2)
 
 
+class ReadsStep(PipelinedSFTTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, **more) * (1 + self.state.global_step)
+
+
+def test_a_loss_that_changes_from_step_to_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RaypipeError, match=r"ReadsStep.compute_loss reads self.state"):
+        trainer_of(ReadsStep, tmp_path, rows("text", 8)).train()
+
+
+def test_every_trainer_of_trl_is_pipelined_or_refused_by_name() -> None:
+    """A new release of trl may add one: decide about it."""
+    for name in (name for name in dir(trl) if name.endswith("Trainer")):
+        if name not in {base.__name__ for base in CONFIGURATIONS}:
+            with pytest.raises(AttributeError, match=f"raypipe.hf has no Pipelined{name}: TRL's trainer .* Pipelined"):
+                getattr(raypipe.hf, f"Pipelined{name}")
+
+
 def test_every_field_of_trls_arguments_is_honoured_or_refused() -> None:
     """A new release of trl may add one: decide about it."""
     declared = {
         field.name
-        for config in (trl.SFTConfig, trl.DPOConfig)
+        for config in CONFIGURATIONS.values()
         for field in dataclasses.fields(config)
         if declared_by(config, field.name, "trl")
     }
@@ -214,14 +269,21 @@ def test_every_field_of_trls_arguments_is_honoured_or_refused() -> None:
     assert not HONOURED & set(REFUSED)
 
 
-def test_adapters_over_a_model_that_trl_loads_in_4_bits_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("already", [False, True])
+def test_adapters_over_a_model_that_trl_loads_in_4_bits_train(tmp_path: Path, already: bool) -> None:
+    """Quantized as it is read, or from a folder with weights in 4 bits."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is of the extra 'quantized'")
     model = str(tmp_path / "model")
     llama().save_pretrained(model)
     in_4_bits = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )
-    trained(SFT, tmp_path, rows("text", 32), lora, model=model, quantization_config=in_4_bits)
+    more = {"quantization_config": in_4_bits}
+    if already:
+        quantized = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **more)
+        model, more = str(tmp_path / "quantized"), {}
+        quantized.save_pretrained(model)
+    trained(SFT, tmp_path, rows("text", 32), lora, model=model, **more)
 
 
 @pytest.mark.parametrize(
