@@ -29,7 +29,7 @@ TRIAL_S = 0.02
 
 CANDIDATES = {
     "copy": "none", "bf16": "bf16", "fp16": "fp16", "int8": "int8", "int8_at_random": "int8", "fp8": "fp8",
-    "int4": "int4", "int4_at_random": "int4",
+    "int4": "int4", "int4_at_random": "int4", "tah4": "tah4", "tah3": "tah3",
 }  # fmt: skip
 KEYS = {"int8_at_random": 7, "int4_at_random": 7}
 """Keys of random rounding."""
