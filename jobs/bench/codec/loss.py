@@ -17,10 +17,10 @@ from jobs.train.lm import GPT, loss_fn, warmup_then_cosine
 from raypipe.engine.codec import host
 from raypipe.engine.codec.codec import wire_bytes
 
-CONTEXT, WIDTH, DEPTH, HEADS, ROWS = 64, 128, 4, 4, 16
+CONTEXT, WIDTH, DEPTH, HEADS, ROWS = 64, 64, 4, 4, 16
 RATE = 2e-3
 CORPUS_BYTES = 4_000_000
-HELD_OUT_ROWS = 768
+HELD_OUT_ROWS = 512
 
 
 def heldout_loss(name: str, seed: int, steps: int, folder: Path) -> float:
@@ -54,7 +54,7 @@ def heldout_loss(name: str, seed: int, steps: int, folder: Path) -> float:
 
 
 class _Sent(torch.autograd.Function):
-    """What a link makes of an activation, and of its gradient."""
+    """Copy of an activation through a link with a codec; its gradient goes back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -12,9 +12,9 @@
     wire     | units of each tile ... | scale of each tile ..., bfloat16 | codes of each chunk ... |
 
 The codes are Golomb-Rice codes, which are nearly as short as their entropy for what a Hadamard transform makes of most
-tensors. The encoder takes the smallest step with which the units of a tile fit, so the bytes depend on the number of
-elements only. Transform, tiles and 3 to 4 bits as in TAH-Quant (He et al., arXiv:2506.01352); instead of its pivots
-and numbers of bits by tile, outliers take units from their neighbours.
+tensors. The encoder takes about the smallest step with which the units of a tile fit, so the bytes depend on the number
+of elements only. Transform, tiles and 3 to 4 bits as in TAH-Quant (arXiv:2506.01352); instead of its pivots and numbers
+of bits by tile, outliers take units from their neighbours.
 
 Bits do not depend on the order of a library's sums: ``_total`` adds in a fixed order, and the decoder adds integers.
 ``kernels.cu`` computes the same bits.
@@ -73,13 +73,13 @@ class TileForm(NamedTuple):
 
 FORMS = {"tah4": TileForm(2, 96), "tah3": TileForm(0, 192)}
 
-
 _LEVELS = (1, 2, 4, 8)
 """Distances in rows of the numbers that each level of the transform of 16 rows adds and subtracts."""
 _NAN = 0x7FC0
 _MOST_FP16 = 65504.0
 _ONE = torch.ones(1, dtype=torch.uint8)
 _GROWTH = 1 + 2.0**-6
+"""Factor on a unit that is too small; its difference from 1 doubles each time, so that few times suffice."""
 _local = threading.local()
 
 
