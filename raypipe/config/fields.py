@@ -81,9 +81,9 @@ class PipelineFields:
             all, "off". A damaged message ends its link with an error; with FailureConfig(max_failures=...) the run
             opens its links again and repeats the step.
         codec_forward, codec_backward: encoding of boundary tensors and of their gradients on links; all but "none" are
-            lossy, from "bf16", half as large, to "int4"; see raypipe.engine.codec for errors. "auto" lets the
-            controller compress a link, "bf16" or "int8" forward and "bf16" back, while that makes steps shorter by more
-            than min_gain.
+            lossy, from "bf16", half as large, to "tah3", 8.8 times smaller; see raypipe.engine.codec for errors. "auto"
+            lets the controller compress a link, "bf16" or "int8" forward and "bf16" back, while that makes steps
+            shorter by more than min_gain.
         codec_sums: encoding of the gradient sums that replicas of a stage exchange: "bf16" rounds the sum of each lane,
             adds lanes up in full precision and rounds the total, for half the bytes; "none" changes nothing.
         shard_optimizer: True shards the state of a stage's optimizer over its replicas, as stage 1 of ZeRO does: each

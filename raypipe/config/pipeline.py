@@ -26,8 +26,8 @@ _T = TypeVar("_T")
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "schedule": tuple(KINDS),
     "transport": ("tcp", "object_store", "collective"),
-    "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
-    "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
+    "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4", "tah4", "tah3"),
+    "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4", "tah4", "tah3"),
     "precision": tuple(PRECISIONS),
 }
 """Values, other than "auto", of the fields whose values are names."""

@@ -59,6 +59,8 @@ CODECS = {
     "int8_at_random": (Codec("int8", rounding_seed=3), 1 / 126),
     "fp8": (Codec("fp8"), 1 / 15.9),
     "int4": (Codec("int4"), 1 / 13.9),
+    "tah4": (Codec("tah4"), 1 / 8),
+    "tah3": (Codec("tah3"), 1 / 3),
 }
 """Each codec, and its largest error as a share of the largest value."""
 

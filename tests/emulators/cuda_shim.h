@@ -28,6 +28,9 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+static inline int __float2int_rd(float x) { return (int)floorf(x); }
+static inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
+static inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 enum { LANES = 32, STACK_BYTES = 1 << 16 };
 static char stacks[LANES][STACK_BYTES];

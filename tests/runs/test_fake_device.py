@@ -58,13 +58,16 @@ PAIRS = {
     "16 bits": Codecs(Codec("bf16"), Codec("fp16")),
     "int8 at random": Codecs(Codec("int8", rounding_seed=7), Codec("int8")),
     "few bits": Codecs(Codec("fp8"), Codec("int4", rounding_seed=3)),
+    "transformed": Codecs(Codec("tah3"), Codec("tah4")),
 }
+NETS = {"transformed": "cnn"}
+"""Those whose messages need more elements than the usual one has."""
 RUNS: dict[str, Callable[[DeviceOf], Found]] = {
     "run": run,
     "a traced model that makes tensors": partial(run, name="tied-lm"),
     "evaluation": lambda device_of: list(evaluate(device_of).values()),
     "a state that goes back": lambda device_of: list(gone_back(device_of)),
-    **{name: partial(run, codecs=pair) for name, pair in PAIRS.items()},
+    **{name: partial(run, codecs=pair, name=NETS.get(name, "tied-sequential")) for name, pair in PAIRS.items()},
     "exchange": partial(run_replicas, codec_sums="none"),
     "exchange in bf16": partial(run_replicas, codec_sums="bf16"),
 }

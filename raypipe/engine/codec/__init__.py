@@ -17,16 +17,19 @@ rounding, and the backward of a codec is the identity (the straight-through esti
 | fp8   | 1 + 4/128        | 2^-4 |x| + 2^-18 a; 0 if a below 2^-117  | its block is NaN  | fits              |
 | int4  | 1/2 + 4/128      | a/14, or a/7 where rounded at random;    | its block is NaN  | fits              |
 |       |                  | 0 if a below 2^-123                      |                   |                   |
+| tah4  | 1/2 + 14/128     | |error| of a tile of 128: 0.05 |tile|,   | its tile is NaN   | may be NaN from   |
+|       |                  | 0.18 at worst; may be 0 if a below 2^-61 |                   | 2^103 up          |
+| tah3  | 1/4 + 26/128     | as tah4, with 0.12 and 0.36              | its tile is NaN   | as tah4           |
 
 So NaN stays NaN at the other end, and a check of the loss or of the norm finds it.
 
 ``codec`` decides which tensors are encoded: 32-bit floats (by blocks: 16-bit ones too) of SEND_F that require a
 gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and sums of gradients stay exact, and so do
-evaluations, in which nothing requires a gradient. ``host`` encodes torch tensors in host memory, ``cuda`` those of an
-NVIDIA device, bitwise equal, with the kernels of kernels.cu. Threads of a link use ``host``; a stage on a GPU uses
-``cuda`` before its outputs are copied to host memory and after they were copied from there, so that a link has bytes
-only (``CodedTensor``); without CuPy it uses ``host``.
-Left out: entropy coding, error feedback (algorithms that keep state per sample).
+evaluations, in which nothing requires a gradient. ``host`` (with ``tah``) encodes torch tensors in host memory,
+``cuda`` those of an NVIDIA device, bitwise equal, with the kernels of kernels.cu. Threads of a link use ``host``; a
+stage on a GPU uses ``cuda`` before its outputs are copied to host memory and after they were copied from there, so that
+a link has bytes only (``CodedTensor``); without CuPy it uses ``host``.
+Left out: error feedback (algorithms that keep state per sample), and whatever makes the bytes depend on the values.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from raypipe.engine.codec.tah import FORMS
 from raypipe.errors import ConfigError
 from raypipe.ir.schedule import Op
 
 BLOCK = 128
 """Number of consecutive elements that share one 4-byte scale, in int8, fp8 and int4."""
 
-CODECS = ("none", "bf16", "fp16", "int8", "fp8", "int4")
+CODECS = ("none", "bf16", "fp16", "int8", "fp8", "int4", "tah4", "tah3")
 """Names of the codecs. The index of a name is its code on the wire, so new names may only be appended."""
 
 _AT_RANDOM = ("int8", "int4")
@@ -29,6 +30,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *_HALVES)
 _TAKES: dict[str, tuple[torch.dtype, ...]] = {
     "none": (), "bf16": (torch.float32,), "fp16": (torch.float32,), "int8": _FLOATS, "fp8": _FLOATS, "int4": _FLOATS,
+    "tah4": _FLOATS, "tah3": _FLOATS,
 }  # fmt: skip
 
 
@@ -103,6 +105,8 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
             return elements * dtype.itemsize
         case "int8" | "fp8":
             return elements + 4 * -(-elements // BLOCK)
+        case "tah4" | "tah3":
+            return FORMS[name].wire_bytes(elements)
         case "int4":
             return (elements + 1) // 2 + 4 * -(-elements // BLOCK)
         case _:

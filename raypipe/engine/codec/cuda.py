@@ -32,6 +32,7 @@ _F32 = (torch.float32,)
 
 KERNELS: dict[str, tuple[torch.dtype, ...]] = {
     "bf16": _F32, "fp16": _F32, "int8": tuple(_TYPES), "fp8": tuple(_TYPES), "int4": tuple(_TYPES),
+    "tah4": tuple(_TYPES), "tah3": tuple(_TYPES),
 }  # fmt: skip
 """Dtypes that each codec supports."""
 

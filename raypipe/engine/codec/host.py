@@ -5,6 +5,7 @@
     int8   | 4-byte scale of each block ... | 1 byte of each element ... |, byte = round(x / scale), x' = byte * scale
     fp8    the same, with x / scale as FP8 E4M3 (1 sign, 4 exponent, 3 mantissa bits; no infinity)
     int4   the same, two elements in a byte, the first one in the lower half; the last half byte may be empty, 0
+    tah4, tah3   a Hadamard transform and codes of several lengths: see tah.py
 
 Blocks are 128 elements, the last one shorter; scale = a / most, with a the block's largest magnitude and most 127, 448
 or 7. Blockwise 8-bit quantisation as in Dettmers et al. (arXiv:2110.02861), with linear instead of dynamic bytes; E4M3
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from raypipe.engine.codec import tah
 from raypipe.engine.codec.codec import BLOCK, wire_bytes
 from raypipe.engine.torch_settings import one_thread
 
@@ -84,6 +86,9 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
         wire.view(_HALVES[name]).copy_(flat)
         return
     flat = flat.to(torch.float32)
+    if name in tah.FORMS:
+        tah.encode(tah.FORMS[name], flat, wire)
+        return
     scales, code = _scales_and_code(wire, flat.numel())
     largest, scratch = torch.empty_like(scales), _scratch()
     for start, stop, width in _parts(flat.numel()):
@@ -115,6 +120,9 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
     """
     if name in _HALVES:
         flat.copy_(wire.view(_HALVES[name]))
+        return
+    if name in tah.FORMS:
+        tah.decode(tah.FORMS[name], wire, flat)
         return
     scales, code = _scales_and_code(wire, flat.numel())
     columns = scales.view(-1, 1)

@@ -1,9 +1,11 @@
 // The codecs of host.py on a GPU: one pass over memory to encode a tensor, one to decode it.
 //
-//   thread        bf16, fp16: four neighbouring elements; else four times four, 32 elements apart. Four are read and
-//                 written at once where memory is aligned for that, and a warp reads and writes neighbouring memory
-//   8 threads     one block of 128 elements; its largest magnitude is found by shuffles
-//   wire          bf16, fp16: 2 bytes an element; int8, fp8, int4: | scale of each block ... | codes ... |
+//   thread        bf16, fp16: four neighbouring elements; tah4, tah3: 16 in a column of a chunk; else four times four, 32
+//                 elements apart. Four are read and written at once where memory is aligned for that, and a
+//                 warp reads and writes neighbouring memory
+//   8 threads     one block of 128 elements, or one tile; its largest magnitude, or its sums, are found by shuffles
+//   wire          bf16, fp16: 2 bytes an element; int8, fp8, int4: | scale of each block ... | codes ... |;
+//                 tah4, tah3: see tah.py
 //
 // The bits are those of numpy, but for the payload of a NaN and the codes of blocks that are not finite, which are 0
 // here. So conversions are done on integers, and products, sums and quotients by functions that a compiler may not
@@ -33,12 +35,14 @@ __device__ __forceinline__ float product(float a, float b) {
 
 struct F32 {
     typedef float Memory;
+    static __device__ __forceinline__ float within(float x) { return x; }
     static __device__ __forceinline__ Memory to(float x) { return x; }
     static __device__ __forceinline__ float from(Memory x) { return x; }
 };
 
 struct Bf16 {
     typedef unsigned short Memory;
+    static __device__ __forceinline__ float within(float x) { return x; }
     static __device__ __forceinline__ Memory to(float x) {
         Bits bits = __float_as_uint(x), upper = bits >> 16;
         if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (Memory)(upper | 0x0040u);
@@ -49,6 +53,10 @@ struct Bf16 {
 
 struct Fp16 {
     typedef unsigned short Memory;
+    // The nearest finite number; NaN stays NaN.
+    static __device__ __forceinline__ float within(float x) {
+        return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+    }
     static __device__ __forceinline__ Memory to(float x) {
         Bits bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu, code;
         if (magnitude > 0x7F800000u) {
@@ -286,6 +294,224 @@ __device__ __forceinline__ void decode_blocks(const unsigned char* wire, typenam
     }
 }
 
+// --- tah4 and tah3, of float32, fp16 and bf16: see tah.py. A warp has four tiles, and a thread a group of 16 rows of one.
+
+enum { TILE = 128, TILES_OF_CHUNK = 128, GROUP = 16, TILES_OF_WARP = 4, WARP = 32 };
+
+template <int LOW_BITS_, int UNITS_> struct Tah {
+    enum {
+        LOW_BITS = LOW_BITS_, UNITS = UNITS_, WORDS = UNITS / 32, WIDTH = LOW_BITS + 2, PER_BYTE = 8 / WIDTH,
+        BYTES_OF_GROUP = GROUP / PER_BYTE, CODE_BYTES = TILE / PER_BYTE,
+    };
+};
+typedef Tah<2, 96> Tah4;
+typedef Tah<0, 192> Tah3;
+
+struct Group {
+    Count tile, tiles, first;  // number of the tile; tiles of the tensor; the group's first element
+    int number, columns;       // of the group in its tile; distance of its elements
+};
+
+__device__ __forceinline__ Group group_of_thread(Count n) {
+    Count tiles = (n + TILE - 1) / TILE, warp = ((Count)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    Count tile = warp * TILES_OF_WARP + threadIdx.x % TILES_OF_WARP, column = tile % TILES_OF_CHUNK;
+    int columns = TILES_OF_CHUNK, number = threadIdx.x % WARP / TILES_OF_WARP;
+    if (tiles - (tile - column) < columns) columns = (int)(tiles - (tile - column));
+    return {tile, tiles, (tile - column) * TILE + column + (Count)number * GROUP * columns, number, columns};
+}
+
+// Its parts on the wire: the tile's units and scale; its own codes, which are ``columns`` bytes apart.
+template <class Form> __device__ __forceinline__ Bits* units_on_wire(unsigned char* wire, Group group) {
+    return (Bits*)wire + group.tile * Form::WORDS;
+}
+template <class Form> __device__ __forceinline__ unsigned short* scale_on_wire(unsigned char* wire, Group group) {
+    return (unsigned short*)(wire + group.tiles * Form::WORDS * 4) + group.tile;
+}
+template <class Form> __device__ __forceinline__ unsigned char* codes_on_wire(unsigned char* wire, Group group) {
+    Count column = group.tile % TILES_OF_CHUNK;
+    wire += group.tiles * (Form::WORDS * 4 + 2) + (group.tile - column) * Form::CODE_BYTES + column;
+    return wire + group.number * Form::BYTES_OF_GROUP * group.columns;
+}
+
+__device__ __forceinline__ Bits of_other_group(Bits mine, int groups) {
+    return __shfl_xor_sync(0xFFFFFFFFu, mine, groups * TILES_OF_WARP);
+}
+
+__device__ __forceinline__ Bits sum_of_tile(Bits of_group) {
+    for (int groups = TILE / GROUP / 2; groups; groups >>= 1) of_group += of_other_group(of_group, groups);
+    return of_group;
+}
+
+// The sum of the groups before this one; of_group becomes that of all.
+__device__ __forceinline__ Bits sum_before(Bits& of_group, int number) {
+    Bits before = 0;
+    for (int groups = 1; groups < TILE / GROUP; groups *= 2) {
+        Bits other = of_other_group(of_group, groups);
+        if (number & groups) before += other;
+        of_group += other;
+    }
+    return before;
+}
+
+__device__ __forceinline__ float magnitude_of(float x) { return __uint_as_float(__float_as_uint(x) & 0x7FFFFFFFu); }
+__device__ __forceinline__ float added(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ int added(int a, int b) { return a + b; }
+
+// The Hadamard matrix times a group.
+template <class Number> __device__ __forceinline__ void transform(Number* y) {
+#pragma unroll
+    for (int distance = 1; distance < GROUP; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i)
+            if (!(i & distance)) {
+                Number a = y[i], b = y[i + distance];
+                y[i] = added(a, b);
+                y[i + distance] = added(a, -b);
+            }
+}
+
+// The tile's sum of magnitudes, halves of groups first and then halves of the tile, as tah._total.
+__device__ __forceinline__ float total(const float* y) {
+    float sums[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) sums[i] = magnitude_of(y[i]);
+#pragma unroll
+    for (int half = GROUP / 2; half; half /= 2)
+#pragma unroll
+        for (int i = 0; i < GROUP / 2; ++i)
+            if (i < half) sums[i] = __fadd_rn(sums[i], sums[i + half]);
+    for (int groups = TILE / GROUP / 2; groups; groups >>= 1)
+        sums[0] = __fadd_rn(sums[0], __uint_as_float(of_other_group(__float_as_uint(sums[0]), groups)));
+    return sums[0];
+}
+
+__device__ __forceinline__ float rounded_up(float x) {  // to bfloat16
+    return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u);
+}
+
+__device__ __forceinline__ float edge() { return 0.000244140625f; }  // 2^-12
+
+// Units of the tile's elements, as if none were negative.
+template <class Form> __device__ __forceinline__ Bits count_units(const float* y, float inverse) {
+    Bits units = 0;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        float cells = __fadd_rn(product(magnitude_of(y[i]), inverse), edge() / (1 << Form::LOW_BITS));
+        units += (Bits)__float2int_rd(cells);
+    }
+    return sum_of_tile(units);
+}
+
+template <class Type, class Form>
+__device__ __forceinline__ void encode_tiles(const typename Type::Memory* x, unsigned char* wire, Count n) {
+    Group group = group_of_thread(n);
+    float y[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        Count at = group.first + (Count)i * group.columns;
+        y[i] = group.tile < group.tiles && at < n ? Type::from(x[at]) : 0.0f;
+    }
+    transform(y);
+    float sum = total(y), scale = 0.0f, inverse = 0.0f;
+    bool too_large = !(sum < __uint_as_float(0x77800000u));          // 2^112; or not finite
+    bool coded = !too_large && sum >= __uint_as_float(0x23000000u);  // 2^-57
+    if (!coded) {
+        for (int i = 0; i < GROUP; ++i) y[i] = 0.0f;
+        sum = 1.0f;
+    }
+    float unit = rounded_up(__fdiv_rn(sum, Form::UNITS + 59.0f)), of_one = __fdiv_rn(1.0f, unit);
+    float surplus = __fadd_rn(__fmul_rn(sum, of_one), -(float)count_units<Form>(y, of_one)), growth = 1.015625f;
+    unit = rounded_up(__fdiv_rn(sum, __fadd_rn(surplus, Form::UNITS - 1.0f)));
+    for (Bits any = 1; any; growth = __fadd_rn(growth, __fadd_rn(growth, -1.0f))) {
+        any = count_units<Form>(y, __fdiv_rn(1.0f, unit)) > Form::UNITS;
+        if (any) unit = rounded_up(__fmul_rn(unit, growth));
+        for (int distance = WARP / 2; distance; distance >>= 1) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
+    }
+    if (coded) {
+        scale = __fmul_rn(unit, 1.0f / (32 << Form::LOW_BITS));
+        inverse = __fdiv_rn((float)(1 << Form::LOW_BITS), unit);
+    }
+    Bits codes[GROUP], units[GROUP], all = 0;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        int cell = __float2int_rd(__fadd_rn(product(y[i], inverse), edge()));
+        Bits negative = cell < 0, magnitude = (Bits)(negative ? ~cell : cell);
+        units[i] = magnitude >> Form::LOW_BITS;
+        codes[i] = (magnitude & ((1u << Form::LOW_BITS) - 1u)) |
+                   ((Bits)(units[i] > 0) | negative << 1) << Form::LOW_BITS;
+        all += units[i];
+    }
+    Bits used = sum_before(all, group.number), words[Form::WORDS] = {};
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        used += units[i];
+#pragma unroll
+        for (int word = 0; word < Form::WORDS; ++word)
+            if (units[i] && (used - 1) / 32 == word) words[word] |= 1u << (used - 1) % 32;
+    }
+#pragma unroll
+    for (int word = 0; word < Form::WORDS; ++word)
+        for (int groups = TILE / GROUP / 2; groups; groups >>= 1) words[word] |= of_other_group(words[word], groups);
+    if (group.tile >= group.tiles) return;
+    unsigned char* bytes = codes_on_wire<Form>(wire, group);
+#pragma unroll
+    for (int at = 0; at < Form::BYTES_OF_GROUP; ++at) {
+        Bits byte = 0;
+        for (int k = 0; k < Form::PER_BYTE; ++k) byte |= codes[at * Form::PER_BYTE + k] << Form::WIDTH * k;
+        bytes[(Count)at * group.columns] = (unsigned char)byte;
+    }
+    if (group.number) return;
+    *scale_on_wire<Form>(wire, group) = too_large ? 0x7FC0 : (unsigned short)(__float_as_uint(scale) >> 16);
+#pragma unroll
+    for (int word = 0; word < Form::WORDS; ++word) units_on_wire<Form>(wire, group)[word] = words[word];
+}
+
+template <class Type, class Form>
+__device__ __forceinline__ void decode_tiles(const unsigned char* sent, typename Type::Memory* x, Count n) {
+    Group group = group_of_thread(n);
+    unsigned char* wire = (unsigned char*)sent;
+    bool is_there = group.tile < group.tiles;
+    Bits bytes[Form::BYTES_OF_GROUP], elements = 0, marks = 0;
+#pragma unroll
+    for (int at = 0; at < Form::BYTES_OF_GROUP; ++at) {
+        bytes[at] = is_there ? codes_on_wire<Form>(wire, group)[(Count)at * group.columns] : 0;
+        for (int k = 0; k < Form::PER_BYTE; ++k) elements += bytes[at] >> (Form::WIDTH * k + Form::LOW_BITS) & 1u;
+    }
+    Bits skipped = sum_before(elements, group.number);
+    if (!is_there) return;
+    const Bits* words = units_on_wire<Form>(wire, group);
+    for (int word = 0; word < Form::WORDS; ++word) marks += (Bits)__popc(words[word]);
+    bool fits = marks == elements;  // else they count as none
+    int word = 0, before = -1;
+    Bits left = words[0];
+    for (; fits && skipped; --skipped) {
+        while (!left) left = words[++word];
+        before = 32 * word + __ffs((int)left) - 1;
+        left &= left - 1;
+    }
+    int y[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        Bits code = bytes[i / Form::PER_BYTE] >> Form::WIDTH * (i % Form::PER_BYTE), units = 0;
+        if (fits && (code >> Form::LOW_BITS & 1u)) {
+            while (!left) left = words[++word];
+            int place = 32 * word + __ffs((int)left) - 1;
+            left &= left - 1;
+            units = (Bits)(place - before);
+            before = place;
+        }
+        int odd = (int)((units << Form::LOW_BITS | (code & ((1u << Form::LOW_BITS) - 1u))) << 1 | 1u);
+        y[i] = code >> (Form::LOW_BITS + 1) & 1u ? -odd : odd;
+    }
+    transform(y);
+    float scale = __uint_as_float((Bits)*scale_on_wire<Form>(wire, group) << 16);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        Count at = group.first + (Count)i * group.columns;
+        if (at < n) x[at] = Type::to(Type::within(product((float)y[i], scale)));
+    }
+}
+
 // --- The kernels, named after codec and type. Those that have no use for a key take it all the same.
 
 #define HALF(name, Half)                                                                                    \
@@ -307,13 +533,25 @@ __device__ __forceinline__ void decode_blocks(const unsigned char* wire, typenam
         decode_blocks<Type, Code>(wire, x, n);                                                              \
     }
 
-#define BLOCKS_OF_ALL(name, Code)  \
-    BLOCKS(name, Code, f32, F32)   \
-    BLOCKS(name, Code, f16, Fp16)  \
-    BLOCKS(name, Code, bf16, Bf16)
+#define TILES(name, Form, type, Type)                                                                       \
+    extern "C" __global__ void encode_##name##_##type(                                                      \
+        const Type::Memory* x, unsigned char* wire, Count n, Bits key_low, Bits key_high, int at_random) {  \
+        encode_tiles<Type, Form>(x, wire, n);                                                               \
+    }                                                                                                       \
+    extern "C" __global__ void decode_##name##_##type(                                                      \
+        const unsigned char* wire, Type::Memory* x, Count n) {                                              \
+        decode_tiles<Type, Form>(wire, x, n);                                                               \
+    }
+
+#define OF_ALL(WAYS, name, Code)  \
+    WAYS(name, Code, f32, F32)    \
+    WAYS(name, Code, f16, Fp16)   \
+    WAYS(name, Code, bf16, Bf16)
 
 HALF(bf16, Bf16)
 HALF(fp16, Fp16)
-BLOCKS_OF_ALL(int8, Int8)
-BLOCKS_OF_ALL(fp8, Fp8)
-BLOCKS_OF_ALL(int4, Int4)
+OF_ALL(BLOCKS, int8, Int8)
+OF_ALL(BLOCKS, fp8, Fp8)
+OF_ALL(BLOCKS, int4, Int4)
+OF_ALL(TILES, tah4, Tah4)
+OF_ALL(TILES, tah3, Tah3)

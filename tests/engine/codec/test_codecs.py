@@ -158,11 +158,14 @@ def test_rounding_at_random_has_the_right_mean() -> None:
 
 def test_sizes_are_known_beforehand_and_what_grows_is_left_alone() -> None:
     f32, f16 = torch.float32, torch.float16
-    assert [wire_bytes(name, f32, 300) for name in CODECS] == [1200, 600, 600, 300 + 3 * 4, 300 + 3 * 4, 150 + 3 * 4]
-    assert [applies(name, f32, 0) for name in CODECS] == [False] * 6
-    assert [applies(name, f32, 1) for name in CODECS] == [False, True, True, False, False, False]
-    assert [applies(name, f32, 2) for name in CODECS] == [False, True, True, True, True, True]
-    assert [applies(name, f16, 300) for name in CODECS] == [False, False, False, True, True, True]
+    assert [wire_bytes(name, f32, 300) for name in CODECS] == [
+        1200, 600, 600, 300 + 3 * 4, 300 + 3 * 4, 150 + 3 * 4, 3 * (12 + 2 + 64), 3 * (24 + 2 + 32),
+    ]  # fmt: skip
+    assert [applies(name, f32, 0) for name in CODECS] == [False] * 8
+    assert [applies(name, f32, 1) for name in CODECS] == [False, True, True, False, False, False, False, False]
+    assert [applies(name, f32, 2) for name in CODECS] == [False, True, True, True, True, True, False, False]
+    assert [applies(name, f32, 20) for name in CODECS] == [False, True, True, True, True, True, True, True]
+    assert [applies(name, f16, 300) for name in CODECS] == [False, False, False, True, True, True, True, True]
     assert not applies("int8", f16, 3)
     for dtype in (torch.bool, torch.int32, torch.int64, torch.uint8, torch.float64, torch.complex64):
         assert not any(applies(name, dtype, 300) for name in CODECS)
@@ -175,7 +178,9 @@ def test_only_activations_and_their_gradients_are_encoded() -> None:
 
 
 def test_a_wrong_codec_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'int7' is not one of 'none', 'bf16', 'fp16', 'int8', 'fp8', 'int4'"):
+    with pytest.raises(
+        ConfigError, match="'int7' is not one of 'none', 'bf16', 'fp16', 'int8', 'fp8', 'int4', 'tah4', 'tah3'"
+    ):
         Codec("int7")
     with pytest.raises(
         ConfigError, match="'bf16' does not round at random: leave rounding_seed=3 out, or take 'int8' or 'int4'"

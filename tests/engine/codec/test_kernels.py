@@ -11,6 +11,7 @@ import torch
 
 from raypipe.engine.codec import cuda
 from raypipe.engine.codec.codec import BLOCK, wire_bytes
+from raypipe.engine.codec.tah import CHUNK, FORMS
 from tests.contract.codec import CASES, KEY, SIZES, decoded, expected_wire, hostile, same_numbers
 from tests.emulators.cuda import Compiler, Emulated, emulated
 
@@ -113,6 +114,9 @@ def test_every_16_bit_number_is_converted(launch: Emulated, name: str) -> None:
             codes = np.arange(256, dtype=np.uint8)
             size = codes.size * (2 if name == "int4" else 1)
             wire = np.concatenate([np.ones(size // BLOCK, np.float32).view(np.uint8), codes])
+        if name in FORMS:  # whatever comes in
+            size = CHUNK + 1000
+            wire = np.random.default_rng(1).integers(0, 256, wire_bytes(name, dtype, size), dtype=np.uint8)
         back = np.empty(4 * size, np.uint8)
         decode = cuda.kernel_name("decode", name, dtype)
         launch(decode, grid_of(decode, size), cuda.THREADS, wire, back, size)

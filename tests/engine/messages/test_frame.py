@@ -135,7 +135,7 @@ def test_round_trip_in_a_codec(message: list[torch.Tensor | None], codec: Codec)
             close = {
                 "bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25), "fp8": (2.0**-3.8, largest * 2.0**-18),
                 "int8": (2.0**-8, largest / (254 if codec.rounding_seed is None else 127)),
-                "int4": (2.0**-8, largest / 14),
+                "int4": (2.0**-8, largest / 14), "tah4": (2.0**-8, largest), "tah3": (2.0**-8, 2 * largest),
             }  # fmt: skip
             relative, absolute = close[record.codec]
             assert torch.allclose(theirs, mine, rtol=relative, atol=absolute)
