@@ -409,11 +409,12 @@ def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
     """Return a note if an asynchronous plan uses an Adam-like optimizer, whose moments magnify delayed gradients."""
     one_stage = plan.partition.num_stages == 1 and plan.weights.rule is not VersionRule.DELAYED
     late = plan.weights.interval is not None and not one_stage
-    if not late or "adam" not in optimizer_class.lower():
+    known = optimizer_class.lower()
+    if not late or "adam" not in known or any(name in known for name in ("nadam", "muon")):
         return []
     return [
-        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
-        "synchronous schedule such as '1f1b' has none."
+        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), Muon, NAdam and SGD with "
+        "momentum less; a synchronous schedule such as '1f1b' has none."
     ]
 
 
