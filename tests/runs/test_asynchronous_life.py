@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import raypipe
 from raypipe import PipelineTrainer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.run.plans.blueprint import predicted_step
+from raypipe.run.plans.planning import RECORDED_GAP
 from tests.exactness import unequal
 from tests.given_times import with_times
 from tests.models import CASES
@@ -205,6 +209,32 @@ def test_a_step_that_waits_for_no_norm_is_predicted_without_a_flush(fields: dict
     assert one_step is not None
     assert plan.prediction is not None
     assert 0.0 < plan.prediction.step_s < one_step.makespan_s
+
+
+def test_a_plan_with_an_open_schedule_has_the_price_of_2bw(tmp_path: Path) -> None:
+    def reasons(**fields: Any) -> dict[str, str]:
+        found = trainer(tmp_path, "run", num_microbatches=8, **fields)
+        return dict(found.plan(profiled=with_times(found.profile())).reasons)
+
+    open_one = reasons(schedule="auto")["2bw"]
+    share = re.search(r"schedule='2bw' would take (0\.\d\d) of the step, .* With AdamW that added 0.19 nats", open_one)
+    assert share is not None
+    steps = {}
+    for schedule in ("auto", "2bw"):
+        found = trainer(tmp_path, "run", num_microbatches=8, schedule=schedule)
+        prediction = found.plan(profiled=with_times(found.profile())).prediction
+        assert prediction is not None
+        steps[schedule] = prediction.step_s
+    assert float(share[1]) == pytest.approx(steps["2bw"] / steps["auto"], abs=0.02)
+    for fields in ({"schedule": "1f1b"}, {"schedule": "auto", "stages": 1}):
+        assert "2bw" not in reasons(**fields)
+
+
+def test_the_price_is_that_of_the_record() -> None:
+    runs = json.loads((Path(raypipe.__file__).parents[1] / "docs/results/convergence.json").read_text())["runs"]
+    for optimizer, gap in RECORDED_GAP.items():
+        name = f"own_rate_loss_gap_text_2bw_{optimizer.lower()}"
+        assert gap == pytest.approx(next(run["figures"][name] for run in runs if name in run["figures"]), abs=0.005)
 
 
 @pytest.mark.parametrize(
