@@ -16,8 +16,6 @@ from tests.emulators.nets import NETS
 from tests.emulators.training import Fill, emulate, one_thread
 from tests.emulators.versions import stashing, two_buffered
 
-pytestmark = pytest.mark.engine
-
 UPDATES, FADES = 12, 7
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
