@@ -177,6 +177,21 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         for name, value in (("weight_versions", 1), ("update_interval", None), ("vertical_sync", False))
     ),
     Exclusion(
+        "stale_correction", _unused("stale_correction", "schedule", lambda c: _kind(c).synchronous),
+        "has no effect with {}, whose gradients are never stale",
+        "Leave stale_correction out, or set schedule='2bw' or 'pipedream'",
+    ),
+    Exclusion(
+        "stale_correction", _if("schedule", lambda c: c.stale_correction == "discount" and c.schedule == "2bw"),
+        "has no effect with {}, whose gradients are one update late on every stage",
+        "Set stale_correction='predict', or leave it out",
+    ),
+    Exclusion(
+        "discount_updates", _unused("discount_updates", "stale_correction", lambda c: c.stale_correction != "discount"),
+        "has no effect with {}: no learning rate is discounted",
+        "Leave discount_updates out, or set stale_correction='discount'",
+    ),
+    Exclusion(
         "on_nonfinite", _unused("on_nonfinite", "schedule", lambda c: not _kind(c).synchronous),
         f"{_NOT_WAITING}: some have taken the step before another one finds NaN",
         "Set a synchronous schedule, such as '1f1b', or on_nonfinite='stop'",

@@ -73,6 +73,12 @@ class PipelineFields:
             published: a stage of R replicas updates every R micro-batches, at R / (replicas of stage 0) times the
             learning rate, whose schedule counts every num_lanes micro-batches.
         vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
+        stale_correction: correction for stale gradients, in "pipedream" and "2bw". With "predict" a stage whose
+            gradients are d updates late computes with w + d (w - w before the last update), and holds two more copies
+            of its weights. "discount", in "pipedream", divides the learning rate of update t by d ** (1 - t /
+            discount_updates) if d is above 1. See docs/schedules.md for sources.
+        discount_updates: number of updates after which the discount of the learning rate has faded, if stale_correction
+            is "discount". PipeMare takes about a quarter of the updates before the first drop of the learning rate.
         transport: transport of boundary tensors: "tcp" (sockets; "auto" is the same), "object_store" (Ray's),
             "collective" (gloo; NCCL if workers compute on GPUs).
         link_ports: (lowest, highest) TCP port for the links, for firewalls; each worker on a host takes one of its own.
@@ -172,6 +178,8 @@ class PipelineFields:
     weight_versions: int | Auto = "auto"
     update_interval: int | Literal["per_replica"] | Auto = "auto"
     vertical_sync: bool | Auto = "auto"
+    stale_correction: str = "none"
+    discount_updates: int = 1000
     transport: str = "auto"
     link_ports: tuple[int, int] | Auto = "auto"
     link_checksum: str = "auto"

@@ -108,6 +108,8 @@ _ALLOWED: Mapping[str, _Rule] = {
     "weight_versions": _AUTO | _integer(1),
     "update_interval": _one_of("auto", "per_replica") | _integer(1),
     "vertical_sync": _AUTO | _FLAG,
+    "stale_correction": _one_of("none", "predict", "discount"),
+    "discount_updates": _integer(1),
     "transport": _one_of("auto", *SUPPORTED["transport"]),
     "link_ports": _AUTO | _PORTS,
     "link_checksum": _one_of("auto", "on", "off"),

@@ -490,7 +490,9 @@ def _sink_and_ring(
     weights, replicas = setup.weights, len(placement.replicas)
     apart = run.settings.codec_sums != "none" or weights.puts_off
     sink = GradientSink(program, state.parameters, placement.lanes, exchanged=replicas > 1, apart=apart)
-    kept = weights.rule, weights.capacity(program.index), weights.ahead, replicas
+    predicts = weights.correction == "predict"
+    lookahead = weights.delay(program.index, program.first_trainable) if predicts else 0.0
+    kept = weights.rule, weights.capacity(program.index), weights.ahead, replicas, lookahead
     return sink, WeightRing(program, state.parameters, *kept, sink.watch)
 
 

@@ -44,6 +44,9 @@ class WeightPolicy:
             to max_grad_norm times the square root of its share; False uses the norm of the whole model.
         shares: each stage's share of the trainable parameters.
         puts_off: True if some stage may have to defer an update.
+        correction: correction for stale gradients: "none", "predict" or "discount"; see docs/schedules.md.
+        delays: by stage, updates between the newest weights of a forward and the update of its gradient, on average.
+        discount_updates: number of updates after which a discount of the learning rate ends.
     """
 
     rule: VersionRule = VersionRule.NEWEST
@@ -54,6 +57,9 @@ class WeightPolicy:
     shares: tuple[float, ...] = ()
     intervals: tuple[int, ...] = ()
     puts_off: bool = False
+    correction: str = "none"
+    delays: tuple[float, ...] = ()
+    discount_updates: int = 0
 
     def interval_of(self, stage: int) -> int:
         """Return the number of micro-batches per update of a stage; only for an asynchronous schedule."""
@@ -67,6 +73,17 @@ class WeightPolicy:
         move half as far for the same gradients (as in PipeDream's runtime; the configured rate is stage 0's).
         """
         return self.intervals[stage] / self.intervals[0] if self.intervals else 1.0
+
+    def delay(self, stage: int, first_trainable: int = 0) -> float:
+        """Return the updates by which the gradients of a stage are late in the steady state, on average.
+
+        Gradients meet version (k - w) // u and belong to update k // u: the mean over k is w / u, with w = w_s, or
+        that of the first trainable stage for STAMPED. A stage with few versions is late by one less than these at most.
+        """
+        if not self.delays:
+            return 0.0
+        of = first_trainable if self.rule is VersionRule.STAMPED else stage
+        return min(self.delays[of], self.capacity(stage) - 1.0)
 
     @property
     def synchronous(self) -> bool:
@@ -95,3 +112,16 @@ def versions_needed(rule: VersionRule, interval: int, warmups: Sequence[int], st
         return 2
     ahead = warmups[stage] if rule is VersionRule.NEWEST else warmups[0]
     return math.ceil(ahead / interval) + 1
+
+
+def discount(delay: float, update: int, updates: int) -> float:
+    """Compute the factor 1 / max(1, delay) ** (1 - min(update / updates, 1)) on the learning rate of a stage.
+
+    It discounts early updates of late stages and fades to 1 (PipeMare, arXiv:1910.05124, section 3.1, technique 1).
+
+    Args:
+        delay: updates between the weights of a gradient and its own update (``WeightPolicy.delay``).
+        update: number of updates so far.
+        updates: number of updates after which the factor is 1.
+    """
+    return float(max(1.0, delay) ** -(1.0 - min(update / updates, 1.0)))

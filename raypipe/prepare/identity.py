@@ -88,6 +88,10 @@ def settings_of(
         free["codec_sums"] = pipeline.codec_sums
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
+        if pipeline.stale_correction != "none":
+            free["stale_correction"] = pipeline.stale_correction
+        if pipeline.stale_correction == "discount":
+            free["discount_updates"] = pipeline.discount_updates
         if plan.weights.rule is not VersionRule.DELAYED:
             free |= _lateness_labels(plan)
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}

@@ -330,6 +330,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         update_interval=None if per_replica else _unless_auto(pipeline.update_interval),
         per_replica=per_replica,
         vertical_sync=_unless_auto(pipeline.vertical_sync) or False,
+        stale_correction=pipeline.stale_correction,
+        discount_updates=pipeline.discount_updates,
         clips=pipeline.max_grad_norm is not None,
         skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,
         leaf_factor=PRECISIONS[pipeline.precision].leaf_factor,

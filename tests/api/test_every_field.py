@@ -105,6 +105,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "weight_versions": ({"schedule": "pipedream", "num_stages": 3}, [1, 2, 3]),
     "update_interval": ({"schedule": "pipedream"}, [1, 2, 3]),
     "vertical_sync": ({"schedule": "pipedream"}, [False, True]),
+    "stale_correction": ({"schedule": "pipedream", "num_stages": 3}, ["none", "predict", "discount"]),
+    "discount_updates": ({"schedule": "pipedream", "num_stages": 3, "stale_correction": "discount"}, [5, 1000]),
     "transport": ({}, list(SUPPORTED["transport"])),
     "link_ports": ({}, ["auto", [20000, 20010], [20000, 20020]]),
     "link_checksum": ({}, ["auto", "on", "off"]),
@@ -163,6 +165,7 @@ def test_every_word_that_a_field_takes_is_tried(name: str) -> None:
 
 FURTHER: dict[str, Any] = {
     "group_size": 3, "slack": 3, "weight_versions": 2, "update_interval": 3, "vertical_sync": True,
+    "stale_correction": "predict", "discount_updates": 5,
     "codec_forward": "auto", "codec_backward": "auto", "retune_interval_steps": 7, "link_drift_threshold": 0.1,
     "min_gain": 0.1, "retune_microbatches": True, "num_replicas": [2, 1], "num_lanes": 2,
     "codec_sums": "bf16", "on_nonfinite": "skip",

@@ -64,6 +64,8 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"link_ports": [5000, 65536]}, ["link_ports=(5000, 65536)"]),
         ({"link_ports": [5001, 5000]}, ["link_ports=(5001, 5000)", "lower one first"]),
         ({"link_ports": [5000, True]}, ["link_ports=(5000, True)"]),
+        ({"stale_correction": "predicts"}, ["stale_correction='predicts'", "Did you mean 'predict'?"]),
+        ({"discount_updates": 0}, ["discount_updates=0", "at least 1"]),
         ({"seed": -1}, ["seed=-1", "at least 0"]),
         ({"seed": 2**63}, ["seed=9223372036854775808", "at most 2**62"]),  # no manifest would be read that has it
         ({"retune_interval_steps": -1}, ["retune_interval_steps=-1", "at least 0"]),
@@ -104,6 +106,19 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             {"update_interval": "per_replica", "schedule": "pipedream", "num_replicas": 2, "num_stages": 2}
             | {"loss_reduction": "valid_tokens"},
             ["'per_replica'", "loss_reduction='valid_tokens'", "'mean' or 'sum'"],
+        ),
+        ({"stale_correction": "predict"}, ["stale_correction='predict'", "schedule='auto'", "never stale", "'2bw'"]),
+        (
+            {"stale_correction": "discount", "schedule": "zb-h1"},
+            ["stale_correction='discount'", "schedule='zb-h1'", "never stale"],
+        ),
+        (
+            {"stale_correction": "discount", "schedule": "2bw"},
+            ["stale_correction='discount'", "schedule='2bw'", "one update late", "'predict'"],
+        ),
+        (
+            {"discount_updates": 10, "schedule": "pipedream", "stale_correction": "predict"},
+            ["discount_updates=10", "stale_correction='predict'", "'discount'"],
         ),
         ({"replicated_buffers": True}, ["replicated_buffers=True", "num_replicas=1", "[2, 1]"]),
         ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Set a number"]),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.emulators.training import Fill, Sample, add_lane, keep, load, one_thread, weights
+from tests.emulators.training import Fill, Sample, add_lane, keep, load, one_thread, predicted, step_at, weights
 
 __all__ = ["emulate_apart"]
 
@@ -36,6 +36,8 @@ def emulate_apart(
     make_scheduler: Callable[[torch.optim.Optimizer], Any],
     max_grad_norm: float | None = None,
     scales: bool = True,
+    correction: str = "none",
+    discount_updates: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Train a copy of the model; its parameters.
 
@@ -43,6 +45,7 @@ def emulate_apart(
         cuts: positions of the children that begin stages 1, 2, ...
         replicas: R by stage.
         max_grad_norm: a stage clips its own norm to limit x sqrt(its numbers / all numbers).
+        correction, discount_updates: as in ``emulate``; a stage's gradients are w_s of its updates late.
         scales: False leaves every stage the same learning rate.
     """
     model = copy.deepcopy(model).train()
@@ -50,6 +53,8 @@ def emulate_apart(
     every = math.lcm(*replicas)
     optimizers = [make_optimizer(list(stage.named_parameters())) for stage in stages]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers]
+    late = [(sum(replicas[index:]) - 1) // count for index, count in enumerate(replicas)]
+    done = 0
     numbers = [sum(p.numel() for p in stage.parameters()) for stage in stages]
     with one_thread():
         for fill in fills:
@@ -58,11 +63,12 @@ def emulate_apart(
                 for stepper in itertools.chain(optimizers, schedulers):
                     stepper.step()
                 model.zero_grad(set_to_none=True)
+                done += 1
                 continue
-            versions = [[weights(stage)] for stage in stages]
+            newest = [weights(stage) for stage in stages]
+            versions = [[own] for own in newest]
             for k, (inputs, targets) in enumerate(fill.microbatches):
-                for stage, history, count, index in zip(stages, versions, replicas, range(len(stages)), strict=True):
-                    ahead = (sum(replicas[index:]) - 1) // count
+                for stage, history, count, ahead in zip(stages, versions, replicas, late, strict=True):
                     load(stage, history[max(0, k // count - ahead)])
                 begin = k // every * every
                 of_all = _samples(fill.microbatches[begin : begin + every])
@@ -70,17 +76,22 @@ def emulate_apart(
                 for index, (stage, history, count) in enumerate(zip(stages, versions, replicas, strict=True)):
                     if (k + 1) % count:
                         continue
-                    load(stage, history[-1])
+                    load(stage, newest[index])
                     factor = of_all / _samples(fill.microbatches[k + 1 - count : k + 1])
                     for parameter in stage.parameters():
                         parameter.grad.mul_(factor)  # type: ignore[union-attr]
                     if max_grad_norm is not None:
                         limit = max_grad_norm * math.sqrt(numbers[index] / sum(numbers))
                         nn.utils.clip_grad_norm_(stage.parameters(), limit)
-                    _step(optimizers[index], count / replicas[0] if scales else 1.0)
+                    factor = count / replicas[0] if scales else 1.0
+                    if correction == "discount":
+                        factor *= max(1.0, late[index]) ** -(1.0 - min(done / discount_updates, 1.0))
+                    step_at(optimizers[index], factor)
                     stage.zero_grad(set_to_none=True)
-                    history.append(weights(stage))
+                    before, newest[index] = newest[index], weights(stage)
+                    history.append(predicted(before, newest[index], late[index] * (correction == "predict")))
                 if (k + 1) % every == 0:
+                    done += 1
                     for scheduler in schedulers:
                         scheduler.step()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -88,15 +99,6 @@ def emulate_apart(
 
 def _samples(microbatches: Sequence[Sample]) -> int:
     return sum(len(inputs) for inputs, _ in microbatches)
-
-
-def _step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _step_together(

@@ -9,6 +9,9 @@ synchronous step of its own:
     11 samples, mini-batches of 4 in micro-batches of 2     [2 2 2 2]  [2 1]   [2 2 2 2]  [2 1] ...
                                                              a fill    alone    epoch 1
 
+Corrections: predicted weights are w_v + d (w_v - w_(v-1)), for the mean delay d of the stage's gradients; w_v for the
+first version of a fill. The discount divides the rate of update t by max(1, d) ** (1 - min(t / K, 1)).
+
 Clipping: updates of at least as many micro-batches as there are stages, and synchronous ones, take the norm of the
 whole model. With fewer, a stage cannot wait for the others, so each takes its own norm against its share of the
 limit: limit x sqrt(its trainable numbers / all trainable numbers), of which the squares add up to the limit's.
@@ -29,7 +32,20 @@ from torch import nn
 
 from tests.emulators.versions import Mode
 
-__all__ = ["Emulated", "Fill", "Sample", "add_lane", "emulate", "fills_of", "keep", "load", "one_thread", "weights"]
+__all__ = [
+    "Emulated",
+    "Fill",
+    "Sample",
+    "add_lane",
+    "emulate",
+    "fills_of",
+    "keep",
+    "load",
+    "one_thread",
+    "predicted",
+    "step_at",
+    "weights",
+]
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
@@ -112,6 +128,8 @@ def emulate(
     max_grad_norm: float | None = None,
     dtype: torch.dtype | None = None,
     lanes: int = 1,
+    correction: str = "none",
+    discount_updates: int = 1,
 ) -> Emulated:
     """Train a copy of the model.
 
@@ -123,6 +141,7 @@ def emulate(
         reduction: "mean" weighs a micro-batch by its share of the update's samples, "sum" by 1.
         max_grad_norm: None leaves gradients as they are.
         dtype: forwards and backwards compute in it, with copies of the weights; None for that of the model.
+        correction, discount_updates: "predict", or "discount" with K.
         lanes: of an update, gradients of micro-batches m, m + lanes, ... are summed first, then these sums in order.
     """
     model = copy.deepcopy(model).train()
@@ -131,13 +150,17 @@ def emulate(
     used = model if dtype is None else copy.deepcopy(model).to(dtype)
     using = [used[a:b] for a, b in itertools.pairwise(bounds)]
     trained = [[(name, p) for name, p in stage.named_parameters() if p.requires_grad] for stage in stages]
-    optimizers = [make_optimizer(named) for named in trained if named]
-    schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
-    losses, norms = [], []
+    optimizers = {index: make_optimizer(named) for index, named in enumerate(trained) if named}
+    schedulers = [make_scheduler(optimizer) for optimizer in optimizers.values()] if make_scheduler else []
+    losses: list[float] = []
+    norms = []
+    delays = [mode.delay(index) for index in range(len(stages))]
+    predicts = [delay if correction == "predict" else 0.0 for delay in delays]
     with one_thread():
         for fill in fills:
             every = len(fill.microbatches) if fill.synchronous else mode.every
-            versions = [[weights(stage)] for stage in stages]
+            newest = [weights(stage) for stage in stages]
+            versions = [[own] for own in newest]
             for update in range(len(fill.microbatches) // every):
                 first = update * every
                 group = fill.microbatches[first : first + every]
@@ -155,22 +178,42 @@ def emulate(
                     if lanes > 1:
                         keep(model, sums[(k - first) % lanes])
                     total += float(loss.detach())
-                for stage, history in zip(stages, versions, strict=True):
-                    load(stage, history[-1])
+                for stage, own in zip(stages, newest, strict=True):
+                    load(stage, own)
                 if lanes > 1:
                     for own in sums:
                         add_lane(own)
                 together = fill.synchronous or every >= len(stages)
                 norms.append(_clip([[p for _, p in named] for named in trained], max_grad_norm, together))
-                for stepper in itertools.chain(optimizers, schedulers):
-                    stepper.step()
+                discounts = correction == "discount" and not fill.synchronous
+                for index, optimizer in optimizers.items():
+                    faded = 1.0 - min(len(losses) / discount_updates, 1.0)
+                    step_at(optimizer, max(1.0, delays[index]) ** -faded if discounts else 1.0)
+                for scheduler in schedulers:
+                    scheduler.step()
                 model.zero_grad(set_to_none=True)
-                for stage, history in zip(stages, versions, strict=True):
-                    history.append(weights(stage))
+                for index, (stage, history) in enumerate(zip(stages, versions, strict=True)):
+                    before, newest[index] = newest[index], weights(stage)
+                    history.append(predicted(before, newest[index], predicts[index]))
                 losses.append(total)
     return Emulated(
         {name: p.detach() for name, p in model.named_parameters()}, dict(model.named_buffers()), losses, norms
     )
+
+
+def predicted(before: list[torch.Tensor], after: list[torch.Tensor], delay: float) -> list[torch.Tensor]:
+    """The weights after so many more updates that are equal to the last one."""
+    return [w + (w - old) * delay for old, w in zip(before, after, strict=True)] if delay else after
+
+
+def step_at(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """A step with so many times the learning rate."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def weights(stage: nn.Module) -> list[torch.Tensor]:

@@ -50,6 +50,11 @@ class Mode:
     every: int
     version: Rule
 
+    def delay(self, stage: int) -> float:
+        """Updates between the version of a micro-batch and that before its own update; the mean over an update."""
+        far = 1000 * self.every
+        return sum(k // self.every - self.version(stage, k) for k in range(far, far + self.every)) / self.every
+
 
 def flush(num_microbatches: int) -> Mode:
     """Synchronous training: everything is done before the update, nothing of the next begins before it."""

@@ -448,3 +448,22 @@ def test_slices_are_tried_at_full_size() -> None:
     trainer(None, partial(Whole, lr=0.1)).plan()
     with pytest.raises(ConfigError, match="shard_optimizer=True is not possible with Whole"):
         trainer(None, partial(Whole, lr=0.1), num_replicas=2, shard_optimizer=True).plan()
+
+
+def test_muon_beside_adamw_takes_no_slices_of_its_matrices() -> None:
+    trainer(None, MuonAndAdamW, num_replicas=2).plan()
+    with pytest.raises(ConfigError, match=r"shard_optimizer=True is not possible with MuonAndAdamW.* 2D matrix"):
+        trainer(None, MuonAndAdamW, num_replicas=2, shard_optimizer=True).plan()
+
+
+class MuonAndAdamW:
+    """Two optimizers, as docs/checkpoints.md shows them."""
+
+    def __init__(self, named: Any) -> None:
+        named = list(named)
+        matrices, others = ([p for _, p in named if (p.ndim == 2) is wanted] for wanted in (True, False))
+        self.both = [torch.optim.Muon(matrices, lr=0.02)] * bool(matrices) + [torch.optim.AdamW(others)] * bool(others)
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()

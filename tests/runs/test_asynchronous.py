@@ -66,10 +66,32 @@ POLICIES = {
     "three versions, deeper": Policy({"schedule": "pipedream", "slack": 2, "weight_versions": 3}, _bounded(3, 2)),
 }
 EVERY = {**NETS, "frozen": frozen_first("mlp", 3)}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+
+
+class MuonBesideAdamW:
+    """Two optimizers in one object: Muon steps whole matrices, AdamW the others."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        matrices, others = ([p for _, p in named if (p.ndim == 2) is wanted] for wanted in (True, False))
+        self.muon = torch.optim.Muon(matrices, lr=2e-2, adjust_lr_fn="match_rms_adamw") if matrices else None
+        self.adamw = torch.optim.AdamW(others, lr=1e-2) if others else None
+        self.param_groups = [group for one in self.held() for group in one.param_groups]
+
+    def held(self) -> list[torch.optim.Optimizer]:
+        return [one for one in (self.muon, self.adamw) if one is not None]
+
+    def step(self) -> None:
+        for one in self.held():
+            one.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=5e-2, momentum=0.9),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-2),
+    "nadam": lambda named: torch.optim.NAdam(named, lr=1e-2, betas=(0.99, 0.999), decoupled_weight_decay=True),
+    "muon": MuonBesideAdamW,
 }
+DISCOUNT_UPDATES = 13
 SHAPES = {  # samples of an epoch and of a mini-batch
     "one fill": (160, 8),
     "ragged epochs": (44, 8),  # five mini-batches and half of one
@@ -96,6 +118,7 @@ class Setup:
     replicas: tuple[int, ...] = ()
     num_lanes: int | None = None
     update_interval: int | str | None = None
+    correction: str = "none"
 
     @property
     def lanes(self) -> int:
@@ -114,7 +137,13 @@ class Setup:
     @property
     def fields(self) -> dict[str, Any]:
         """Those of PipelineConfig that the policy and the replicas ask for."""
-        given = {"num_replicas": self.replicas, "num_lanes": self.num_lanes, "update_interval": self.update_interval}
+        given = {
+            "num_replicas": self.replicas,
+            "num_lanes": self.num_lanes,
+            "update_interval": self.update_interval,
+            "stale_correction": self.correction,
+            "discount_updates": DISCOUNT_UPDATES if self.correction == "discount" else None,
+        }
         return POLICIES[self.policy].fields | {name: value for name, value in given.items() if value}
 
 
@@ -127,6 +156,14 @@ def replicated(replicas: tuple[int, ...], policy: str = "stashing", **more: Any)
 def decay(optimizer: torch.optim.Optimizer) -> Any:
     """Of every update, so that a scheduler that counts mini-batches shows."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
+
+
+def decay_each(optimizer: Any) -> Any:
+    """Of the emulator's optimizers: of each that an object holds."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return decay(optimizer)
+    held = [decay(one) for one in optimizer.held()]
+    return SimpleNamespace(step=lambda: [one.step() for one in held])
 
 
 def trained(setup: Setup, folder: Path) -> Tensors:
@@ -180,11 +217,13 @@ def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
         mode or setup.mode,
         loss_fn=net.loss_fn,
         make_optimizer=OPTIMIZERS[setup.optimizer],
-        make_scheduler=decay,
+        make_scheduler=decay_each,
         reduction=setup.reduction,
         max_grad_norm=setup.max_grad_norm,
         dtype=torch.bfloat16 if setup.precision == "bf16" else None,
         lanes=setup.lanes,
+        correction=setup.correction,
+        discount_updates=DISCOUNT_UPDATES,
     )
 
 
@@ -194,7 +233,7 @@ def apart(setup: Setup, *, scales: bool = True) -> Emulated:
     parameters = emulate_apart(
         net.model(), net.cuts[setup.stages], setup.replicas, filled(setup), loss_fn=net.loss_fn,
         make_optimizer=OPTIMIZERS[setup.optimizer], make_scheduler=decay, max_grad_norm=setup.max_grad_norm,
-        scales=scales,
+        scales=scales, correction=setup.correction, discount_updates=DISCOUNT_UPDATES,
     )  # fmt: skip
     return Emulated(parameters, {}, [], [])
 
@@ -220,7 +259,7 @@ def _turn(net: str, stages: int, policy: str) -> int:
 def test_weights_are_the_emulators(tmp_path: Path, net: str, stages: int, policy: str) -> None:
     """Optimizers and shapes take turns."""
     turn = _turn(net, stages, policy) // 2
-    optimizer, shape = list(OPTIMIZERS)[turn % 2], list(SHAPES)[(turn + stages) % 3]
+    optimizer, shape = list(OPTIMIZERS)[turn % len(OPTIMIZERS)], list(SHAPES)[(turn + stages) % 3]
     setup = Setup(net, stages, policy, optimizer, shape)
     assert unequal(trained(setup, tmp_path), emulated(setup)) == []
 
@@ -275,6 +314,34 @@ AXES = {
     "replicas in more lanes": replicated((2, 1), num_lanes=4, **RAGGED),
     "replicas in bf16": replicated((2, 1), "2bw", net="transformer", precision="bf16", recompute="always", **RAGGED),
     "replicas sum": replicated((2, 2), reduction="sum", **RAGGED),
+    "nadam clips": Setup("transformer", 3, "stashing", "nadam", max_grad_norm=0.45, **RAGGED),
+    "nadam drains 2bw": Setup("transformer", 4, "2bw", "nadam", drain_every=3, **RAGGED),
+    "muon clips": Setup("transformer", 4, "stashing", "muon", max_grad_norm=0.45, **RAGGED),
+    "muon clips in 2bw": Setup("transformer", 3, "2bw", "muon", max_grad_norm=0.45, **RAGGED),
+    "muon drains": Setup("transformer", 3, "two versions", "muon", drain_every=3, **RAGGED),
+    "muon in bf16": Setup("transformer", 3, "stashing", "muon", precision="bf16", **RAGGED),
+    "muon of replicas": replicated((2, 1), "2bw", optimizer="muon", net="transformer", max_grad_norm=0.45, **RAGGED),
+    **{
+        f"{optimizer} predicts in {policy}": Setup("transformer", 3, policy, optimizer, correction="predict", **RAGGED)
+        for optimizer, policy in zip(itertools.cycle(OPTIMIZERS), list(POLICIES)[1:])
+    },
+    "predicts and clips": Setup("transformer", 3, "2bw", "adamw", max_grad_norm=0.45, correction="predict", **RAGGED),
+    "predicts and drains": Setup("cnn", 3, "stashing", drain_every=3, correction="predict", **RAGGED),
+    "predicts and drains 2bw": Setup("cnn", 4, "2bw", "adamw", drain_every=3, correction="predict", **RAGGED),
+    "predicts in bf16": Setup("transformer", 3, "stashing", "adamw", precision="bf16", correction="predict", **RAGGED),
+    "predicts and recomputes": Setup("cnn", 3, "2bw", recompute="always", correction="predict", **RAGGED),
+    "predicts, frozen": Setup("frozen", 3, "every second", correction="predict", **RAGGED),
+    "predicts, frozen, of one version": replicated(
+        (1, 2, 1), "vertical sync", net="frozen", correction="predict", **RAGGED
+    ),
+    "predicts in replicas": replicated((2, 1), correction="predict", optimizer="adamw", **RAGGED),
+    "predicts in replicas of 2bw": replicated((1, 2), "2bw", correction="predict", optimizer="muon", **RAGGED),
+    "predicts in replicas later": replicated((2, 1, 1), correction="predict", update_interval=4, **RAGGED),
+    "discounts": Setup("mlp", 4, "stashing", "nadam", correction="discount", **RAGGED),
+    "discounts and clips": Setup("transformer", 3, "stashing", "muon", max_grad_norm=0.45, correction="discount"),
+    "discounts and drains": Setup("cnn", 4, "stashing", drain_every=3, correction="discount", **RAGGED),
+    "discounts, deeper": Setup("mlp", 3, "stashing, deeper", "adamw", correction="discount", **RAGGED),
+    "discounts in replicas": replicated((1, 1, 2), correction="discount", optimizer="adamw", **RAGGED),
     # They make updates too, of nothing, and wait for nobody; versions are those of the first stage that learns.
     "frozen replicas": replicated((2, 1, 1), net="frozen", drain_every=3, **RAGGED),
     "frozen replicas of one version": replicated((1, 2, 1), "vertical sync", net="frozen", drain_every=3, **RAGGED),
@@ -288,7 +355,8 @@ def test_every_axis(name: str, tmp_path: Path) -> None:
     setup = AXES[name]
     wanted = emulated(setup)
     assert unequal(trained(setup, tmp_path), wanted) == []
-    without = replace(setup, max_grad_norm=None, precision="fp32", reduction="mean", drain_every=None, recompute="auto")
+    plain = {"max_grad_norm": None, "precision": "fp32", "reduction": "mean", "drain_every": None, "correction": "none"}
+    without = replace(setup, **plain, recompute="auto")  # type: ignore[arg-type]
     if without != replace(setup, recompute="auto"):
         assert unequal(emulated(without), wanted), "the axis has no effect"
 
@@ -324,6 +392,8 @@ def test_2bw_reports_the_same_losses_however_many_replicas(tmp_path: Path) -> No
         ((1, 2), {"optimizer": "adamw", "shape": "ragged micro-batches"}),
         ((2, 1, 1), {"optimizer": "adamw", "max_grad_norm": 0.2, "shape": "ragged epochs"}),
         ((2, 3), {"optimizer": "sgd", "shape": "twelves", "microbatches": 6}),
+        ((2, 1, 1), {"optimizer": "nadam", "correction": "predict", "shape": "ragged epochs"}),
+        ((1, 1, 2), {"optimizer": "adamw", "correction": "discount", "shape": "ragged epochs", "drain_every": 3}),
     ],
 )
 def test_stages_update_as_often_as_their_replicas_are_done(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import raypipe
 from raypipe import PipelineTrainer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.run.plans.blueprint import predicted_step
+from raypipe.run.plans.planning import RECORDED_GAP
 from tests.exactness import unequal
 from tests.given_times import with_times
 from tests.models import CASES
@@ -30,6 +34,14 @@ MODES: dict[str, dict[str, Any]] = {
     "2bw": {"schedule": "2bw"},
     "2bw, clipped": {"schedule": "2bw", "max_grad_norm": 0.1},
     "stashing, clipped": {"schedule": "pipedream", "max_grad_norm": 0.1},
+    "2bw, predicted": {"schedule": "2bw", "stale_correction": "predict"},
+    "back-pressure, predicted": {
+        "schedule": "pipedream",
+        "weight_versions": 2,
+        "update_interval": 1,
+        "stale_correction": "predict",
+    },
+    "discounted": {"schedule": "pipedream", "stale_correction": "discount", "discount_updates": 6},
 }
 
 
@@ -74,6 +86,7 @@ def test_resuming_equals_a_run_that_drained_at_the_same_steps(mode: str, tmp_pat
         ("stashing", {"stages": 2}, "num_stages: was 3, is 2\n"),
         ("vertical sync", {"stages": 2}, "num_stages: was 3, is 2\n"),
         ("stashing", {"slack": 2}, "slack: was 1, 1, is 2, 2\n"),
+        ("stashing", {"stale_correction": "predict"}, "stale_correction: was none, is predict\n"),
         ("stashing", {"partitioner": ["layers.1", "layers.2"]}, "first operations of the stages: was"),
     ],
 )
@@ -107,6 +120,16 @@ def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Pat
     assert unequal(state, expected) == []
 
 
+def test_2bw_predicts_the_same_on_any_number_of_stages(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"schedule": "2bw", "stale_correction": "predict", "checkpoint_interval_steps": SAVED}
+    for run, stages in (("alone", (2, 2)), ("resized", (3, 1))):
+        for steps, count in zip((SAVED, STEPS), stages, strict=True):
+            fit(trainer(tmp_path, run, stages=count, **fields), steps)
+    (rows, state), (others, resized) = outcome(tmp_path / "alone"), outcome(tmp_path / "resized")
+    assert [row[:3] for row in others] == [row[:3] for row in rows]  # norms are totals of the stages' norms
+    assert unequal(resized, state) == []
+
+
 def test_an_epoch_of_one_small_mini_batch_is_synchronous(tmp_path: Path) -> None:
     for schedule in ("pipedream", "1f1b"):
         fit(trainer(tmp_path, schedule, samples=7, schedule=schedule), 6)
@@ -123,6 +146,28 @@ def test_the_plan_says_what_is_late_and_survives_json(tmp_path: Path) -> None:
     assert sum(plan.weights.shares) == pytest.approx(1.0)
     assert Plan.from_json(plan.to_json()) == plan
     assert "late" not in str(trainer(tmp_path, "run", schedule="1f1b").plan())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"schedule": "2bw", "stale_correction": "predict"}, "forwards use weights that are predicted from the last"),
+        ({"schedule": "pipedream", "stale_correction": "discount"}, "divided by their delay to a power that falls to"),
+    ],
+)
+def test_a_plan_describes_its_correction(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    plan = trainer(tmp_path, "run", **fields).plan()
+    assert words in plan.explain()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "late"),
+    [({"stages": 1, "stale_correction": "predict"}, "0"), ({"stages": 2, "stale_correction": "discount"}, "1")],
+)
+def test_a_correction_without_effect_is_refused(fields: dict[str, Any], late: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"stale_correction='.*' has no effect.* are {late} updates late at most"):
+        trainer(tmp_path, "run", schedule="pipedream", **fields).plan()
 
 
 def test_a_parameter_on_two_stages_needs_updates_that_are_far_apart(tmp_path: Path) -> None:
@@ -164,6 +209,32 @@ def test_a_step_that_waits_for_no_norm_is_predicted_without_a_flush(fields: dict
     assert one_step is not None
     assert plan.prediction is not None
     assert 0.0 < plan.prediction.step_s < one_step.makespan_s
+
+
+def test_a_plan_with_an_open_schedule_has_the_price_of_2bw(tmp_path: Path) -> None:
+    def reasons(**fields: Any) -> dict[str, str]:
+        found = trainer(tmp_path, "run", num_microbatches=8, **fields)
+        return dict(found.plan(profiled=with_times(found.profile())).reasons)
+
+    open_one = reasons(schedule="auto")["2bw"]
+    share = re.search(r"schedule='2bw' would take (0\.\d\d) of the step, .* With AdamW that added 0.19 nats", open_one)
+    assert share is not None
+    steps = {}
+    for schedule in ("auto", "2bw"):
+        found = trainer(tmp_path, "run", num_microbatches=8, schedule=schedule)
+        prediction = found.plan(profiled=with_times(found.profile())).prediction
+        assert prediction is not None
+        steps[schedule] = prediction.step_s
+    assert float(share[1]) == pytest.approx(steps["2bw"] / steps["auto"], abs=0.02)
+    for fields in ({"schedule": "1f1b"}, {"schedule": "auto", "stages": 1}):
+        assert "2bw" not in reasons(**fields)
+
+
+def test_the_price_is_that_of_the_record() -> None:
+    runs = json.loads((Path(raypipe.__file__).parents[1] / "docs/results/convergence.json").read_text())["runs"]
+    for optimizer, gap in RECORDED_GAP.items():
+        name = f"own_rate_loss_gap_text_2bw_{optimizer.lower()}"
+        assert gap == pytest.approx(next(run["figures"][name] for run in runs if name in run["figures"]), abs=0.005)
 
 
 @pytest.mark.parametrize(

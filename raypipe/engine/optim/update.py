@@ -22,7 +22,7 @@ from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.stage.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.segment import Segment
-from raypipe.ir.weights import WeightPolicy
+from raypipe.ir.weights import WeightPolicy, discount
 from raypipe.user_lines import quoted, short
 
 MOST_SKIPPED = 10
@@ -64,6 +64,7 @@ class Update:
         shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
         self._weights, self._unscaled, self._rate, self._counts = weights, 1.0, 1.0, True
+        self._discount = 1.0  # factor on the learning rate of stale gradients
         self._deferred = 0  # deferred updates since the last one
         self._is_deferred = False  # True if this update is deferred
         self._sums = settings.loss_reduction == "sum"
@@ -83,7 +84,12 @@ class Update:
         Losses are weighted for a mean over ``segment.interval`` micro-batches. A stage that updates more often takes
         the mean over its own interval and scales its learning rate. Its scheduler steps only when all stages update.
         """
-        intervals = self._weights.intervals if segment.update_interval is not None else ()
+        weights, synchronous = self._weights, segment.update_interval is None
+        self._discount = 1.0
+        if weights.correction == "discount" and not synchronous:
+            delay = weights.delay(self._program.index, self._program.first_trainable)
+            self._discount = discount(delay, self._state.updates, weights.discount_updates)
+        intervals = () if synchronous else weights.intervals
         if not intervals:
             self._unscaled, self._rate, self._counts = 1.0, 1.0, True
             return
@@ -206,7 +212,7 @@ class Update:
         self.changed = True
         self._ring.advance()
         if self._state.optimizer is not None:
-            with at_rate(self._state.optimizer, self._rate), self._draws():
+            with at_rate(self._state.optimizer, self._rate * self._discount), self._draws():
                 self._state.optimizer.step()
             if self._state.slices is not None:
                 self._state.slices.follow()
@@ -281,8 +287,9 @@ def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
         return
     if any(rate_of(group) is None for group in optimizer.param_groups):
         raise StageError(
-            f"update_interval='per_replica' multiplies learning rates, and {type(optimizer).__name__} has groups "
-            "whose 'lr' is missing or not a number. Give update_interval a number, or name the optimizer's rate 'lr'."
+            "update_interval='per_replica' and stale_correction='discount' multiply learning rates, and "
+            f"{type(optimizer).__name__} has groups whose 'lr' is missing or not a number. Leave these fields out, or "
+            "name the optimizer's rate 'lr'."
         )
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

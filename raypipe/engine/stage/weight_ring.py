@@ -9,7 +9,11 @@ another slot. So a stage that runs no micro-batch ahead has one slot. Slots are 
 capacity. Buffers (BatchNorm's statistics) are not versioned.
 
 If a stage computes in 16 bits (``Precision.leaves``), the optimizer's parameters are not a slot: they stay in fp32, and
-after a step the newest slot is filled from them.
+after a step the newest slot is filled from them. A stage that predicts weights has no slot for them either. Its slots
+hold what the version will have become when its gradients are applied, if updates go on as the last one (SpecTrain,
+arXiv:1809.02839; XPipe, arXiv:1911.04610; d is the delay in updates):
+
+    predicted   w_v + d (w_v - w_(v-1));  w_v for the first version after the pipeline was empty
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class WeightRing:
         capacity: maximum number of slots, each with the weights of one version.
         ahead: number of forwards that stage 0 runs ahead of its backwards; used by the rule STAMPED.
         replicas: number of replicas of the stage; after micro-batch k a replica computes k + replicas.
+        lookahead: d, number of updates by which weights are predicted; 0 uses them as they are.
         watch: called with (index of a parameter's use in ``program.train.sites``, leaf) for every new leaf.
     """
 
@@ -68,6 +73,7 @@ class WeightRing:
         capacity: int = 1,
         ahead: int = 0,
         replicas: int = 1,
+        lookahead: float = 0.0,
         watch: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         # Stages before the first trainable one have one version only, so the first trainable stage stamps.
@@ -79,9 +85,12 @@ class WeightRing:
         self._parameters = parameters
         self._names = [name for name in program.parameters if name in program.trainable]
         self._dtype = leaf_dtype(program.precision)
+        self._lookahead = lookahead if self._names else 0.0
+        self._before: list[torch.Tensor] = []  # weights before the newest update; empty before the first one
+        self._apart = self._dtype is not None or bool(self._lookahead)  # slots do not share memory with parameters
         # Frozen parameters are converted once.
         self._constant = {name: self._leaf(p) for name, p in parameters.items() if name not in program.trainable}
-        self._newest = self._slot(0, [self._leaf(parameters[name]) for name in self._names])
+        self._newest = self._slot(0, [self._leaf(parameters[name], copies=self._apart) for name in self._names])
         self._slots = [self._newest]
         self._used: dict[int, _Slot] = {}
         self._first, self._base, self._interval = 0, 0, 1
@@ -102,6 +111,8 @@ class WeightRing:
         assert not self._used, "a version is in use, but the pipeline is empty"
         self._first, self._interval = first_microbatch, interval
         self._base = self._wanted = self.newest
+        if self._lookahead:
+            self._fill_newest()
 
     def enter(self, microbatch: int, stamp: int) -> int:
         """Select the weight version of a micro-batch before its forward; return the version's number.
@@ -158,6 +169,10 @@ class WeightRing:
 
     def advance(self) -> None:
         """Begin the next version, in another slot if a micro-batch needs the newest; the optimizer may then step."""
+        if self._lookahead:
+            held = [self._parameters[name].detach() for name in self._names]
+            self._before = self._before or [torch.empty_like(tensor) for tensor in held]
+            torch._foreach_copy_(self._before, held)
         if self._needed(self._newest):
             slot = self._spare()
             if slot is None:
@@ -165,7 +180,7 @@ class WeightRing:
                 slot = self._slot(self.newest, [torch.empty_like(tensor) for tensor in self._newest.tensors])
                 self._slots.append(slot)
             slot.version = self.newest
-            if self._dtype is None:
+            if not self._apart:
                 if slot.tensors:
                     torch._foreach_copy_(slot.tensors, self._newest.tensors)
                 for name, tensor in zip(self._names, slot.tensors, strict=True):
@@ -177,10 +192,13 @@ class WeightRing:
         """Update the newest slot after a step of the optimizer.
 
         This is needed if the optimizer assigned ``parameter.data`` instead of changing it in place, or if the slot has
-        another dtype than the parameters.
+        another dtype than the parameters, or predicted weights.
         """
-        if self._dtype is not None:
-            self._fill_newest()
+        if self._apart:
+            if self._lookahead:
+                self._predict()
+            else:
+                self._fill_newest()
             return
         slot, moved = self._newest, set()
         for position, name in enumerate(self._names):
@@ -194,9 +212,10 @@ class WeightRing:
                     leaf.data = self._parameters[site.parameter].data
 
     def fill(self) -> None:
-        """Fill the newest slot, if its dtype is not the parameters', from loaded parameters, in an empty pipeline."""
-        if self._dtype is not None:
+        """Fill the newest slot, if it is apart from the parameters, from loaded ones, in an empty pipeline."""
+        if self._apart:
             self._fill_newest()
+        if self._dtype is not None:
             for name, tensor in self._constant.items():
                 tensor.copy_(self._parameters[name].detach())
 
@@ -204,9 +223,18 @@ class WeightRing:
         if self._names:
             torch._foreach_copy_(self._newest.tensors, [self._parameters[name].detach() for name in self._names])
 
-    def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's data, or a copy in the 16-bit dtype of the forwards (``leaf_dtype``)."""
-        return parameter.data if self._dtype is None else parameter.data.to(self._dtype)
+    def _predict(self) -> None:
+        """Fill the newest slot with predicted weights. Each operation rounds, so that all devices can repeat them."""
+        held, moved = [self._parameters[name].detach() for name in self._names], self._before
+        torch._foreach_neg_(moved)
+        torch._foreach_add_(moved, held)
+        torch._foreach_mul_(moved, self._lookahead)
+        torch._foreach_add_(moved, held)
+        torch._foreach_copy_(self._newest.tensors, moved)
+
+    def _leaf(self, parameter: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
+        """Return a parameter's data; a copy with ``copies``, or if forwards have another dtype (``leaf_dtype``)."""
+        return parameter.data.to(self._dtype or parameter.dtype, copy=copies)
 
     def _late(self, microbatch: int) -> int:
         """Return the version that includes all updates of micro-batches before this one."""

@@ -2,7 +2,7 @@
 
     weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
     copies of weights, optimizer state and buffers                                if a run survives failures
-    leaves (16-bit copies of parameters) x versions                               if forwards compute in 16 bits
+    leaves (copies of parameters) x versions                     if forwards compute in 16 bits or with predictions
     activations x micro-batches in flight | messages in and out | workspace       peak after the warm-up's last forward
 
 The number of micro-batches in flight follows from a stage's *depth*: the micro-batches that the workers from it to
@@ -267,7 +267,7 @@ class StageMemory:
         activation_sets: number of micro-batches' activations in activation_bytes.
         message_bytes: inputs of the micro-batches in flight, and messages that wait at the stage.
         input_bytes: part of message_bytes that is one micro-batch's input.
-        leaf_bytes: all versions of the 16-bit parameter copies (leaves); 0 without copies.
+        leaf_bytes: all versions of the parameter copies that forwards use (leaves); 0 without copies.
         recompute: True with activation recomputation.
         exchange_bytes: bytes that replicas need to sum their gradients, beyond those that are released before.
     """
@@ -307,7 +307,7 @@ class StageMemory:
         """Pairs (purpose, bytes), for the text of plans; rare purposes are left out if they have no bytes."""
         return (
             (f"weights x {1 if self.leaf_bytes else self.versions}", self.weight_bytes),
-            *(((f"16-bit leaves x {self.versions}", self.leaf_bytes),) if self.leaf_bytes else ()),
+            *(((f"leaves x {self.versions}", self.leaf_bytes),) if self.leaf_bytes else ()),
             ("gradients", self.gradient_bytes),
             ("optimizer", self.optimizer_bytes),
             ("buffers", self.buffer_bytes),

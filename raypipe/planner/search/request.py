@@ -44,6 +44,7 @@ class Request:
         least_microbatch: fewest samples that the model accepts in a micro-batch; see ``takes``.
         weight_versions, update_interval, vertical_sync: settings of asynchronous schedules.
         per_replica: True if a stage with R replicas updates every R micro-batches, as in PipeDream.
+        stale_correction, discount_updates: correction for stale gradients, in asynchronous schedules.
         clips: True if gradients are clipped by their norm.
         skips: True if a step with non-finite gradients is skipped on all stages.
         recompute: stages that recompute activations: True, False, or one value per stage. None, for all stages or for
@@ -80,6 +81,8 @@ class Request:
     update_interval: int | None = None
     per_replica: bool = False
     vertical_sync: bool = False
+    stale_correction: str = "none"
+    discount_updates: int = 0
     clips: bool = False
     skips: bool = False
     recompute: bool | tuple[bool | None, ...] | None = False

@@ -80,10 +80,30 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
         )
     # Clipping by the whole model's norm is a barrier over all stages at every update.
     alone = interval < num_stages or not request.clips or bool(intervals)
-    capacities = tuple(min(versions, n) for n in needed)
-    return WeightPolicy(
-        rule, interval, capacities, warmups[0], alone, intervals=intervals, puts_off=versions < max(needed)
+    policy = WeightPolicy(
+        rule,
+        interval,
+        tuple(min(versions, n) for n in needed),
+        warmups[0],
+        alone,
+        intervals=intervals,
+        puts_off=versions < max(needed),
+        correction=request.stale_correction,
+        delays=tuple(1.0 if rule is VersionRule.DELAYED else w / u for w, u in zip(warmups, by_stage, strict=True)),
+        discount_updates=request.discount_updates,
     )
+    _check_correction(policy, num_stages)
+    return policy
+
+
+def _check_correction(policy: WeightPolicy, num_stages: int) -> None:
+    """Raise PlanError if the correction for stale gradients would change nothing on any stage."""
+    latest = max(policy.delay(stage) for stage in range(num_stages))
+    if policy.correction != "none" and latest <= (1.0 if policy.correction == "discount" else 0.0):
+        raise PlanError(
+            f"stale_correction={policy.correction!r} has no effect: with {num_stages} stages and an update every "
+            f"{policy.interval} micro-batches gradients are {latest:g} updates late at most. Leave it out."
+        )
 
 
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
@@ -120,6 +140,13 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
     warmups = _ahead(request, num_stages, num_microbatches)
     if any(held[s] < versions_needed(policy.rule, policy.interval_of(s), warmups, s) for s in range(num_stages)):
         text += "; where a stage has no room for another version, the update is put off and joins the next"
+    if policy.correction == "predict":
+        text += "; forwards use weights that are predicted from the last update (stale_correction)"
+    if policy.correction == "discount":
+        text += (
+            f"; learning rates are divided by their delay to a power that falls to 0 in {policy.discount_updates} "
+            "updates (stale_correction)"
+        )
     if request.clips:
         text += "; gradients are clipped by the norm of " + (
             "each stage" if policy.norm_per_stage else "the whole model, waited for"
@@ -282,7 +309,9 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
     """Build the model of the memory of the plan's stages."""
     spec = spec_of(request, num_stages, num_microbatches)
     policy = weight_policy(request, num_stages, num_microbatches)
-    counted, whole = None, request.optimizer_factor
+    predicts = policy.correction == "predict"
+    # The weights before the last update are held beside the optimizer's state.
+    counted, whole = None, request.optimizer_factor + predicts
     if not spec.of_kind.memory_formula or request.replicated:
         counted = resident_under(spec, num_stages, request.workers(num_stages))
         counted = dataclasses.replace(counted, versions=policy.capacities)
@@ -292,7 +321,8 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
         optimizer_factor=tuple(whole / n for n in request.replicas_of(num_stages)) if request.shards else whole,
-        leaf_factor=request.leaf_factor,
+        # Predicted weights are apart from the parameters, as 16-bit copies are.
+        leaf_factor=request.leaf_factor or float(predicts),
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),

@@ -30,7 +30,8 @@ from raypipe.planner.controller import MemoryBudget, budgets_of, unknown_budgets
 from raypipe.planner.cost.columns import workspace_lines
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.search import Decision, Request, decide, make_partition, make_plan, plan_of, seconds_by_count
-from raypipe.planner.search.predict import gather_s, with_whole_loss
+from raypipe.planner.search.predict import costs_of, gather_s, schedule_step_s, with_whole_loss
+from raypipe.planner.search.schedule_settings import spec_of
 from raypipe.run.spec import Planned
 
 
@@ -171,6 +172,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
             *stage_words(basis.module_classes, basis.recipe.graph, plan.partition),
             *((what, FLUSHED if basis.whole_loss and what == "schedule" else why) for what, why in plan.reasons),
             *_further_reasons(basis, programs, plan.prediction.loss_s if plan.prediction else 0.0),
+            *_stale_reason(basis, plan, programs),
         ),
     )
     return Planned(plan, cut.budgets, cut.counts)
@@ -409,12 +411,47 @@ def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
     """Return a note if an asynchronous plan uses an Adam-like optimizer, whose moments magnify delayed gradients."""
     one_stage = plan.partition.num_stages == 1 and plan.weights.rule is not VersionRule.DELAYED
     late = plan.weights.interval is not None and not one_stage
-    if not late or "adam" not in optimizer_class.lower():
+    known = optimizer_class.lower()
+    if not late or "adam" not in known or any(name in known for name in ("nadam", "muon")):
         return []
     return [
-        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
-        "synchronous schedule such as '1f1b' has none."
+        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), Muon, NAdam and SGD with "
+        "momentum less; a synchronous schedule such as '1f1b' has none."
     ]
+
+
+RECORDED_GAP = {"AdamW": 0.186, "SGD": 0.295}
+"""Held-out loss in nats per byte that 2bw adds on a small text, by optimizer, each with the better of its learning
+rates: own_rate_loss_gap_text_2bw_* in docs/results/convergence.json."""
+WORTH_A_LINE = 0.97
+"""Longest step of 2bw, relative to the plan's, of which a plan speaks."""
+
+
+def _stale_reason(basis: PlanBasis, plan: Plan, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
+    """Describe what 2bw would gain and cost in this plan, if the schedule is open, 2bw is quicker and a price is known.
+
+    The step is that of the plan's own partition; nothing is searched.
+    """
+    gap, prediction = RECORDED_GAP.get(basis.optimizer_class), plan.prediction
+    if basis.request.schedule != "auto" or gap is None or prediction is None or basis.whole_loss:
+        return []
+    request = dataclasses.replace(
+        basis.request, schedule="2bw", slack=None, group_size=None, replicas=plan.partition.replicas
+    )
+    stages = plan.partition.num_stages
+    try:
+        spec = spec_of(request, stages, plan.num_microbatches, programs[0].first_trainable)
+    except PlanError:
+        return []
+    share = schedule_step_s(spec, costs_of(prediction.stages, prediction.hops)) / prediction.step_s
+    if stages == 1 or share > WORTH_A_LINE:
+        return []
+    text = (
+        f"schedule='2bw' would take {share:.2f} of the step, with gradients that are one update late. With "
+        f"{basis.optimizer_class} that added {gap:.2f} nats per byte to the loss on a small text "
+        "(docs/results/convergence.md); on other data it may be more or less"
+    )
+    return [("2bw", text)]
 
 
 def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram], loss_s: float) -> list[tuple[str, str]]:

@@ -30,13 +30,21 @@ class Stage:
     parameters: dict[str, torch.nn.Parameter]
 
     @classmethod
-    def of(cls, rule: VersionRule, capacity: int, ahead: int = 0, index: int = 1, replicas: int = 1) -> Stage:
+    def of(
+        cls,
+        rule: VersionRule,
+        capacity: int,
+        ahead: int = 0,
+        index: int = 1,
+        replicas: int = 1,
+        lookahead: float = 0.0,
+    ) -> Stage:
         parameters = {
             "w": torch.nn.Parameter(torch.zeros(3)),
             "f": torch.nn.Parameter(torch.full((2,), 7.0), requires_grad=False),
         }
         program = program_of((Site("w", 0), Site("f", 0), Site("w", 1)), parameters, index=index)
-        return cls(WeightRing(program, parameters, rule, capacity, ahead, replicas), parameters)
+        return cls(WeightRing(program, parameters, rule, capacity, ahead, replicas, lookahead), parameters)
 
     def update(self) -> None:
         self.ring.advance()
@@ -135,3 +143,25 @@ def test_a_stamp_that_nobody_has_is_refused_by_number() -> None:
     made.ring.begin(0, 1)
     with pytest.raises(StageError, match=r"Micro-batch 0 needs weight version 5, but the stage holds \[0\]"):
         made.ring.enter(0, 5)
+
+
+@pytest.mark.parametrize("rule", VersionRule)
+def test_predicted_weights_go_on_as_the_last_update(rule: VersionRule) -> None:
+    """An update adds 1, so that weights d updates ahead are d more; parameters and frozen ones stay as they are."""
+    made = Stage.of(rule, 2, ahead=1, lookahead=1.5)
+    ring = made.ring
+    for first in (0, 1000):
+        ring.begin(first, 2)
+        base = made.parameters["w"].tolist()[0]
+        for k in range(4):
+            version = ring.enter(first + k, ring.newest)
+            assert version == ring.newest or rule is VersionRule.DELAYED
+            w, f, again = ring.leaves(first + k)
+            ring.leave(first + k)
+            updates = version - (ring.newest - k // 2)
+            wanted = base + updates + 1.5 * (updates > 0)
+            assert w.tolist() == again.tolist() == [wanted] * 3
+            assert f.tolist() == [7.0] * 2
+            assert made.parameters["w"].tolist() == [base + k // 2] * 3
+            if k % 2:
+                made.update()

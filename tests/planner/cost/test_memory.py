@@ -52,7 +52,7 @@ def test_leaves_in_16_bits_have_the_versions_and_the_weights_are_there_once() ->
     model = MemoryModel(ScheduleSpec("2bw", num_microbatches=8), optimizer_factor=2.0, leaf_factor=0.5)
     found = stage_memory(model, held(node), 0, 2)
     assert (found.weight_bytes, found.leaf_bytes, found.gradient_bytes, found.optimizer_bytes) == (100, 90, 80, 160)
-    assert "weights x 1 100 B, 16-bit leaves x 2 90 B, gradients 80 B" in str(found)
+    assert "weights x 1 100 B, leaves x 2 90 B, gradients 80 B" in str(found)
     (resident,) = node_bytes(model, ModelGraph((node,)), 2)
     assert resident == found.total_bytes - found.message_bytes
     plain = stage_memory(dataclasses.replace(model, leaf_factor=0.0), held(node), 0, 2)

@@ -27,9 +27,11 @@ def told(folder: Path, run: str) -> Any:
     return pq.read_table(folder / run / "metrics.parquet", columns=["step", "loss", "grad_norm", "lr"])
 
 
-def test_all_go_back_to_a_copy_and_no_bit_changes(local_ray: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("correction", ["none", "predict"])
+def test_all_go_back_to_a_copy_and_no_bit_changes(correction: str, local_ray: None, tmp_path: Path) -> None:
     """One of two replicas is lost, then the stage that has none."""
     pipeline: dict[str, Any] = {"schedule": "pipedream", "num_replicas": [2, 1], "verify": "off"}
+    pipeline["stale_correction"] = correction
     made = surviving(tmp_path, "lost", "noisy", **pipeline)
     made._scaling = ScalingConfig(num_workers=3)
     handle = made.start(STEPS)
