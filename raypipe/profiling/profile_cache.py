@@ -217,7 +217,7 @@ class JsonCache:
         Raises:
             OSError, PlaceError: the folder cannot be written to.
         """
-        data = json.dumps({"sha256": _checksum(content), "content": content}, indent=1).encode()
+        data = json.dumps({"sha256": _checksum(content), "content": content}).encode()
         # Two processes may save the result of one key at once.
         Place.of(self.folder).write_bytes(f"{key}.json", data, partial=f".{key[:12]}.{os.getpid()}.tmp")
         for old in self._by_age()[: -self.most]:
