@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -197,7 +198,9 @@ def _export(
     def export() -> torch.export.ExportedProgram:
         # In a context of its own, so that no fake tensor stays in a context variable of the user's.
         run = contextvars.copy_context().run
-        return run(torch.export.export, model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        # Its passes make many modules of which only the graphs are read: their source would be generated for nothing.
+        with _use_lazy_graph_module(True):
+            return run(torch.export.export, model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
     try:
         return _Exported(export())

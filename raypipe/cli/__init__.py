@@ -7,6 +7,8 @@ numpy are imported by the verbs that need them.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from typing import Annotated
@@ -61,6 +63,8 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line; an error of raypipe is printed as one paragraph, not as a traceback."""
+    # After a trace Python would search millions of objects for cycles before it ends, which takes more than a second.
+    atexit.register(gc.freeze)
     try:
         app()
     except RaypipeError as error:

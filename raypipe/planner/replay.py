@@ -114,6 +114,8 @@ FILLING = 2
 STEADY = (4, 12)
 """Numbers of steps, or of repetitions of an asynchronous schedule's body, that are simulated if steps overlap: the
 difference in seconds gives the seconds per step."""
+ROUNDING = 1e-12
+"""Relative difference of times up to which they count as equal."""
 _OF_CODE, _WAY = np.zeros((2, len(OPS)), dtype=np.int32)
 _OF_CODE[[OP_CODE[op] for op in (Op.F, Op.B, Op.I, Op.W)]] = range(4)
 _WAY[[OP_CODE[op] for op in (Op.F, Op.B, Op.I, Op.W)]] = 0, 1, 1, 0
@@ -248,12 +250,18 @@ def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
     # The first stage begins a step only after it has ended the one before: its own time is a lower bound.
     if not program.overlaps or max(clock) <= clock[0]:
         return max(clock)
-    begin_s = 0.0
+    ends_s = [max(clock)]
     for replay in range(1, STEADY[1]):  # the replayed step is the first
-        if replay == STEADY[0]:
-            begin_s = max(clock)
+        before = (*clock, *free)
         _replay(program, work, wires, replay, clock, free)
-    return (max(clock) - begin_s) / (STEADY[1] - STEADY[0])
+        ends_s.append(max(clock))
+        later_s = [now - then for now, then in zip((*clock, *free), before, strict=True)]
+        # Once all clocks advance alike, every further step only adds the same seconds.
+        if max(later_s) - min(later_s) <= ROUNDING * ends_s[-1]:
+            each_s = ends_s[-1] - ends_s[-2]
+            ends_s += [ends_s[-1] + number * each_s for number in range(1, STEADY[1] - replay)]
+            break
+    return (ends_s[-1] - ends_s[STEADY[0] - 1]) / (STEADY[1] - STEADY[0])
 
 
 def _work(

@@ -5,13 +5,13 @@ stage's depth, and with it its weight versions and micro-batches in flight, coun
 where the chain may be cut, or one of its two ends:
 
     place     0   1   2   3   4   5   6   7   8
-    reached                               x   x      places from which the stages so far can cover all nodes to the end
-    lo(e)     .   .   .   .   .   .   .   3   5      smallest place at which a stage that ends at place e may begin
-    reached               x   x   x   x              with one stage more: p with lo(e) <= p for the nearest e after p
+    reached                               x   x    places from which the stages so far can cover all nodes to the end
+    hi(p)     4   5   7   8   8   9   9   9   9    first place at which a stage that begins at place p may not end
+    reached               x   x   x   x   x        with one stage more: p with a reached place after p, before hi(p)
 
-``lo`` grows with e, both for time and for memory. So only the nearest reached place e after p has to be tested, and a
-probe takes O(places) for each transition of the device order (``Lineup``). A place whose messages take longer than the
-period is not cut in that probe. The least period is searched for in whole picoseconds, so that the result is exact.
+Reached places are counted from the left, so that a probe takes O(places) for each transition of the device order
+(``Lineup``). A place whose messages take longer than the period is not cut in that probe. The least period is searched
+for in whole picoseconds, so that the result is exact.
 
 Only the abstract of the paper was available; this construction is ours.
 """
@@ -46,7 +46,7 @@ class _Problem(NamedTuple):
             gradients.
         memory: prefix sums of a stage's bytes at the places, by depth.
         traffic_ps: picoseconds of the messages over a cut at each place, by bandwidth.
-        by_memory: cache of ``_earliest_by_memory``, by depth and bytes.
+        by_memory: cache of ``_ends_by_memory``, by depth and bytes.
     """
 
     chain: Chain
@@ -214,38 +214,39 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
     return math.floor(time_ps / speed * (1 - ROUNDING)), math.ceil(time_ps / speed * (1 + ROUNDING))
 
 
-def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
-    """Compute ``lo`` of the module docstring at all places, by (device kind, depth).
+def _ends(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
+    """Compute ``hi`` of the module docstring at all places, by (device kind, depth).
 
     Args:
         extra_bytes: bytes by which each stage may exceed its memory limit.
     """
-    earliest, in_time = {}, dict[tuple[int, float], Ints]()
+    ends, in_time = {}, dict[tuple[int, float], Ints]()
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
         for depth in depths[kind]:
             time_ps = problem.time_ps[depth]
             # Most depths have the same seconds.
             if (id(time_ps), speed) not in in_time:
-                in_time[id(time_ps), speed] = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
+                latest_ps = time_ps + math.floor(period_ps * speed)
+                in_time[id(time_ps), speed] = np.searchsorted(time_ps, latest_ps, side="right")
             by_time = in_time[id(time_ps), speed]
-            earliest[kind, depth] = by_time
+            ends[kind, depth] = by_time
             if capacity is not None:
-                by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
-                earliest[kind, depth] = np.maximum(by_time, by_memory)
-    return earliest
+                by_memory = _ends_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
+                ends[kind, depth] = np.minimum(by_time, by_memory)
+    return ends
 
 
-def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, keep: bool) -> Ints:
-    """Return ``lo`` of a stage at this depth by its memory alone; cached for later probes if ``keep``."""
+def _ends_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, keep: bool) -> Ints:
+    """Return ``hi`` of a stage at this depth by its memory alone; cached for later probes if ``keep``."""
     key = (depth, capacity_bytes)
-    earliest = problem.by_memory.get(key)
-    if earliest is None:
+    ends = problem.by_memory.get(key)
+    if ends is None:
         memory = problem.memory[depth]
-        earliest = np.searchsorted(memory, memory - capacity_bytes)
+        ends = np.searchsorted(memory, memory + capacity_bytes, side="right")
         if keep:
-            problem.by_memory[key] = earliest
-    return earliest
+            problem.by_memory[key] = ends
+    return ends
 
 
 def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
@@ -255,28 +256,21 @@ def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut
         extra_bytes: bytes by which each stage may exceed its memory limit.
     """
     lineup, places = problem.lineup, len(problem.chain.positions)
-    earliest = _earliest(problem, period_ps, extra_bytes)
-    numbers = np.arange(places)
+    ends = _ends(problem, period_ps, extra_bytes)
+    quick = {bandwidth: traffic_ps <= period_ps for bandwidth, traffic_ps in problem.traffic_ps.items()}
     reached = np.zeros((len(lineup.depths), places), dtype=np.bool_)
     reached[0, -1] = True
-    # By state and bandwidth, the first reached place after each place before the last reached one.
-    nearest: dict[tuple[int, float], Ints] = {}
+    count = np.zeros(places + 1, dtype=np.int64)  # of reached places before each place
     for before, after, kind, bandwidth in lineup.steps:
-        if (before, bandwidth) not in nearest:
-            (ends,) = (reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)).nonzero()
-            apart = ends.copy()
-            apart[1:] -= ends[:-1]
-            nearest[before, bandwidth] = np.repeat(ends, apart)
-        following, lo = nearest[before, bandwidth], earliest[kind, lineup.depths[after]]
-        if len(following):
-            first, stop = int(lo[following[0]]), len(following)  # no stage begins further ahead: lo grows
-            reached[after, first:stop] |= lo.take(following[first:]) <= numbers[first:stop]
+        (reached[before] & quick[bandwidth]).cumsum(out=count[1:])
+        if count[-1]:
+            reached[after] |= count.take(ends[kind, lineup.depths[after]]) > count[1:]
     goal = next((g for g in lineup.goals(problem.limits.num_stages) if reached[g, 0]), None)
-    return None if goal is None else _walk_back(problem, reached, earliest, period_ps, goal)
+    return None if goal is None else _walk_back(problem, reached, ends, period_ps, goal)
 
 
 def _walk_back(
-    problem: _Problem, reached: Bools, earliest: dict[tuple[int, int], Ints], period_ps: int, state: int
+    problem: _Problem, reached: Bools, ends: dict[tuple[int, int], Ints], period_ps: int, state: int
 ) -> list[_Cut]:
     """Choose the cuts of a successful probe, from the first stage on, each with the least traffic that is possible.
 
@@ -285,13 +279,13 @@ def _walk_back(
         state: state of the device order in which all stages have devices.
     """
     lineup, chain = problem.lineup, problem.chain
-    numbers, place, cuts = np.arange(len(chain.positions)), 0, []
+    place, cuts = 0, []
     while state:
         options = []
         for step in (step for step in lineup.steps if step.after == state):
-            ends = reached[step.before] & (problem.traffic_ps[step.bandwidth_bytes_s] <= period_ps) & (numbers > place)
-            ends &= earliest[step.kind, lineup.depths[state]] <= place
-            at = ends.nonzero()[0]
+            stop = int(ends[step.kind, lineup.depths[state]][place])
+            may_end = reached[step.before, :stop] & (problem.traffic_ps[step.bandwidth_bytes_s][:stop] <= period_ps)
+            at = may_end[place + 1 :].nonzero()[0] + place + 1
             if len(at):
                 # The first of the places with the least traffic.
                 end = at[chain.cut_bytes[at].argmin()]

@@ -119,16 +119,19 @@ def least_bytes(graph: ModelGraph, model: MemoryModel, most_stages: int) -> list
         chosen = np.unique(np.linspace(0, len(chosen) - 1, most).astype(np.int64))
     places, cut_bytes = columns.places[chosen], columns.cut_bytes[chosen] * size
     parts = np.stack([prefix(part)[places] for part in model.node_parts(graph)])
-    workspace = _workspace(graph, places, size)
-    impossible = np.arange(len(places))[:, None] >= np.arange(len(places))
+    # Whole numbers below 2 ** 53, which float64 holds exactly.
+    fixed = (_workspace(graph, places, size) + model.reserve_bytes).astype(np.float64)
+    fixed[np.arange(len(places))[:, None] >= np.arange(len(places))] = np.inf
+    total = np.empty_like(fixed)
     need = np.full(len(places), np.inf)
     need[-1] = 0.0
     needs = []
     for depth in range(1, most_stages + 1):
         nodes, in_flight, slots = model.at_depth(parts, depth), model.in_flight(depth), model.message_slots
         begin, end = cut_bytes * (in_flight + slots) - nodes, cut_bytes * slots + nodes
-        total = np.where(impossible, np.inf, begin[:, None] + end + workspace + model.reserve_bytes)
-        need = np.maximum(total, need).min(axis=1)
+        np.add(fixed, end, out=total)
+        np.add(total, begin[:, None], out=total)
+        need = np.maximum(total, need, out=total).min(axis=1)
         needs.append(need[0])
     return [int(each) if math.isfinite(each) else 1 << 62 for each in needs]
 
