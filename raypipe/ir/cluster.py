@@ -9,7 +9,8 @@
 The link between two devices is the entry for the first part of the host path in which they differ. If the paths are
 deeper than ``links``, its last entry is used for everything further out.
 
-The model leaves out that several pairs of devices share one wire.
+With ``duplex="half"`` each device receives activations and gradients over one wire, in turn. Other wires that several
+pairs of devices share are left out.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class ComputeDevice:
             raise PlanError(f"Device {self.name!r} has price_per_hour={self.price_per_hour}: give a number from 0 up.")
 
 
+DUPLEX = ("full", "half")
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """Link between two devices, as latency and bandwidth.
@@ -57,14 +61,26 @@ class Link:
     Attributes:
         bandwidth_bytes_s: bytes per second.
         latency_s: seconds from sending to arrival, in addition to bytes / bandwidth.
+        duplex: "full" if each direction of each pair of devices has this bandwidth; "half" if a device receives from
+            both of its neighbours in the pipeline over one wire of this bandwidth, one message after the other.
+        latency_occupies_wire: True if the next message waits until this one has arrived, so that a message keeps the
+            wire for bytes / bandwidth + latency; False if only its bytes do.
     """
 
     bandwidth_bytes_s: float = math.inf
     latency_s: float = 0.0
+    duplex: str = "full"
+    latency_occupies_wire: bool = False
 
     def __post_init__(self) -> None:
+        if self.duplex not in DUPLEX:
+            raise PlanError(f"{self}: duplex={self.duplex!r} is unknown; give {' or '.join(map(repr, DUPLEX))}.")
         if not (self.bandwidth_bytes_s > 0 and 0 <= self.latency_s < math.inf):
             raise PlanError(f"{self}: give a bandwidth above 0 and a latency from 0 up.")
+
+    @property
+    def half_duplex(self) -> bool:
+        return self.duplex == "half"
 
     def transfer_s(self, nbytes: float) -> float:
         """Return the seconds until all bytes have arrived."""
@@ -127,11 +143,7 @@ class Cluster:
     def to_json(self) -> str:
         """Serialize the cluster; an infinite bandwidth is written as null."""
         links = [
-            {
-                "bandwidth_bytes_s": None if math.isinf(x.bandwidth_bytes_s) else x.bandwidth_bytes_s,
-                "latency_s": x.latency_s,
-            }
-            for x in self.links
+            asdict(x) | ({"bandwidth_bytes_s": None} if math.isinf(x.bandwidth_bytes_s) else {}) for x in self.links
         ]
         return json.dumps({"devices": [asdict(device) for device in self.devices], "links": links}, indent=1)
 

@@ -64,12 +64,14 @@ class HopPrediction:
         latency_s: seconds until arrival in addition to occupancy_s: latency of the link, and the rest of the codec.
         occupancy_s: seconds for which the link, the encoder or the decoder is busy, whichever is longest.
         back_s: (latency, occupancy) of the gradient; None if they equal those of the activation.
+        half_duplex: True if each worker receives from both neighbours over one wire, in turn.
     """
 
     message_bytes: int
     latency_s: float
     occupancy_s: float
     back_s: tuple[float, float] | None = None
+    half_duplex: bool = False
 
     @property
     def ways_s(self) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -8,6 +8,8 @@ A row is split into steps of at most one wait, one piece of work and one message
 Rows and links have fixed orders, so no event queue is needed: one pass in an order that respects every wait gives all
 times. A deadlock is found when this order is.
 
+A wire over which a worker receives from several others is simulated as one more worker (``with_shared_wires``).
+
 Many workers advance together, in arrays, wave after wave. A loop over single steps is quicker for a few workers, but
 the 8 million steps of 1024 workers do not fit into memory as Python objects. The arithmetic is the same.
 """
@@ -166,6 +168,37 @@ class CompiledRows:
             raise DeadlockError(at.tolist())
         return Waves(order, bounds, frozenset(joins))
 
+    def with_shared_wires(self, shared: NDArray[np.bool_]) -> CompiledRows:
+        """Return rows in which each worker receives the messages in ``shared`` over one wire, one after the other.
+
+        The wire of worker w is row ``num_workers + w``, with a step for each message, in the order in which w takes
+        them. Such a step waits until the message has been sent. Its work is to carry the message; what it sends is the
+        message's latency. Numbers of work and messages are those of ``Seconds.with_shared_wires``.
+
+        Args:
+            shared: True for messages that share the wire of their receiver, by number of the message.
+        """
+        none, workers, count = len(self.source) - 1, self.num_workers, len(shared)
+        sent = np.flatnonzero((self.link < self.num_links) & shared[self.message])
+        takes = np.flatnonzero(np.isin(self.source, sent))
+        sender = self.source[takes]
+        receiver = np.repeat(np.arange(workers), np.diff(self.first))[takes]
+        carry = none + np.arange(len(takes)) + receiver  # each earlier wire has a step that never runs at its end
+        sizes = np.append(np.diff(self.first), np.bincount(receiver, minlength=workers) + 1)
+        first = [0, *np.cumsum(sizes).tolist()]
+        end = first[-1]
+        source = np.arange(end + 1, dtype=np.int32)
+        source[:none] = np.where(self.source[:none] == none, end, self.source[:none])
+        source[takes], source[carry] = carry, sender
+        work, message = (np.full(end + 1, 2 * count, dtype=np.int32) for _ in range(2))
+        link = self.num_links + workers + np.append(np.repeat(np.arange(2 * workers), sizes), 0).astype(np.int32)
+        alone = np.setdiff1d(np.flatnonzero(self.link < self.num_links), sent)
+        message[alone], link[alone] = self.message[alone], self.link[alone]
+        work[:none] = self.work[:none] + count
+        work[carry] = self.message[sender]
+        message[carry], link[carry] = self.message[sender] + count, self.num_links + receiver
+        return CompiledRows(first, source, self.groups, self.untimed, work, message, link, self.num_links + workers)
+
 
 class Seconds(NamedTuple):
     """Durations in seconds, indexed by the numbers of work and of messages in ``CompiledRows``.
@@ -179,6 +212,11 @@ class Seconds(NamedTuple):
     work: Sequence[float]
     occupancy: Sequence[float]
     latency: Sequence[float]
+
+    def with_shared_wires(self) -> Seconds:
+        """Return the durations for ``CompiledRows.with_shared_wires``."""
+        free = [0.0] * (len(self.occupancy) + 1)
+        return Seconds([*self.occupancy, *self.work], [*self.occupancy, *free], [*self.latency, *self.latency, 0.0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -145,12 +145,14 @@ class Compiled:
         steps: one for each compute action. Work 4 w + (0, 1, 2 or 3) is F, B, I or W of worker w; link 2 l + (0 or 1)
             is link l forward or backward; messages are numbered link after link.
         overlaps: True if a stage may begin its next step before others have ended theirs; never with replicas.
+        shares: True if some messages share one wire of their receiver (``CompiledRows.with_shared_wires``).
     """
 
     routes: Routes
     messages: tuple[int, ...]
     steps: CompiledRows
     overlaps: bool = False
+    shares: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -158,12 +160,19 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
+def compiled(spec: ScheduleSpec, num_stages: int, half_duplex: tuple[bool, ...] = ()) -> Compiled:
     """Compile a synchronous schedule with one stage on each worker; results are cached.
+
+    Args:
+        half_duplex: by hop, True if its messages share one wire of each receiving worker; empty means False.
 
     Raises:
         ScheduleError: the schedule does not allow so many stages, or deadlocks.
     """
+    if any(half_duplex):
+        plain = compiled(spec, num_stages)
+        shared = np.repeat([half_duplex[hop] for hop in plain.routes.hops], 2 * np.array(plain.messages))
+        return replace(plain, steps=plain.steps.with_shared_wires(shared), shares=True)
     schedule, routes = schedule_of(spec, num_stages), routes_of(spec, num_stages)
     messages = routes.messages(spec.num_microbatches)
     rows = [encode(row) for row in schedule.body]
@@ -219,7 +228,7 @@ def step_s(
         return _overlapping_s(program, work, wires, optimizer_s, replays)
     total_s = 0.0
     for replay in range(replays):
-        clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
+        clock, free = _idle(program)
         _replay(program, work, wires, replay, clock, free)
         total_s += max(clock)
     return total_s / replays + max(optimizer_s, default=0.0)
@@ -234,7 +243,7 @@ def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
         spec: schedule of a synchronous kind that puts one stage on each worker.
         costs: costs with all optional seconds given; ``step_s`` and ``reduce_s`` are ignored.
     """
-    program = compiled(spec, costs.num_stages)
+    program = compiled(spec, costs.num_stages, costs.half_duplex)
     routes = program.routes
     work = _work(
         [costs.forward_s[stage] for stage in routes.stages],
@@ -245,7 +254,7 @@ def equal_messages_s(spec: ScheduleSpec, costs: Costs) -> float:
     for hop in routes.hops:
         wires.append(Wire(costs.forward_latency_s[hop], (costs.forward_occupancy_s[hop],)))
         wires.append(Wire(costs.backward_latency_s[hop], (costs.backward_occupancy_s[hop],)))
-    clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
+    clock, free = _idle(program)
     _replay(program, work, wires, 0, clock, free)
     # The first stage begins a step only after it has ended the one before: its own time is a lower bound.
     if not program.overlaps or max(clock) <= clock[0]:
@@ -278,7 +287,7 @@ def _overlapping_s(
     optimizer_s: Sequence[float],
     replays: int,
 ) -> float:
-    clock, free = [0.0] * program.num_workers, [0.0] * len(wires)
+    clock, free = _idle(program)
     begin_s = 0.0
     for replay in range(-FILLING, replays):
         if replay == 0:
@@ -287,6 +296,11 @@ def _overlapping_s(
         for worker, seconds in enumerate(optimizer_s):
             clock[worker] += seconds
     return (max(clock) - begin_s) / replays
+
+
+def _idle(program: Compiled) -> tuple[list[float], list[float]]:
+    """Return the times at which the workers and the links begin: 0."""
+    return [0.0] * program.steps.num_workers, [0.0] * program.steps.num_links
 
 
 def _replay(
@@ -306,4 +320,5 @@ def _replay(
         at = replay * count % len(draws)
         occupancy.extend((draws * (1 + (at + count - 1) // len(draws)))[at : at + count])
         latency.extend([wire.latency_s] * count)
-    run(program.steps, Seconds(work, occupancy, latency), clock, free)
+    seconds = Seconds(work, occupancy, latency)
+    run(program.steps, seconds.with_shared_wires() if program.shares else seconds, clock, free)

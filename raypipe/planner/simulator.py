@@ -4,8 +4,11 @@ A worker runs one action at a time, in the order of its row. A SEND hands its me
 worker. A link carries one message per direction at a time (``occupancy_s``), in the order of the SENDs, and the message
 arrives ``latency_s`` later. A RECV waits for its message.
 
-Left out: the processor time of packing and unpacking, limits on the receiver's buffers, several links
-that share one wire, the exchange of gradients of tied parameters, and the time of REDUCE_NORM (which is still a
+Messages of half-duplex hops share one wire per receiving worker, whether activations or gradients. It carries them one
+at a time, in the order of the worker's RECVs.
+
+Left out: the processor time of packing and unpacking, limits on the receiver's buffers, other wires
+that several links share, the exchange of gradients of tied parameters, and the time of REDUCE_NORM (which is still a
 barrier). The summing of gradients between replicas of a stage is the time of REDUCE_GRAD, which starts after each
 replica's last backward; no worker continues before the last replica is done, because REDUCE_NORM is a barrier.
 """
@@ -20,7 +23,7 @@ import numpy as np
 from raypipe.errors import PlanError
 from raypipe.ir.schedule import COMPUTE, OP_CODE, OPS, Op, PackedRow, Schedule
 from raypipe.ir.timeline import PackedSpans, Timeline
-from raypipe.planner.compiled_rows import Seconds, Times, run, run_waves
+from raypipe.planner.compiled_rows import CompiledRows, Seconds, Times, run, run_waves
 from raypipe.planner.dependency_tables import ROLE, Program, build
 
 _IS_COMPUTE = np.array([op in COMPUTE for op in OPS])
@@ -38,6 +41,7 @@ class Costs:
         forward_occupancy_s, backward_occupancy_s: by hop, seconds for which a message occupies the link; empty means 0.
         step_s: by stage, seconds of the optimizer step; empty means 0.
         reduce_s: by stage, seconds in which its replicas sum gradients after their last backwards; empty means 0.
+        half_duplex: by hop, True if its messages share one wire of each receiving worker; empty means False.
     """
 
     forward_s: tuple[float, ...]
@@ -50,11 +54,12 @@ class Costs:
     backward_occupancy_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
+    half_duplex: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
-            by_hop = "latency" in field.name or "occupancy" in field.name
+            by_hop = "latency" in field.name or "occupancy" in field.name or field.name == "half_duplex"
             expected = len(self.forward_s) - by_hop
             optional = field.name not in ("forward_s", "backward_s")
             if len(values) != expected and not (optional and not values):
@@ -117,10 +122,21 @@ def makespan_s(lowered: Schedule, costs: Costs, repeats: int = 1) -> float:
 
 def program_makespan_s(program: Program, costs: Costs) -> float:
     """Compute ``makespan_s`` from a program that was built before, for repeated calls."""
-    seconds, steps = _seconds(program, costs), program.checked_steps()
+    seconds, steps = _on_wires(program, costs)
     if steps.wide:
         return float(run_waves(steps, seconds, spans=False).finish.max())
-    return max(run(steps, seconds, [0.0] * program.num_workers, [0.0] * steps.num_links))
+    return max(run(steps, seconds, [0.0] * steps.num_workers, [0.0] * steps.num_links))
+
+
+def _on_wires(program: Program, costs: Costs) -> tuple[Seconds, CompiledRows]:
+    """Return the seconds and the steps of the program; with the wires that half-duplex hops share, if there are any."""
+    seconds, steps = _seconds(program, costs), program.checked_steps()
+    if not any(costs.half_duplex):
+        return seconds, steps
+    shared = np.zeros(len(seconds.occupancy), dtype=np.bool_)
+    shared[OP_CODE[Op.SEND_F] : -1 : len(OPS)] = (*costs.half_duplex, False)
+    shared[OP_CODE[Op.SEND_B] : -1 : len(OPS)] = (False, *costs.half_duplex)
+    return seconds.with_shared_wires(), steps.with_shared_wires(shared)
 
 
 def _seconds(program: Program, costs: Costs) -> Seconds:
@@ -165,12 +181,18 @@ def _by_kind(stages: int, by_op: dict[Op, tuple[float, ...]]) -> list[float]:
 
 
 def _times(program: Program, costs: Costs) -> Times:
-    seconds, steps = _seconds(program, costs), program.checked_steps()
+    seconds, steps = _on_wires(program, costs)
     if steps.wide:
-        return run_waves(steps, seconds, spans=True)
-    spans = [[0.0] * len(steps.source) for _ in range(3)]
-    finish = run(steps, seconds, [0.0] * program.num_workers, [0.0] * steps.num_links, spans)
-    return Times(*map(np.array, (*spans, finish)))
+        times = run_waves(steps, seconds, spans=True)
+    else:
+        spans = [[0.0] * len(steps.source) for _ in range(3)]
+        finish = run(steps, seconds, [0.0] * steps.num_workers, [0.0] * steps.num_links, spans)
+        times = Times(*map(np.array, (*spans, finish)))
+    carry = np.arange(len(program.steps.source) - 1, steps.first[-1])
+    sent = steps.source[carry]
+    carry, sent = carry[sent != carry], sent[sent != carry]
+    times.leave[sent], times.finish[sent] = times.begin[carry], times.finish[carry]
+    return times
 
 
 def _spans(program: Program, times: Times) -> PackedSpans:

@@ -23,6 +23,7 @@ from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.communication import NO_CODEC, CodecCost
 from raypipe.ir.precision import PRECISIONS
+from raypipe.planner.cost.tolerance import MIN_GAIN
 from raypipe.planner.search import Request, microbatches
 from raypipe.preflight.arguments import Arguments, Unfilled
 from raypipe.preflight.dry_run import (
@@ -34,6 +35,7 @@ from raypipe.preflight.dry_run import (
 from raypipe.preflight.metric_trial import metric_reads, try_metrics
 from raypipe.preflight.module import refuse_aliased_memory, refuse_frequencies, refuse_hooks, refuse_still_norms
 from raypipe.prepare.data_sizes import DataSizes, look_at, refuse_unfit_shapes
+from raypipe.run.plans.blueprint import permitted_codecs
 from raypipe.user_lines import quoted, short
 
 KEPT_COPIES = 4
@@ -342,6 +344,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         lanes=_unless_auto(pipeline.num_lanes),
         replicated_buffers=pipeline.replicated_buffers,
         codecs=(_codec(pipeline.codec_forward), _codec(pipeline.codec_backward)),
+        codec_choices=permitted_codecs(pipeline),
+        min_gain=MIN_GAIN if pipeline.min_gain == "auto" else pipeline.min_gain,
     )
 
 

@@ -8,7 +8,8 @@
 
 speed is relative to the machine that timed the model, on which `raypipe plan` or `raypipe profile` ran: 2.0 needs half
 of its seconds; the default is 1.0. A bandwidth alone is a link without latency. ``price_per_hour`` is the price of a
-host, or of a device in a list; in any currency, for all or for none.
+host, or of a device in a list; in any currency, for all or for none. A link whose wire carries one
+message at a time has ``duplex: half`` or ``latency_occupies_wire: true`` (``ir.cluster.Link``).
 
 `raypipe probe` writes such a file. It has one link between hosts: the slowest one that was measured, since a pipeline
 waits for its slowest link.
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError, PlanError
-from raypipe.ir.cluster import Cluster, ComputeDevice, Link
+from raypipe.ir.cluster import DUPLEX, Cluster, ComputeDevice, Link
 from raypipe.ir.communication import LinkProbe
 from raypipe.runfile.run_file import RunFile, refuse, refuse_unknown
 from raypipe.runfile.yaml_text import Path as KeyPath
@@ -155,11 +156,17 @@ def _device(file: RunFile, path: KeyPath, row: Mapping[str, Any]) -> ComputeDevi
 def _link(file: RunFile, path: KeyPath, value: Any) -> Link:
     if not isinstance(value, dict):
         return Link(_quantity(file, path, value, "bandwidth"))
-    refuse_unknown(file, path, value, ("bandwidth", "latency"))
+    refuse_unknown(file, path, value, ("bandwidth", "latency", "duplex", "latency_occupies_wire"))
     latency = _quantity(file, (*path, "latency"), value["latency"], "latency") if "latency" in value else 0.0
-    if "bandwidth" not in value:
-        return Link(latency_s=latency)
-    return Link(_quantity(file, (*path, "bandwidth"), value["bandwidth"], "bandwidth"), latency)
+    bandwidth = math.inf
+    if "bandwidth" in value:
+        bandwidth = _quantity(file, (*path, "bandwidth"), value["bandwidth"], "bandwidth")
+    duplex, occupies = value.get("duplex", "full"), value.get("latency_occupies_wire", False)
+    if duplex not in DUPLEX:
+        refuse(file, (*path, "duplex"), f"{duplex!r} is not possible; give full or half.")
+    if type(occupies) is not bool:
+        refuse(file, (*path, "latency_occupies_wire"), f"{occupies!r} is not possible; give true or false.")
+    return Link(bandwidth, latency, duplex, occupies)
 
 
 def _quantity(file: RunFile, path: KeyPath, value: Any, kind: str) -> float:

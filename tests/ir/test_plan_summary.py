@@ -105,6 +105,16 @@ def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count
     assert any("speed 1.0 of a device is that of the machine which timed the model: cpu, " in n for n in plan.notes)
 
 
+def test_codecs_on_auto_are_chosen_for_a_described_cluster_and_schedules_on_auto_never_choose_one() -> None:
+    slow = Cluster.hosts(2, 1, inside=Link(), between=Link(1e5, 0.05, "half", latency_occupies_wire=True))
+    auto = sequential(num_stages=2, codec_forward="auto", codec_backward="auto")
+    assert dict(auto.plan(cluster=slow).reasons)["choice of codecs"].startswith(
+        "int8/bf16, which make the step shorter"
+    )
+    for plan in (auto.plan(), sequential(num_stages=2).plan(cluster=slow)):
+        assert not {"codecs", "choice of codecs"} & dict(plan.reasons).keys()
+
+
 def test_explain_is_the_four_lines_and_then_the_rest() -> None:
     trainer = sequential(num_microbatches=4)
     plan, all_of_it = trainer.plan(), trainer.plan(explain=True)

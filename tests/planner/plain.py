@@ -77,12 +77,14 @@ def any_order(wiring: Wiring, num_microbatches: int, choose: Callable[[int], int
 def simulated_times(rows: Sequence[Row], wiring: Wiring, costs: Costs) -> dict[tuple[int, Action], tuple[float, float]]:
     """Start and end of every action of lowered rows, by worker and action; action by action, in any order that works.
 
-    An end of a dependency is looked up, and the end of a SEND is the arrival of its message.
+    An end of a dependency is looked up, and the end of a SEND is the arrival of its message. On half-duplex hops it is
+    known only when the receiver takes the message.
     """
     times: dict[tuple[int, Action], tuple[float, float]] = {}
     at, clock = [0] * len(rows), [0.0] * len(rows)
     free: dict[tuple[int, int], float] = {}
     newest: dict[tuple[int, int], float] = {}
+    sent_s: dict[Action, float] = {}
     moved = True
     while moved:
         moved = False
@@ -92,8 +94,16 @@ def simulated_times(rows: Sequence[Row], wiring: Wiring, costs: Costs) -> dict[t
                 awaited = [key for wanted in dependencies(action, wiring) for key in _places(wanted, worker, wiring)]
                 if any(key not in times for key in awaited):
                     break
-                if action.op in (Op.SEND_F, Op.SEND_B):
-                    times[worker, action] = _message(action, worker, now, wiring, costs, free, newest)
+                if action.op in (Op.RECV_F, Op.RECV_B) and awaited[0][1] in sent_s:
+                    sender, message = awaited[0]
+                    wire = (-1, worker)  # of all senders
+                    times[sender, message] = _message(message, wire, sent_s[message], costs, free, newest)
+                if action.op in (Op.SEND_F, Op.SEND_B) and any(costs.half_duplex[_hop(action) :][:1]):
+                    sent_s[action], times[worker, action] = now, (now, now)
+                elif action.op in (Op.SEND_F, Op.SEND_B):
+                    there = action.stage + (1 if action.op is Op.SEND_F else -1)
+                    link = worker, wiring.worker_of(there, action.microbatch)
+                    times[worker, action] = _message(action, link, now, costs, free, newest)
                 else:
                     waits = action.op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)
                     ends = [times[key][1] for key in awaited if waits and key[0] != worker]
@@ -129,21 +139,24 @@ def _work_s(action: Action, costs: Costs) -> float:
     return by_stage[action.stage] if by_stage else 0.0
 
 
+def _hop(action: Action) -> int:
+    return action.stage if action.op is Op.SEND_F else action.stage - 1
+
+
 def _message(
     action: Action,
-    worker: int,
+    link: tuple[int, int],
     now: float,
-    wiring: Wiring,
     costs: Costs,
     free: dict[tuple[int, int], float],
     newest: dict[tuple[int, int], float],
 ) -> tuple[float, float]:
     """Departure and arrival; changes the link's times at which it is free and at which its newest message arrives."""
+    hop = _hop(action)
     if action.op is Op.SEND_F:
-        hop, other, latency_s, occupancy_s = action.stage, 1, costs.forward_latency_s, costs.forward_occupancy_s
+        latency_s, occupancy_s = costs.forward_latency_s, costs.forward_occupancy_s
     else:
-        hop, other, latency_s, occupancy_s = action.stage - 1, -1, costs.backward_latency_s, costs.backward_occupancy_s
-    link = worker, wiring.worker_of(action.stage + other, action.microbatch)
+        latency_s, occupancy_s = costs.backward_latency_s, costs.backward_occupancy_s
     leave = max(now, free.get(link, 0.0))
     free[link] = leave + (occupancy_s[hop] if occupancy_s else 0.0)
     arrival = free[link] + (latency_s[hop] if latency_s else 0.0)

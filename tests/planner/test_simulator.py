@@ -127,7 +127,9 @@ def costs_of(stages: int, random: Random) -> Costs:
     def some(count: int) -> tuple[float, ...]:
         return tuple(random.choice((0.0, random.random(), 3 * random.random())) for _ in range(count))
 
-    return Costs(*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages), some(stages))
+    half_duplex = tuple(random.random() < 0.5 for _ in range(stages - 1)) if random.random() < 0.5 else ()
+    seconds = (*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages), some(stages))
+    return Costs(*seconds, half_duplex)
 
 
 @pytest.mark.slow

@@ -144,3 +144,22 @@ def test_a_head_without_a_place_counts_for_nothing(tmp_path: Path) -> None:
 def test_one_host_has_one_link(tmp_path: Path) -> None:
     found = read(tmp_path, cluster_text({"10.0.0.1": 4}, [INSIDE]))
     assert (len(found.devices), found.links) == (4, (Link(2e9, 50e-6),))
+
+
+def test_a_link_may_share_its_wire(tmp_path: Path) -> None:
+    wan = "{bandwidth: 200 Mbit/s, latency: 50 ms, duplex: half, latency_occupies_wire: true}"
+    found = read(tmp_path, f"hosts: 8\nper_host: 1\nbetween: {wan}\n")
+    assert found.links[1] == Link(25e6, 0.05, "half", latency_occupies_wire=True)
+    assert Cluster.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("link", "part"),
+    [
+        ("{duplex: simplex}", "'simplex' is not possible; give full or half"),
+        ("{latency_occupies_wire: 1}", "1 is not possible; give true or false"),
+    ],
+)
+def test_a_wire_is_shared_or_not(tmp_path: Path, link: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        read(tmp_path, f"hosts: 2\nper_host: 1\nbetween: {link}\n")

@@ -12,9 +12,10 @@ from raypipe.errors import PlanError
 from raypipe.ir.communication import CodecCost
 from raypipe.planner.controller.events import Choice
 from raypipe.planner.controller.memory_budget import MemoryBudget
+from raypipe.planner.cost.tolerance import MIN_GAIN
 
-LINK_DRIFT_THRESHOLD, MIN_GAIN = 0.25, 0.03
-"""Default values of ``ControllerConfig.link_drift_threshold`` and ``ControllerConfig.min_gain``."""
+LINK_DRIFT_THRESHOLD = 0.25
+"""Default of ``ControllerConfig.link_drift_threshold``."""
 
 
 @dataclass(frozen=True, slots=True)

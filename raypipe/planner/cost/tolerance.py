@@ -10,6 +10,9 @@ EVEN = 0.005
 accuracy is taken. Models and measurements are not exact enough to distinguish such seconds.
 """
 
+MIN_GAIN = 0.03
+"""Default of the relative gain in step time that is worth a switch of the controller, or a lossy codec in a plan."""
+
 T = TypeVar("T")
 
 

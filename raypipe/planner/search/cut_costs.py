@@ -12,7 +12,7 @@ A step takes at least
     arrives + rounds + returns           a round is the path of one micro-batch from the stage to the last one and back;
                                          a round serves at most the micro-batches that the stage has in flight
     the first, with all messages of a hop (link between neighbouring stages), which are sent one after the other, in
-    place of the stage's computation
+    place of the stage's computation; or with all messages that the stage receives, if they share one wire
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ class PlacedCuts:
         reduce_s: seconds for which replicas sum gradients after their last backward, by cut and stage.
         hops_s: four arrays by cut and hop: latency and occupancy of a forward message, then of a backward message, in
             seconds.
+        half_duplex: by hop, True if its messages share one wire of each receiving worker.
     """
 
     groups: Groups
@@ -207,6 +208,7 @@ class PlacedCuts:
     weight_s: Floats
     reduce_s: Floats
     hops_s: tuple[Floats, ...]
+    half_duplex: tuple[bool, ...]
 
     def take(self, rows: Ints) -> PlacedCuts:
         """Return the costs of the cuts with these indices."""
@@ -228,6 +230,7 @@ class PlacedCuts:
             backward_latency_s=back,
             forward_occupancy_s=held,
             backward_occupancy_s=back_held,
+            half_duplex=self.half_duplex,
         )
 
     def least_s(self, kind: ScheduleKind, in_flight: Ints | None = None) -> Floats:
@@ -266,6 +269,10 @@ class PlacedCuts:
             out_s = arrives_s[:, :-1] + forward_s[:, :-1] + sends_s + forward_s[:, 1:] + waited_s[:, 1:]
             home_s = arrives_s[:, 1:] + round_s[:, 1:] + answers_s + waited_s[:, :-1] + returns_s[:, :-1]
             bounds += [out_s + returns_s[:, 1:], np.where(trains[:, :-1], home_s, 0.0)]
+            if any(pair := [a and b for a, b in itertools.pairwise(self.half_duplex)]):
+                received_s = self.number * (held_s[:, :-1] + back_held_s[:, 1:])
+                taken_s = arrives_s[:, :-2] + forward_s[:, :-2] + received_s + waited_s[:, 1:-1] + returns_s[:, 1:-1]
+                bounds.append(np.where(trains[:, 1:-1] & pair, taken_s, 0.0))
         least: Floats = np.max([bound.max(axis=1) for bound in bounds], axis=0) * ROUNDING
         return least
 
@@ -344,11 +351,14 @@ class CutTables:
         links = [Link() if a == b else slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
         bandwidth = np.array([link.bandwidth_bytes_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
+        held_s = np.where([link.latency_occupies_wire for link in links], latency_s, 0.0)
         sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
         sent[:, [a == b for a, b in itertools.pairwise(groups)]] = 0.0
-        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in problem.request.codecs)
+        ways_s = (way_s(codec, sent, latency_s - held_s, bandwidth) for codec in problem.request.codecs)
+        hops_s = tuple(seconds for latency_s, occupancy_s in ways_s for seconds in (latency_s, occupancy_s + held_s))
         seconds = costs.forward_s / speed, costs.backward_s / speed, costs.weight_s / speed
-        return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, (*there_s, *back_s))
+        half_duplex = tuple(link.half_duplex for link in links)
+        return PlacedCuts(groups, count, size, costs, *seconds, reduce_s, hops_s, half_duplex)
 
     def _costs_of(self, cuts: Ints, size: int) -> CutCosts:
         key = (id(cuts), cuts.shape[1], size)

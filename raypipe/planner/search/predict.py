@@ -194,8 +194,11 @@ def hops_of(
         ways = []
         for codec in (NO_CODEC, NO_CODEC) if together else codecs:
             behind_s, occupancy_s = codec.taken_s(nbytes, nbytes / codec.ratio / link.bandwidth_bytes_s)
-            ways.append((link.latency_s + behind_s, occupancy_s))
-        hops.append(HopPrediction(nbytes, *ways[0], None if ways[1] == ways[0] else ways[1]))
+            if link.latency_occupies_wire:
+                ways.append((behind_s, occupancy_s + link.latency_s))
+            else:
+                ways.append((link.latency_s + behind_s, occupancy_s))
+        hops.append(HopPrediction(nbytes, *ways[0], None if ways[1] == ways[0] else ways[1], link.half_duplex))
     return tuple(hops)
 
 
@@ -213,6 +216,7 @@ def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...
         backward_latency_s=tuple(latency_s for latency_s, _ in back_s),
         forward_occupancy_s=tuple(occupancy_s for _, occupancy_s in there_s),
         backward_occupancy_s=tuple(occupancy_s for _, occupancy_s in back_s),
+        half_duplex=tuple(hop.half_duplex for hop in hops),
     )
 
 

@@ -129,10 +129,29 @@ def _codecs(request: Request) -> str:
     return "; ".join(texts)
 
 
+def codec_reason(best: Decision, found: Sequence[Decision]) -> str:
+    """Explain the choice of a pair of codecs by predicted steps.
+
+    Args:
+        found: decisions with the codecs that are used without a choice, and with others; ``best`` is one of them.
+    """
+    steps = {"/".join(codec.name for codec in each.request.codecs): human_s(each.prediction.step_s) for each in found}
+    own = next(iter(steps))
+    names = "/".join(codec.name for codec in best.request.codecs)
+    what = f"{own}, for others make no step enough shorter" if names == own else f"{names}, which make the step shorter"
+    listed = ", ".join(f"{step} with {pair}" for pair, step in steps.items())
+    return f"{what}; predicted steps by codec of activations/gradients: {listed}"
+
+
 def _schedule(problem: Problem, best: Decision) -> str:
     requested, settled = problem.request.schedule, best.request
     if requested != "auto":
-        return f"{requested}, as set by schedule"
+        k = (
+            f"; k={settled.group_size} has the shortest step"
+            if settled.group_size != problem.request.group_size
+            else ""
+        )
+        return f"{requested}, as set by schedule{k}"
     if best.partition.num_stages == 1:
         return "1f1b, for a single stage waits for no other"
     if settled.schedule == "1f1b":

@@ -146,12 +146,18 @@ def exposed_s(rate_s: float, backward_s: Numbers, sync_bytes: Numbers, first: in
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Link:
     """Return a link with the least bandwidth and the longest latency of all pairs of a sender and a receiver.
 
-    The link costs nothing if the only sender is the only receiver.
+    It is half-duplex if one of them is, and likewise for latencies that occupy the wire. The link costs nothing if the
+    only sender is the only receiver.
     """
     links = [cluster.link(a, b) for a in senders for b in receivers if a != b]
     if not links:
         return Link()
-    return Link(min(x.bandwidth_bytes_s for x in links), max(x.latency_s for x in links))
+    return Link(
+        min(x.bandwidth_bytes_s for x in links),
+        max(x.latency_s for x in links),
+        "half" if any(x.half_duplex for x in links) else "full",
+        any(x.latency_occupies_wire for x in links),
+    )
 
 
 def check_workers_of_replicas(

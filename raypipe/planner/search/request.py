@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from raypipe.errors import PlanError
 from raypipe.ir.communication import NO_CODEC, CodecCost
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, ScheduleSpec, takes
+from raypipe.planner.cost.tolerance import MIN_GAIN
 
 DEFAULT_MINIBATCH = 32
 DEFAULT_STAGES = 2
@@ -58,6 +59,9 @@ class Request:
         changing: positions of nodes whose stage must have one worker, because they change buffers in training. Empty
             unless replicas are left to the planner.
         codecs: codecs of messages forwards and backwards; predicted steps include their cost.
+        codec_choices: further codecs that the user permits forwards and backwards. A plan for a described cluster takes
+            one only if the step becomes shorter by ``min_gain``.
+        min_gain: relative gain in step time that is worth a permitted codec.
     """
 
     num_stages: int | None
@@ -94,6 +98,8 @@ class Request:
     shards: bool = False
     changing: tuple[int, ...] = ()
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
+    codec_choices: tuple[tuple[CodecCost, ...], tuple[CodecCost, ...]] = ((), ())
+    min_gain: float = MIN_GAIN
 
     @property
     def kind(self) -> ScheduleKind:

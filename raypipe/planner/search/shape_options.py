@@ -31,6 +31,8 @@ MOST_EACH = 16
 """Most micro-batches per worker in the comparison of shapes with replicas."""
 SLACKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Values of a hop's slack (additional micro-batches in flight) that are tried."""
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Values of k that are tried if kfkb is requested without its group size."""
 FEW_HOPS = 2
 """Most hops between stages for which every combination of SLACKS is tried."""
 MOST_SPECS = 3000
@@ -82,6 +84,9 @@ class ShapeOptions:
         cuts = len(placed.forward_s)
         if self._problem.request.schedule != "auto":
             yield [kinds[-1]] * cuts  # with_lag sets less lag where memory requires it
+            if kinds[-1].schedule == "kfkb" and kinds[-1].group_size is None and self._problem.described:
+                groups = (k for k in GROUPS if k <= placed.number)
+                yield from ([dataclasses.replace(kinds[-1], group_size=k)] * cuts for k in groups)
             return
         yield from ([request] * cuts for request in kinds)
         if len(kinds) < 3:

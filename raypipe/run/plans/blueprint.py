@@ -36,6 +36,15 @@ BACKWARD_CODECS = ("bf16",)
 """Codecs that "auto" may choose, the most accurate first; gradients need more accurate codecs than activations."""
 
 
+def permitted_codecs(pipeline: PipelineConfig) -> tuple[tuple[CodecCost, ...], tuple[CodecCost, ...]]:
+    """Measure the codecs of activations and of gradients that "auto" permits; empty for a direction without "auto"."""
+    forward, backward = (
+        tuple(CodecCost(name, *codec_cost(name)) for name in names) if setting == "auto" else ()
+        for setting, names in ((pipeline.codec_forward, FORWARD_CODECS), (pipeline.codec_backward, BACKWARD_CODECS))
+    )
+    return forward, backward
+
+
 def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """Return the configuration of a run's controller; None if the controller could change nothing.
 
@@ -45,14 +54,10 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
     spec = planned.plan.spec
     # A loss over the whole mini-batch keeps the schedule.
     kinds = turns_schedule(pipeline) and (spec is None or spec.kind in kinds_to_search(pipeline.schedule))
-    wanted = [
-        FORWARD_CODECS if pipeline.codec_forward == "auto" else (),
-        BACKWARD_CODECS if pipeline.codec_backward == "auto" else (),
-    ]
-    never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted) or planned.microbatch_seconds)
+    codecs = "auto" in (pipeline.codec_forward, pipeline.codec_backward)
+    never = pipeline.retune_interval_steps == 0 or not (kinds or codecs or planned.microbatch_seconds)
     if never or planned.plan.partition.num_stages < 2 or spec is None or not spec.of_kind.turned:
         return None
-    forward, backward = (tuple(CodecCost(name, *codec_cost(name)) for name in names) for names in wanted)
     thresholds = {
         "retune_interval_steps": pipeline.retune_interval_steps,
         "link_drift_threshold": pipeline.link_drift_threshold,
@@ -62,8 +67,7 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
         pipeline.schedule if kinds else "fixed",
         Choice(spec),
         planned.budgets,
-        forward,
-        backward,
+        *permitted_codecs(pipeline),
         planned.microbatch_seconds,
         **{name: value for name, value in thresholds.items() if value != "auto"},  # type: ignore[arg-type]
     )

@@ -68,6 +68,7 @@ def another(
         num_microbatches=plan.num_microbatches,
         split_points=points if num_stages == len(points) + 1 else (),
         partitioner=basis.request.partitioner if basis.profile is not None else "parameters",
+        codec_choices=((), ()),  # the controller chooses codecs while a run trains
     )
     return dataclasses.replace(basis, request=request, cluster=cluster)
 

@@ -15,7 +15,8 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.controller.config import LINK_DRIFT_THRESHOLD, MIN_GAIN
+from raypipe.planner.controller.config import LINK_DRIFT_THRESHOLD
+from raypipe.planner.cost.tolerance import MIN_GAIN
 from raypipe.planner.repartition import Offer, RepartitionQuery, Replanner, answer, can_be_cut_again, line_of
 from raypipe.planner.search import ASSUMED_LINK
 from raypipe.run.plans.blueprint import Blueprint

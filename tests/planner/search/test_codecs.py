@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from raypipe.ir.from_plain import from_plain
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import HopPrediction, Plan, Prediction
 from raypipe.ir.profile import Profile
-from raypipe.planner.search import Request, decide, plan_of
+from raypipe.planner.search import Decision, Request, decide, plan_of
 
 NODES = tuple(
     Node(f"op{i}", f"layers.{i}", (), 1 << 10, 1 << 20, forward_s=0.001, backward_weight_s=0.002, source="measured")
@@ -114,3 +116,65 @@ def test_stages_with_replicas_are_compared_with_what_codecs_make_of_messages() -
         steps_s.append(prediction.step_s)
     assert steps_s == sorted(steps_s, reverse=True)
     assert len(set(steps_s)) == 3
+
+
+NONE = (NO_CODEC, NO_CODEC)
+FP4 = CodecCost("int4", 7.5, 4e-10, 4e-10)
+PERMITTED = ((BF16, INT8, FP4), (BF16, INT8))
+
+
+def chosen(bandwidth_bytes_s: float, **fields: Any) -> Decision:
+    fields = {"codec_choices": PERMITTED, "schedule": "auto"} | fields
+    request = dataclasses.replace(REQUEST, **fields)
+    return decide(request, PROFILE, dataclasses.replace(SLOW, links=(Link(bandwidth_bytes_s, 1e-3),)))
+
+
+def sent_share(decision: Decision) -> float:
+    return sum(1 / codec.ratio for codec in decision.request.codecs)
+
+
+def test_a_codec_is_chosen_only_with_permission_and_on_links_that_are_known() -> None:
+    assert chosen(1e6, codec_choices=((), ())).request.codecs == NONE
+    assert chosen(1e6).request.codecs == (FP4, INT8)
+    assert chosen(1e6, codec_choices=((BF16,), ())).request.codecs == (BF16, NO_CODEC)
+    request = dataclasses.replace(REQUEST, codec_choices=PERMITTED, schedule="auto")
+    assert decide(request, PROFILE).request.codecs == NONE
+
+
+def test_a_codec_that_is_set_stays() -> None:
+    assert chosen(1e6, codecs=(BF16, NO_CODEC), codec_choices=((), (INT8,))).request.codecs == (BF16, INT8)
+
+
+def test_the_choice_is_no_worse_than_any_pair_and_says_why() -> None:
+    for bandwidth_bytes_s in (1e6, 1e7, 1e8, 1e9, 1e10):
+        best = chosen(bandwidth_bytes_s)
+        pairs = itertools.product((NO_CODEC, *PERMITTED[0]), (NO_CODEC, *PERMITTED[1]))
+        steps_s = {pair: chosen(bandwidth_bytes_s, codecs=pair, codec_choices=((), ())) for pair in pairs}
+        least_s = min(each.prediction.step_s for each in steps_s.values())
+        gain = 1.0 if best.request.codecs != NONE else 1 + best.request.min_gain
+        assert best.prediction.step_s <= least_s * 1.005 * gain
+        why = dict(best.reasons)["choice of codecs"]
+        assert "predicted steps by codec of activations/gradients: " in why
+        assert ("for others make no step enough shorter" in why) == (best.request.codecs == NONE)
+
+
+def test_slower_links_never_get_a_milder_codec() -> None:
+    shares = [sent_share(chosen(10**power)) for power in (6, 6.5, 7, 7.5, 8, 8.5, 9, 9.5, 10, 11)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.5
+    assert shares[-1] == 2.0
+
+
+def test_a_small_gain_is_not_worth_a_codec() -> None:
+    assert chosen(10**8.5, min_gain=0.0).request.codecs != NONE
+    assert chosen(10**8.5, min_gain=10.0).request.codecs == NONE
+
+
+def test_the_group_size_of_kfkb_is_chosen_where_it_is_open() -> None:
+    late = dataclasses.replace(SLOW, links=(Link(1e9, 0.005),))
+    asked = dataclasses.replace(REQUEST, schedule="kfkb")
+    best = decide(asked, PROFILE, late)
+    each = [decide(dataclasses.replace(asked, group_size=k), PROFILE, late).prediction.step_s for k in range(1, 9)]
+    assert best.prediction.step_s <= min(each) * 1.005 < each[0]
+    assert f"k={best.request.group_size} has the shortest step" in dict(best.reasons)["schedule"]
+    assert decide(asked, PROFILE).request.group_size is None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster, ComputeDevice, Link
+from raypipe.ir.cluster import DUPLEX, Cluster, ComputeDevice, Link
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
@@ -81,12 +81,22 @@ def test_a_richer_cluster_is_never_slower(seed: int) -> None:
         REQUEST, recompute=drawn.choice([False, False, None]), replicas=drawn.choice([1, 1, None])
     )
     speeds, limits, hosts, links = poor = devices(drawn, drawn.randint(2, 4), memory)
+    worse = random.Random(-seed - 1)  # numbers of its own, so that the others stay as they are
+    links[1] = dataclasses.replace(links[1], duplex=worse.choice(DUPLEX), latency_occupies_wire=worse.random() < 0.5)
     richer: dict[str, Devices] = {
-        "bandwidth": (speeds, limits, hosts, [Link(3 * link.bandwidth_bytes_s, link.latency_s) for link in links]),
-        "latency": (speeds, limits, hosts, [Link(link.bandwidth_bytes_s, link.latency_s / 10) for link in links]),
+        "bandwidth": (
+            speeds,
+            limits,
+            hosts,
+            [dataclasses.replace(x, bandwidth_bytes_s=3 * x.bandwidth_bytes_s) for x in links],
+        ),
+        "latency": (speeds, limits, hosts, [dataclasses.replace(x, latency_s=x.latency_s / 10) for x in links]),
         "memory": (speeds, [limit and int(1.2 * limit) for limit in limits], hosts, links),
         "device": ([*speeds, 1.0], [*limits, limits[0]], [*hosts, hosts[-1]], links),
     }
+    full = [dataclasses.replace(link, duplex="full") for link in links]
+    ahead = [dataclasses.replace(link, latency_occupies_wire=False) for link in links]
+    richer |= {"duplex": (speeds, limits, hosts, full), "wire": (speeds, limits, hosts, ahead)}
     poor_s = step_s(request, profile, poor)
     for what, rich in richer.items():
         assert step_s(request, profile, rich) <= poor_s * (1 + EVEN), what
@@ -254,7 +264,8 @@ def graph_of(drawn: random.Random) -> ModelGraph:
 def test_cuts_cost_and_hold_what_they_do_one_by_one(schedule: str, seed: int) -> None:
     drawn = random.Random(seed)
     graph, stages, count, size = graph_of(drawn), drawn.randint(1, 3), drawn.randint(1, 9), drawn.randint(1, 4)
-    cluster = Cluster.uniform(stages, bandwidth_bytes_s=drawn.choice([3e3, 3e4, 3e6]))
+    link = Link(drawn.choice([3e3, 3e4, 3e6]), drawn.choice([0.0, 0.3]), drawn.choice(DUPLEX), drawn.random() < 0.5)
+    cluster = Cluster(Cluster.uniform(stages).devices, (link,))
     request = dataclasses.replace(
         BOUND_REQUEST, schedule=schedule, slack=3 if schedule == "slack" else None, num_microbatches=count
     )
@@ -273,6 +284,7 @@ def test_cuts_cost_and_hold_what_they_do_one_by_one(schedule: str, seed: int) ->
         found = placed.of(cut)
         for name in ("forward_s", "backward_s", "forward_occupancy_s", "backward_latency_s"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name))
+        assert found.half_duplex == expected.half_duplex == (link.duplex == "half",) * (stages - 1)
         first = int(placed.costs.first[cut])
         assert found.backward_weight_s[first:] == pytest.approx(expected.backward_weight_s[first:])
         assert nbytes[cut].tolist() == [stage.total_bytes for stage in memory_of(graph, partition, model)]
