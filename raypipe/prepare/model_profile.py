@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from raypipe.preflight.dry_run import no_reads_of
 from raypipe.profiling import PROFILE_BUDGET_S, Rates, estimate_graph, in_seconds_of, powers_of_two
-from raypipe.profiling.profile_cache import cached_profile
+from raypipe.profiling.profile_cache import cached_estimate, cached_profile
 from raypipe.progress import ProfilingBar
 
 MOST_SIDE = 512
@@ -49,7 +48,13 @@ def profile_of(
         StageError: the model can neither be run nor estimated.
     """
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
-    estimate = partial(estimate_graph, captured, samples, rates, sizes=powers_of_two(samples) if by_size else ())
+    further = powers_of_two(samples) if by_size else ()
+
+    def estimate() -> Profile:
+        if rates is None:
+            return estimate_graph(captured, samples, sizes=further)
+        return cached_estimate(captured, example, rates, sizes=further)[0]
+
     if any(p.is_meta for p in captured.parameters.values()):  # meta tensors have no memory, and cannot be timed
         return estimate()
     bar = ProfilingBar()

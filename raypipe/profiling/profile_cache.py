@@ -1,16 +1,21 @@
-"""Cache of profiles in files: a profile is measured once, and read until the model, its shapes or the machine change.
+"""Cache of profiles in files: a profile is made once, and read until the model, its shapes or the machine change.
 
     key = SHA-256 of: code, attributes, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
+
+An estimate for a described device follows from the graph alone. Its key has the rates of that device too, and the
+source of this package.
 
 A file is complete or absent, and an unreadable one counts as absent. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +23,13 @@ from typing import Any
 
 import torch
 
-from raypipe.capture import Capture
+from raypipe.capture import Capture, TracedModel
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
+from raypipe.profiling.estimate import estimate_graph
 from raypipe.profiling.held_outputs import HeldOutputs
 from raypipe.profiling.measure import (
     PROFILE_BUDGET_S,
@@ -34,7 +40,8 @@ from raypipe.profiling.measure import (
     powers_of_two,
     profile_graph,
 )
-from raypipe.profiling.steps import fingerprint
+from raypipe.profiling.rates import Rates
+from raypipe.profiling.steps import fingerprint, samples_of
 
 MEASURING = 8
 """Version of the measuring method, a part of the cache key: profiles of other versions are not read."""
@@ -65,13 +72,60 @@ def cached_profile(
     samples = min(len(t) for t in columns.values() if t.dim())
     tried = [*(powers_of_two(samples) if sizes is None else sizes), *larger_sizes(samples, larger or {})]
     key = profile_key(captured, columns, tried, budget_s)
+    measure = functools.partial(
+        profile_graph, captured, columns, larger, sizes=sizes, budget_s=budget_s, progress=progress
+    )
+    return _read_or_made(folder, key, captured, measure)
+
+
+def cached_estimate(
+    captured: Capture,
+    columns: Mapping[Any, torch.Tensor],
+    rates: Rates,
+    *,
+    folder: Path | None = None,
+    sizes: Sequence[int] = (),
+) -> tuple[Profile, bool]:
+    """Read the saved estimate of a model's profile on a described device; without one, estimate it and save it.
+
+    Nothing is saved for an nn.Sequential, whose children call code that the key does not have, and for operations that
+    do not come from torch, because their shapes follow from other code than the graph.
+
+    Args:
+        rates: rates of the device.
+        sizes: further micro-batch sizes, see ``estimate_graph``.
+        columns, folder: see ``cached_profile``.
+
+    Returns:
+        (profile, True if it was read from the cache).
+    """
+    estimate = functools.partial(estimate_graph, captured, samples_of(columns) or 1, rates, sizes=sizes)
+    if not isinstance(captured.model, TracedModel):
+        return estimate(), False
+    operations = (node.target for node in captured.model.train.nodes)
+    if any(isinstance(one, torch._ops.OpOverload) and one.namespace != "aten" for one in operations):
+        return estimate(), False
+    parts = [profile_key(captured, columns, sizes), dataclasses.astuple(rates), _own_source()]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return _read_or_made(folder if folder is not None else cache_folder(), key, captured, estimate)
+
+
+def _read_or_made(folder: Path, key: str, captured: Capture, make: Callable[[], Profile]) -> tuple[Profile, bool]:
+    """Read a profile of this model from the cache; without one, make it and save it."""
     saved = load_profile(folder, key)
     if saved is not None and [n.name for n in saved.graph.nodes] == [n.name for n in captured.graph.nodes]:
         return saved, True
-    measured = profile_graph(captured, columns, larger, sizes=sizes, budget_s=budget_s, progress=progress)
+    made = make()
     with suppress(OSError, PlaceError):
-        save_profile(folder, key, measured)
-    return measured, False
+        save_profile(folder, key, made)
+    return made, False
+
+
+@functools.cache
+def _own_source() -> str:
+    """Return a digest of the source of this package."""
+    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def profile_key(
@@ -162,7 +216,7 @@ class JsonCache:
         Raises:
             OSError, PlaceError: the folder cannot be written to.
         """
-        data = json.dumps({"sha256": _checksum(content), "content": content}, indent=1).encode()
+        data = json.dumps({"sha256": _checksum(content), "content": content}).encode()
         # Two processes may save the result of one key at once.
         Place.of(self.folder).write_bytes(f"{key}.json", data, partial=f".{key[:12]}.{os.getpid()}.tmp")
         for old in self._by_age()[: -self.most]:

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.capture import Capture, capture
-from raypipe.profiling import profile_cache
+from raypipe.profiling import Rates, estimate_graph, profile_cache
 from raypipe.profiling.profile_cache import (
     JsonCache,
     cache_folder,
+    cached_estimate,
     cached_profile,
     load_profile,
     profile_key,
@@ -64,6 +65,49 @@ def test_a_key_changes_with_the_model_and_its_data() -> None:
     assert len(set(keys.values())) == len(keys)
     assert profile_key(made_of(nets.sequential()), columns, (1, 2), 5) == keys["sequential"]
     assert profile_key(made_of(nets.Mlp(), loss_fn=smooth), columns, (1, 2), 5) == keys["other loss"]
+
+
+def test_an_estimate_is_made_once_for_each_device(tmp_path: Path) -> None:
+    made, columns = captured("mlp")[1], columns_of("mlp")
+    slow, fast = Rates(1e9, 1e9), Rates(1e12, 1e11)
+    kept = {rates: cached_estimate(made, columns, rates, sizes=(1, 2), folder=tmp_path) for rates in (slow, fast)}
+    samples = len(columns[0])
+    assert kept == {rates: (estimate_graph(made, samples, rates, sizes=(1, 2)), False) for rates in (slow, fast)}
+    again = {rates: cached_estimate(made, columns, rates, sizes=(1, 2), folder=tmp_path) for rates in (slow, fast)}
+    assert again == {rates: (profile, True) for rates, (profile, _) in kept.items()}
+    wider = {**columns, 0: torch.cat([columns[0]] * 2), 1: torch.cat([columns[1]] * 2)}
+    assert not cached_estimate(made, wider, slow, sizes=(1, 2), folder=tmp_path)[1]
+    assert not cached_estimate(made_of(nets.Backwards()), columns, slow, sizes=(1, 2), folder=tmp_path)[1]
+
+
+def test_another_release_estimates_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, columns = captured("mlp")[1], columns_of("mlp")
+    cached_estimate(made, columns, Rates(1e9, 1e9), folder=tmp_path)
+    monkeypatch.setattr(profile_cache, "_own_source", lambda: "changed")
+    assert not cached_estimate(made, columns, Rates(1e9, 1e9), folder=tmp_path)[1]
+
+
+class Scaled(nn.Module):
+    """A model that calls an operation of a library, whose code is not in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = torch.ops.raypipe_tests.scaled(self.layer(x))
+        return scaled
+
+
+def test_an_estimate_that_follows_from_code_beside_the_graph_is_not_kept(tmp_path: Path) -> None:
+    library = torch.library.Library("raypipe_tests", "FRAGMENT")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: 2 * x, "CompositeExplicitAutograd")
+    library.impl("scaled", lambda x: 2 * x, "Autograd")
+    made, columns = made_of(Scaled()), columns_of("mlp")
+    for _ in range(2):
+        assert not cached_estimate(made, columns, Rates(1e9, 1e9), folder=tmp_path)[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def damaged(path: Path) -> list[bytes]:
