@@ -130,7 +130,7 @@ class ModelGraph:
         """Serialize the graph; ``from_json`` returns an equal one."""
         rows = [dataclasses.asdict(node) for node in self.nodes]
         pairs = {"edges": self.edges, "together": self.together, "before": self.before}
-        return json.dumps({"format": FORMAT, "nodes": rows, **pairs}, indent=1)
+        return json.dumps({"format": FORMAT, "nodes": rows, **pairs})
 
     @classmethod
     def from_json(cls, text: str) -> ModelGraph:
