@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-import raypipe
 from raypipe.capture import Capture, TracedModel
 from raypipe.engine.io.storage import Place, PlaceError
 from raypipe.engine.stage.minibatch_loss import LossTail
@@ -125,7 +124,7 @@ def _read_or_made(folder: Path, key: str, captured: Capture, make: Callable[[], 
 @functools.cache
 def _own_source() -> str:
     """Return a digest of the source of this package."""
-    files = sorted(Path(raypipe.__file__).parent.rglob("*.py"))
+    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
