@@ -60,6 +60,7 @@ _OF_SHAPES = (
     "aten::new_ones", "aten::new_full", "aten::sym_size",
 )  # fmt: skip
 """Operations that read no values of their tensors."""
+_UNSET = ("aten::empty", "aten::empty_like", "aten::new_empty")
 _REPEATING = ("aten::cat", "aten::repeat")
 """Operations that place blocks of all samples one after the other."""
 _ONE, _MIXED = frozenset({1}), frozenset[int]()
@@ -263,7 +264,8 @@ def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if target is torch.ops.raypipe.cumulative_batch_norm.default:
         x, mean, variance, _, weight, bias, eps = args
         return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
-    return target(*args, **kwargs)
+    result = target(*args, **kwargs)
+    return result.zero_() if _name(node) in _UNSET else result
 
 
 def _wider(argument: Any) -> Any:

@@ -13,7 +13,7 @@ makes the model return the terms one by one, so that each has a weight of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,8 @@ class LossTerms:
         bent: name of a piecewise linear operation on an average, such as abs in flooding, or "". Losses of
             micro-batches add up until training reaches the bend, so that a trial on a few rows does not show it.
         main: divisor of the main term: the labels of the first cross entropy, else the first divisor in the graph.
+        unknown: name of an operation that makes a term, if the graph does not show that this term averages over samples
+            or is a sum as all others; else "". Only a trial shows then what micro-batches weigh.
     """
 
     counts: LossCounts | None
@@ -60,6 +62,7 @@ class LossTerms:
     parts: tuple[tuple[fx.Node, int], ...] = ()
     bent: str = ""
     main: LossCounts | None = None
+    unknown: str = ""
 
     def summed(self) -> LossTerms:
         """Copy these terms without ``parts``, for a model that returns their sum."""
@@ -107,7 +110,8 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     loss: Any = output.args[0]
     reach = _Reach(traced, data)
     terms = list(_addends(loss[0], reach))
-    bent = next((_name(term).removeprefix("aten::").rstrip("_") for term in terms if _bends(term, reach)), "")
+    bent = next((_operation(term) for term in terms if _bends(term, reach)), "")
+    unknown = next((_operation(term) for term in _unclear(terms, reach)), "")
     below = reachable([loss[0]])
     hidden = _averages([node for node in traced.graph.nodes if node in below], reach)
     kinds = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
@@ -117,7 +121,7 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     if apart and any(count.ignore_index is None for count in counts):
         return None
     if not counts:
-        return LossTerms(None, set(kinds) == {_ADDED_UP}, bent=bent)
+        return LossTerms(None, set(kinds) == {_ADDED_UP}, bent=bent, unknown=unknown)
     several = not apart and len(counts) + (_SAMPLES in kinds) > 1 and _ADDED_UP not in kinds
     parts = tuple(_parts(loss[0], counts, reach)) if several else ()
     samples_too = _SAMPLES in kinds or any(count == len(counts) for _, count in parts)
@@ -131,6 +135,7 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
         parts=parts,
         bent=bent,
         main=LossCounts(_program(traced, [main], tensors), False, _words(main), apart=apart),
+        unknown=unknown,
     )
 
 
@@ -194,6 +199,10 @@ class _Reach:
                 countable.add(node)
                 if any(used in self.of_data for used in inputs):
                     self.of_data.add(node)
+
+
+def _operation(node: fx.Node) -> str:
+    return (_name(node) or node.name).removeprefix("aten::").rstrip("_")
 
 
 def _name(node: fx.Node) -> str:
@@ -265,6 +274,20 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
     if "reduction" in arguments:
         return _ADDED_UP if arguments["reduction"] == _SUM else _SAMPLES
     return _ADDED_UP if name in ("aten::sum", "aten::dot") else _SAMPLES
+
+
+def _unclear(terms: Sequence[fx.Node], reach: _Reach) -> Iterator[fx.Node]:
+    """Yield the terms of which the graph does not show that they average over samples, or are sums as all others."""
+    kinds = [_kind(term, reach) for term in terms]
+    for term, kind in zip(terms, kinds, strict=True):
+        if isinstance(kind, _Count) or (kind == _ADDED_UP and set(kinds) == {_ADDED_UP}):
+            continue
+        arguments = bind_arguments(term.target, term.args, term.kwargs) if hasattr(term.target, "_schema") else {}
+        averages = term.target is aten.mean.default or arguments.get("reduction") == _MEAN
+        among_samples = _name(term) in _LABELS and arguments["target"] not in reach.of_data  # as contrastive losses
+        of_samples = any(isinstance(size, torch.SymInt) for size in term.all_input_nodes[0].meta["val"].shape)
+        if not averages or among_samples or not of_samples:
+            yield term
 
 
 def _masks(node: fx.Node, reach: _Reach) -> set[fx.Node]:

@@ -32,15 +32,14 @@ from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
 from raypipe.preflight.loss_gradients import Loss, LossGradients
 from raypipe.preflight.loss_on_rows import (
-    DrawsError,
     Grouping,
     LossTrial,
     is_large,
     misfit,
     rows_through,
-    without_dropout,
 )
 from raypipe.preflight.random_outputs import bare_outputs, with_random_weights
+from raypipe.preflight.without_draws import DrawsError, without_draws
 from raypipe.profiling.held_outputs import HeldOutputs
 from raypipe.profiling.operations import Moment, seconds_between
 from raypipe.profiling.workspace import LiveBytes
@@ -197,7 +196,7 @@ def _try_joined(
     tail = captured.recipe.loss
     assert isinstance(tail, LossTail)
     training = training or tail.eval is None
-    function = without_dropout(replace(captured, parameters=parameters, buffers=held), training=training)
+    function = without_draws(replace(captured, parameters=parameters, buffers=held), training=training)
     half, mode = len(next(iter(rows.values()))) // 2, "train" if training else "eval"
     if function is None:
         return None

@@ -22,32 +22,24 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from raypipe.capture import Capture, TracedModel
+from raypipe.capture import Capture
 from raypipe.capture.guards import in_mode
 from raypipe.capture.own_loss import own_loss
 from raypipe.capture.python_state import Memory, read_memory
 from raypipe.engine.device.device import memory_bytes, process_bytes
 from raypipe.engine.stage.minibatch_loss import WholeMinibatch
-from raypipe.engine.stage.randomness import (
-    KeyedRandomness,
-    RandomKey,
-    bind_arguments,
-    draws_randomness,
-    dropout,
-    keyed_call,
-)
-from raypipe.engine.stage.stage import GraphFunction, same_bits
+from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.stage.stage import same_bits
 from raypipe.engine.torch_settings import one_thread
 from raypipe.errors import CaptureError, RaypipeError
-from raypipe.ir.precision import FP32
 from raypipe.preflight.dry_run import scalar
 from raypipe.preflight.loss_gradients import GradientsTooLargeError, Loss, LossGradients, Tolerance
+from raypipe.preflight.without_draws import DrawsError, FixedDraws, without_draws
 
 NUM_ROWS, FEW_ROWS, LARGE = 4, 2, 1 << 24
 """A model is tried on NUM_ROWS rows, or on FEW_ROWS if it has at least LARGE parameters: a row then takes seconds."""
@@ -103,10 +95,6 @@ class Misfit(NamedTuple):
 
     total: float
     gradients: tuple[tuple[str, float], ...] = ()
-
-
-class DrawsError(Exception):
-    """Exception for a model that draws random numbers or changes buffers: losses of its rows cannot be compared."""
 
 
 def is_large(model: torch.nn.Module) -> bool:
@@ -218,7 +206,7 @@ class LossTrial:
         size: int | None = None,
     ) -> None:
         self._model, self._loss_fn, self._seed, self._rule, self._size = model, loss_fn, seed, rule, size
-        self._draws = False
+        self._draws = self._fixed = False
 
     def outputs(self, rows: Columns) -> Any:
         """Return the model's output in evaluation mode; None if the model fails."""
@@ -229,11 +217,12 @@ class LossTrial:
             return None
 
     def losses(self, rows: Columns) -> Tried | None:
-        """Compute the losses of all rows and of micro-batches; None if the model fails or draws random numbers.
+        """Compute the losses of all rows and of micro-batches; None if the model fails, or draws whole numbers.
 
         The model is in training mode except for dropout and batch norms, since some terms of a loss exist only in
-        training. If the model still draws random numbers or changes buffers, evaluation mode is tried. A small model
-        computes in float64 if it supports that. Without enough memory for a backward, only losses are computed.
+        training. Random numbers are replaced by constants. If a model draws whole numbers or changes buffers,
+        evaluation mode is tried. A small model computes in float64 if it supports that. Without enough memory for a
+        backward, only losses are computed.
 
         Raises:
             CaptureError: the loss is not a scalar.
@@ -269,7 +258,8 @@ class LossTrial:
 
         Raises:
             GradientsTooLargeError: the limit is exceeded.
-            DrawsError: the model draws random numbers, or changes buffers or Python state in training mode.
+            DrawsError: the model draws random numbers that cannot be replaced, or changes buffers or Python state in
+                training mode.
         """
         named = dict(self._model.named_parameters()) if most_bytes else {}
         gradients = LossGradients(named, in_float64=in_float64, most_bytes=most_bytes)
@@ -280,11 +270,13 @@ class LossTrial:
                     loss = gradients.of(lambda: contextvars.copy_context().run(self.loss, some))
                     if training and (changed() or self._remembers(memory)):
                         raise DrawsError
+                    if self._fixed and not math.isfinite(loss.value):  # a mask of constants may pick nothing
+                        raise DrawsError
                 finally:
                     put_back()
             return loss
 
-        self._draws = False
+        self._draws = self._fixed = False
         with _trying(self._model, training=training) as (put_back, changed):
             if self._rule is not None:
                 return Tried(loss_of(rows), (), gradients.tolerance)
@@ -295,7 +287,7 @@ class LossTrial:
 
         Raises:
             CaptureError: the loss is not a scalar.
-            DrawsError: the model draws random numbers.
+            DrawsError: the model draws random numbers that cannot be replaced by constants.
         """
         output = self._run(rows)
         if self._draws:  # before a backward, which takes longer
@@ -340,7 +332,7 @@ class LossTrial:
 
     def _run(self, rows: Columns) -> Any:
         values = {name: column.clone() for name, column in rows.items()}
-        with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+        with FixedDraws(RandomKey(self._seed, 0, 0)) as mode:
             if self._rule is not None:
                 inputs, half = list(values.values())[:-1], len(next(iter(values.values()))) // 2
                 parts = [[x[cut] for x in inputs] for cut in (slice(0, half), slice(half, None))]
@@ -351,7 +343,7 @@ class LossTrial:
                 output = self._model(*values.values())
             else:
                 output = self._model(**values)
-        self._draws = self._draws or mode.index > 0
+        self._draws, self._fixed = self._draws or mode.remaining, self._fixed or mode.replaced
         return output
 
     @contextmanager
@@ -405,16 +397,16 @@ def _trying(
 def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
     """Compute losses of a captured model that returns the terms of its loss one by one, each with a weight of its own.
 
-    The training graph is used, because some terms exist only in training. Dropout is left out, because its random
-    numbers depend on the rows.
+    The training graph is used, because some terms exist only in training. Random numbers are left out, because they
+    depend on the rows.
 
     Returns:
         Losses in which the terms of each micro-batch are weighted already, so that they add up to the whole; None if
-        the graph still draws random numbers, or ``without_dropout`` has no function for it.
+        the graph still draws random numbers, or ``without_draws`` has no function for it.
     """
     assert captured.terms is not None
     assert captured.terms.counts is not None
-    counts, function = captured.terms.counts, without_dropout(captured)
+    counts, function = captured.terms.counts, without_draws(captured)
     if function is None:
         return None
     tensors = {**captured.parameters, **captured.buffers}
@@ -443,38 +435,3 @@ def try_parts(captured: Capture, rows: Columns, seed: int) -> Tried | None:
         return _group_losses(rows, lambda some: gradients.of(lambda: weighted_sum(some)), gradients)
     except DrawsError:
         return None
-
-
-def without_dropout(captured: Capture, *, training: bool | None = None) -> GraphFunction | None:
-    """Return the whole graph as one function that computes in fp32 and without dropout.
-
-    Args:
-        training: True for the graph of training, even if it changes buffers; False for that of evaluation. None for the
-            graph of training, or that of evaluation if training changes buffers; the run's precision must then be fp32.
-
-    Returns:
-        The function. None if the model has no weights, the graph was not captured, or the precision is another one.
-    """
-    assert isinstance(captured.model, TracedModel)
-    if any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())):
-        return None
-    if training is None and captured.recipe.precision != FP32:
-        return None
-    trains, evals = captured.recipe.stages.functions((), ())
-    (function,) = trains
-    if training is False or (training is None and captured.model.train.changing_buffers):
-        (function,) = evals or (None,)  # type: ignore[assignment]
-    if function is None:
-        return None
-    assert isinstance(function, GraphFunction)
-    replaced = {dropout: lambda x, p, key, index: x, keyed_call: _without_draws}
-    names = {name: replaced.get(value, value) if callable(value) else value for name, value in function.names.items()}
-    return replace(function, names=names, precision=FP32, _function=None)
-
-
-def _without_draws(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
-    bound = bind_arguments(op, args, kwargs)
-    bound |= {name: 0.0 for name in ("dropout_p", "p", "dropout") if name in bound}
-    if draws_randomness(op, (), bound):
-        raise DrawsError
-    return op(**bound)

@@ -54,10 +54,21 @@ _UNTRIED = (
     "mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
     "counts the items of a target; or set {one} or weights_on='client'."
 )
+_UNCLEAR = (
+    "loss_reduction='auto': the graph of the loss does not show what its term made by {operation} averages over, and "
+    "the loss cannot be tried, because this process holds no weights (weights_on='workers'). No weights of "
+    "micro-batches make a term over a batch, as the load balancing of experts. Set loss_reduction='per_microbatch' to "
+    "give each micro-batch a loss of its own, {one} to keep it exact, or weights_on='client'."
+)
 _ONE_SIZE = (
     "loss_reduction='auto': the model takes one number of samples only, so that what the loss averages over cannot be "
     "tried on a larger mini-batch. Set what micro-batches mean: loss_reduction='mean' (each its own loss, weighed by "
     "samples), 'sum', or a function that counts the items of a target; or set {one}."
+)
+_LOSSES_ONLY = "its gradients are not compared, only its losses: {why}"
+_UNCOMPARED = (
+    "that is read off its graph and not compared on rows: the model cannot compute them here, or this process holds no "
+    "weights of so large a one"
 )
 _OWN = (
     "each micro-batch has a loss of its own (loss_reduction='per_microbatch'), weighed by {weighed}: terms over a "
@@ -139,7 +150,12 @@ def find_reduction(
             return LossReduction(_candidates(terms, few)[0], _ONE_ONLY)
     if field == "per_microbatch" and terms is not None and terms.main is not None:
         return LossReduction(terms.main, _OWN.format(weighed=terms.main.words))
+    unclear = None
+    if several and weightless and loss_fn is None and terms is not None and terms.unknown and field == "auto":
+        unclear = ConfigError(_UNCLEAR.format(operation=terms.unknown, one=pipeline.one_microbatch))
     if terms is not None and terms.parts:
+        if unclear is not None:  # try_parts needs weights
+            return over_all(unclear)
         try:
             return _weighted_by_part(captured, few, pipeline)
         except ConfigError as refusal:
@@ -163,6 +179,8 @@ def find_reduction(
         raise ConfigError(_UNTRIED.format(one=pipeline.one_microbatch))
     if several and captured.one_size is not None and (terms is None or not any(trial.groupings for trial in trials)):
         raise ConfigError(_ONE_SIZE.format(one=pipeline.one_microbatch))
+    if unclear is not None and not trials:
+        return over_all(unclear)
     candidates = _candidates(terms, few)
     try:
         chosen = _fitting(candidates, terms, trials, list(rows)[-1] if loss_fn is not None else None, pipeline)
@@ -174,10 +192,9 @@ def find_reduction(
         if several:
             return over_all(refusal)
         return LossReduction(candidates[0], _ONE_ONLY)
-    uncompared = next((tried.without_gradients for tried in trials if tried.without_gradients), "")
+    note = next((_LOSSES_ONLY.format(why=tried.without_gradients) for tried in trials if tried.without_gradients), "")
     if loss_fn is None and not trials and weighted:
-        uncompared = "the model cannot compute them here, or this process holds no weights of so large a one"
-    note = f"its gradients are not compared, only its losses: {uncompared}" if uncompared else ""
+        note = _UNCOMPARED
     return chosen._replace(note="; ".join(filter(None, (chosen.note, note))))
 
 

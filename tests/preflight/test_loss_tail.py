@@ -314,6 +314,10 @@ def noised(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return contrastive(model, x + torch.rand_like(x), labels)
 
 
+def flipped(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return contrastive(model, x * torch.randint_like(x, 2), labels)
+
+
 def noisy(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     alike = model.body(x) @ model.body(x).T
     return functional.dropout(alike, 0.5, model.training).square().mean()
@@ -356,10 +360,14 @@ def shuffled(model: Model, x: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return functional.softplus((near * near[torch.rand(near.size(0)).argsort()]).sum(-1)).mean()
 
 
+def test_a_model_is_divided_behind_random_numbers_of_single_samples() -> None:
+    divided(noised)
+
+
 @pytest.mark.parametrize(
     ("term", "words"),
     [
-        (noised, "it cannot be compared with the model's own, which draws random numbers"),
+        (flipped, "it cannot be compared with the model's own, which draws random numbers"),
         (permuted, "it draws random numbers at {} from values that mix samples of a batch"),
         (shuffled, "operations that mix samples of a batch read random numbers drawn at {}"),
         (routed, "samples of a batch are mixed before most of the parameters"),

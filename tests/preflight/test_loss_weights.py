@@ -358,6 +358,51 @@ def test_a_term_over_the_batch_is_refused_however_small(term: Any, tmp_path: Any
         assert all(torch.equal(seen[name], gradient) for name, gradient in yardstick.gradients[0].items())
 
 
+class ByChance(Regularised):
+    """Draws random numbers in training, in which alone its balance counts, as noisy gates of experts do."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(two_means, 1e-4, training_only=True, drop=0.0)
+        self.draw = draw
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = torch.tanh(self.hidden(self.embed(input_ids)))
+        if not self.training:
+            return shifted(self, self.head(hidden), labels)
+        hidden = self.draw(hidden)
+        return shifted(self, self.head(hidden), labels) + self.factor * self.term(hidden)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + 0.1 * torch.randn_like(x),
+        lambda x: functional.dropout(x, 0.1),
+        lambda x: x + torch.empty_like(x).normal_(0.0, 0.1),
+    ],
+)
+def test_a_term_of_training_is_compared_whatever_else_training_draws(draw: Any) -> None:
+    """In evaluation mode, which draws nothing, this loss is a mean over labels."""
+    made = trainer_of(ByChance(draw), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4)
+    assert any("once over the whole mini-batch" in note for note in made.plan().notes)
+
+
+class PicksByChance(OwnLoss):
+    """Its loss is over tokens that are drawn in training; constants in place of draws pick none."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        error = (self.head(torch.tanh(self.hidden(self.embed(input_ids)))) ** 2).mean(-1) + 0 * labels
+        if not self.training:
+            return error.mean()
+        picked = (torch.rand(error.shape) < 0.3).float()
+        return (error * picked).sum() / picked.sum()
+
+
+def test_a_loss_over_what_is_drawn_is_weighed_by_samples() -> None:
+    made = trainer_of(PicksByChance("shifted"), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4)
+    assert made._prepared().settings.loss_reduction == "mean"
+
+
 def test_the_plan_says_that_micro_batches_have_losses_of_their_own() -> None:
     model = Regularised(two_means, 0.1, training_only=False, drop=0.0)
     data = labelled(ROWS, -100)

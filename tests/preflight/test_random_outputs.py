@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 from raypipe.errors import CaptureError, ConfigError, DataError
-from raypipe.preflight import random_outputs
+from raypipe.preflight import loss_on_rows, random_outputs
 from tests.trainers import trainer_of
 
 pytestmark = pytest.mark.engine
@@ -89,6 +89,46 @@ def test_views_of_all_samples_are_not_joined_untried() -> None:
     )
     with pytest.raises(ConfigError, match=r"loss_over='minibatch' is not possible|no weights of micro-batches"):
         made.plan()
+
+
+class Scored(nn.Module):
+    """Returns its own loss: a mean over samples, and ``term`` of its outputs."""
+
+    def __init__(self, term: Any) -> None:
+        super().__init__()
+        self.net, self.term = model(), term
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        output = self.net(x)
+        return cross_entropy(output, labels) + 1e-3 * self.term(output)
+
+
+def balance(output: torch.Tensor) -> torch.Tensor:
+    """As the load balancing of experts: a product of two averages over the batch."""
+    share = output.softmax(-1).mean(0)
+    return (share * share.detach().roll(1)).sum()
+
+
+def own_loss(term: Any, **given: Any) -> raypipe.PipelineTrainer:
+    rows = zip(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), CLASSES, strict=True)
+    data = [{"x": x, "labels": label} for x, label in rows]
+    return trainer_of(
+        lambda: Scored(term), loss_fn=None, train_data=data, weights_on="workers", **{"num_microbatches": 2} | given
+    )
+
+
+@pytest.mark.parametrize("term", [balance, lambda x: (x.softmax(-1).mean(0) ** 2).mean()])
+def test_a_term_that_a_large_model_cannot_be_tried_with_is_refused(term: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_on_rows, "LARGE", 1)
+    with pytest.raises(ConfigError, match=r"the graph of the loss does not show what its term made by (sum|mean)"):
+        own_loss(term).plan()
+    own_loss(term, num_microbatches=1).plan()
+    own_loss(term, loss_reduction="per_microbatch").plan()
+
+
+def test_terms_that_average_over_samples_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_on_rows, "LARGE", 1)
+    own_loss(lambda x: x.logsumexp(-1).square().mean()).plan()
 
 
 def test_a_sum_that_is_said_to_be_a_mean_is_refused() -> None:
