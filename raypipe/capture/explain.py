@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -42,6 +43,7 @@ _ON_GRADIENTS = (
 
 _CONVERSIONS = {"__int__", "__float__", "__index__"}
 """Functions of torch that make a number of Python from one that a trace does not know."""
+_PACKING = {"pack_padded_sequence", "pack_sequence"}
 _CONVERTED = re.compile(r"Could not extract specialized|data-dependent expression z?uf\d+ ")
 """Messages on int(x) and float(x) of a tensor; uf0 is torch's symbol for an unknown float."""
 
@@ -86,6 +88,13 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
         return CaptureError(f"{name} fails{where}: {text} {_ON_DEVICES}")
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if _packs(error):
+        return CaptureError(
+            f"{name} packs sequences{where}, and the sizes of a PackedSequence are values of the data, which a graph "
+            "does not hold. Leave the sequences padded and take the output at each one's end (y, _ = self.rnn(x); "
+            "y[torch.arange(len(y), device=y.device), lengths - 1]). If the RNN is bidirectional, pack and unpack "
+            "within one block of an nn.Sequential, which is not traced."
+        )
     if _CONVERTED.search(str(error)) or frames & _CONVERSIONS:
         return CaptureError(
             f"{name} makes a number of Python from values of its data{where}, and a graph holds tensors. Leave the "
@@ -111,6 +120,13 @@ def untraceable(model: nn.Module, inputs: Inputs, error: Exception) -> RaypipeEr
     if isinstance(model, nn.Sequential):
         return CaptureError(f"{name} could not be captured{where}: {text} Change that line, or that module.")
     return CaptureError(f"{name} could not be traced{where}: {text} Change that line, or {blocks}.")
+
+
+def _packs(error: Exception) -> bool:
+    """Return True if a function that was running when ``error`` was raised had a PackedSequence, or made one."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held = any(isinstance(x, PackedSequence) for frame in frames for x in frame.f_locals.values())
+    return held or any(frame.f_code.co_name in _PACKING for frame in frames)
 
 
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:
@@ -278,7 +294,7 @@ def _misfit(
     what, cure, of_data = "its input", "Make it fit what comes before it.", True
     if column is not None:
         what, cure = f"column {column!r} of the data", "Change the data, or the sizes of the module."
-    elif None in (origin := _origin(model, inputs, training)):
+    elif remedy is not None or None in (origin := _origin(model, inputs, training)):
         of_data = False
     elif origin:
         columns = f"column{'s' * (len(origin) > 1)} {' and '.join(sorted(map(repr, origin)))} of the data"

@@ -135,3 +135,42 @@ def test_an_index_out_of_range_is_of_the_data_unless_parameters_have_a_part_in_i
     rows = [{"ids": torch.zeros(length, dtype=torch.int64), "bbox": torch.full((length, 4), largest)} for _ in range(8)]
     with pytest.raises(kind, match=f"{said}.*out of range"):
         trainer_of(model(), loss_fn=None, train_data=rows).plan()
+
+
+class Packs(nn.Module):
+    """Takes the last state of an RNN, of packed sequences or of padded ones."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed, self.words, self.rnn = packed, nn.Embedding(9, 4, padding_idx=0), nn.GRU(4, 8, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, lengths = self.words(ids), (ids != 0).sum(1)
+        if self.packed:
+            pack = nn.utils.rnn.pack_padded_sequence
+            return self.rnn(pack(x, lengths.cpu(), batch_first=True, enforce_sorted=False))[1][-1]
+        y, _ = self.rnn(x)
+        return y[torch.arange(len(y), device=y.device), lengths - 1]
+
+
+class Classifies(nn.Module):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.encoder, self.head = Packs(packed), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(ids))
+
+
+def test_packed_sequences_are_named_with_what_gives_the_same_outputs() -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0], [7, 0, 0, 0], [8, 1, 2, 0]]).repeat(2, 1)
+    data = TensorDataset(ids, torch.zeros(8, dtype=torch.int64))
+    with pytest.raises(
+        CaptureError, match=r"Classifies packs sequences at .*Leave the sequences padded and take .* len"
+    ):
+        trainer_of(Classifies(packed=True), train_data=data).plan()
+    packed, padded = Classifies(packed=True), Classifies(packed=False)
+    padded.load_state_dict(packed.state_dict())
+    torch.testing.assert_close(padded(ids), packed(ids))
+    for cure in (padded, nn.Sequential(Packs(packed=True), nn.Linear(8, 8), nn.Linear(8, 3))):
+        assert len(trainer_of(cure, train_data=data).plan().partition.stages) == 2
