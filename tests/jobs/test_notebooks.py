@@ -101,3 +101,10 @@ def test_a_killed_stage_changes_no_bit(on_head: None, tmp_path: Path, monkeypatc
     outputs = executed("elastic", tmp_path, monkeypatch)
     assert "recovery after step" in "".join(outputs)
     assert "all equal" in "".join(outputs)
+
+
+def test_a_script_for_trainer_generates_what_it_has_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is of the extra 'hf'")
+    outputs = executed("hugging_face", tmp_path, monkeypatch, again=True)
+    assert "stages:  2" in outputs[1]
+    assert "after sunday comes monday" in outputs[-1]

@@ -259,6 +259,14 @@ def test_a_stream_is_read_as_by_trainer(tmp_path: Path) -> None:
         trainer_of(PipelinedTrainer, tmp_path, bert(), Numbered(rows.rows[:21]), max_steps=5).train()
 
 
+def test_a_stream_is_read_up_to_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    rows, more = texts(24, classes=3, longest=6), {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    for whole in both(tmp_path, bert, Numbered(rows), **more):
+        again = trainer_of(type(whole), tmp_path / "again", bert(), Numbered(rows), **more)
+        again.train(resume_from_checkpoint=str(Path(whole.args.output_dir, "checkpoint-2")))
+        assert unequal(parameters(again), parameters(whole)) == []
+
+
 def test_one_batch_per_step_is_cut_into_micro_batches(tmp_path: Path) -> None:
     more = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
     config = PipelineConfig(num_stages=2, num_microbatches=4, partitioner="parameters")
