@@ -30,7 +30,7 @@ LAG = 2
 BEST = 3
 """Fixed plans, the best by the replay, that run through the lab."""
 NOISE, STAMP_NOISE_S = 0.01, 2e-4
-COUNT, MOST_SLACK = 16, 5
+COUNT = 16
 FOUR, TWO = ((0.010, 0.020),) * 4, ((0.018, 0.035),) * 2
 LAN = (0.002, 0.0002)
 """Occupancy and latency of a message of 256 KiB on 1 Gbit/s."""
@@ -49,6 +49,7 @@ class Trace:
         stages: (forward_s, backward_s) by stage.
         lasting: True if the links change for good, so that no fixed plan fits all steps.
         most_in_flight: micro-batches that each stage may hold.
+        most_slack: largest slack of a hop in fixed plans.
     """
 
     value: Callable[[int], int]
@@ -56,6 +57,7 @@ class Trace:
     stages: Sequence[tuple[float, float]] = FOUR
     lasting: bool = False
     most_in_flight: int = 4 * len(FOUR)
+    most_slack: int = 5
 
     @property
     def config(self) -> ControllerConfig:
@@ -127,6 +129,21 @@ def up_to(value: int, hop: int, forward: bool, m: int) -> tuple[float, float]:
     return (0.025 if hop <= value else 0.002), 0.0003
 
 
+def regions(value: int, hop: int, forward: bool, m: int) -> tuple[float, float]:
+    """Return the seconds of links inside two regions, 20 ms, and of the one between them, 100 ms."""
+    return 0.008, (0.100 if hop == 1 else 0.020)
+
+
+def jitter(value: int, hop: int, forward: bool, m: int) -> tuple[float, float]:
+    """Return the seconds of links of 40 ms whose messages take up to twice as long as the shortest, in pairs."""
+    return 0.008 * (1 + Random(f"{value} {hop} {forward} {m // 2}").random()), 0.040
+
+
+def rerouted(value: int, hop: int, forward: bool, m: int) -> tuple[float, float]:
+    """Return the seconds of links whose latency changes from 20 to 100 ms."""
+    return 0.010, (0.020, 0.100)[value]
+
+
 def diurnal(step: int) -> int:
     """Return a number from 0 to 10 and back within 100 steps."""
     return round(5 - 5 * math.cos(step * math.tau / 100))
@@ -149,6 +166,12 @@ TRACES = {
     "ethernet": Trace(lambda step: step % 16, shared(0.8)),
     "WAN": Trace(lambda step: 0, steady(0.010, 0.030)),
     "WAN, little memory": Trace(lambda step: 0, steady(0.010, 0.030), most_in_flight=8),
+    "WAN 20 ms": Trace(lambda step: 0, steady(0.010, 0.020), most_slack=13),
+    "WAN 50 ms": Trace(lambda step: 0, steady(0.010, 0.050), most_slack=13),
+    "WAN 100 ms": Trace(lambda step: 0, steady(0.010, 0.100), most_slack=13),
+    "WAN two regions": Trace(lambda step: 0, regions, most_slack=13),
+    "WAN jitter": Trace(lambda step: step % 4, jitter, most_slack=13),
+    "WAN rerouted": Trace(lambda step: int(step >= 60), rerouted, most_slack=13),
     "two sites": Trace(lambda step: 0, steady(0.010, 0.040, only=1)),
     "one bad hop": Trace(lambda step: 0, steady(0.030, 0.001, only=2)),
     "asymmetric": Trace(lambda step: 0, asymmetric),
@@ -194,7 +217,7 @@ def run_trace(trace: Trace, lag: int = LAG) -> Result:
     """Run one trace with the controller, and with the best fixed plans."""
     config = trace.config
     own_s, choices, decisions = run_controlled(trace.pipeline(), config, STEPS, lag)
-    every = [choice for choice in all_choices(config, COUNT, MOST_SLACK) if choice.spec.kind != "kfkb"]
+    every = [choice for choice in all_choices(config, COUNT, trace.most_slack) if choice.spec.kind != "kfkb"]
     best = heapq.nsmallest(BEST, every, trace.replayed_s)
     fixed = {str(choice): run_fixed(trace.pipeline(), choice, STEPS) for choice in best}
     name = min(fixed, key=lambda one: sum(fixed[one]))

