@@ -133,15 +133,16 @@ class _Loop:
 
         Training starts from the newest checkpoint, or from the copies on stages taken over from a lost driver.
         """
-        lost, adopted = self._lost, self._lost is not None
-        if lost is None:
+        lost: StageError | LinkError | None = None
+        counts = True
+        if self._lost is None:
             lost = self._resume()
         else:
-            self._resume_from_copies(lost)
+            lost, counts = self._lost, isinstance(self._lost, StageLostError)
+            self._resume_from_copies(self._lost)
         began_at = self._progress.at.step
         self._start(began_at)
         if lost is not None:
-            counts = not adopted or isinstance(lost, StageLostError)
             self._changing.recover(lost, self._follow, torn=True, counts=counts)
         while True:
             try:
