@@ -191,7 +191,7 @@ class _Origins(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         super().__init__()
-        self.of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.of = WeakTensorKeyDictionary()
         for parameter in model.parameters():
             self.of[parameter] = frozenset([None])
         for buffer in model.buffers():

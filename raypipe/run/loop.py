@@ -22,7 +22,7 @@ from raypipe.callbacks.base import RunEnd
 from raypipe.engine.io.checkpoint.find_checkpoint import find_checkpoint
 from raypipe.engine.io.run_files import MetricsWriter
 from raypipe.engine.optim.norms import norm_of
-from raypipe.errors import DataError, RaypipeError, StageError, StageLostError
+from raypipe.errors import DataError, LinkError, RaypipeError, StageError, StageLostError
 from raypipe.ir.report import Numbers, StepReport, merge_reports
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.controller import ControllerConfig
@@ -135,12 +135,17 @@ class _Loop:
 
         Training starts from the newest checkpoint, or from the copies on stages taken over from a lost driver.
         """
-        lost = self._lost
-        self._resume() if lost is None else self._resume_from_copies(lost)
+        lost: StageError | LinkError | None = None
+        counts = True
+        if self._lost is None:
+            lost = self._resume()
+        else:
+            lost, counts = self._lost, isinstance(self._lost, StageLostError)
+            self._resume_from_copies(self._lost)
         began_at = self._progress.at.step
         self._start(began_at)
         if lost is not None:
-            self._changing.recover(lost, self._follow, adopted=True)
+            self._changing.recover(lost, self._follow, torn=True, counts=counts)
         while True:
             try:
                 self._train_to_end()
@@ -277,14 +282,23 @@ class _Loop:
             step = self._progress.at.step
             self._reporter.log(ALERTS, in_words(alerts), step=step, alerts=as_event(alerts))
 
-    def _resume(self) -> None:
-        """Restore the newest intact checkpoint of this run, if it has one, and write settings.json."""
+    def _resume(self) -> StageLostError | LinkError | None:
+        """Restore the newest intact checkpoint of this run, if it has one, and write settings.json.
+
+        Returns:
+            Loss of a worker or link meanwhile, from which a recovery must follow; None if all stages are restored.
+        """
         spec, progress, folder = self._spec, self._progress, self._reporter.folder
         self._note_taken_lease()
         begins = beginning(spec, folder)
-        checkpoint = begins.checkpoint
+        checkpoint, lost = begins.checkpoint, None
         if checkpoint is not None:
-            self._fleet.restore(checkpoint.folder, begins.fresh)
+            try:
+                self._fleet.restore(checkpoint.folder, begins.fresh)
+            except (StageLostError, LinkError) as error:
+                if not self._changing.survives(error):
+                    raise
+                lost = error
             progress.at = Position(**checkpoint.manifest.position)
             self._checkpoints.latest = str(spec.place / checkpoint.folder)
         progress.saved = progress.completed = self._checkpoints.latest_step = progress.at.step
@@ -292,7 +306,8 @@ class _Loop:
         if checkpoint is not None:
             self._publish_resumption(f"from {self._checkpoints.latest}")
             folder.event("resume", f"from {checkpoint.folder}", step=progress.at.step)
-        begins.keep(spec)
+        begins.keep(spec)  # also before a recovery, which reads there which options are fresh
+        return lost
 
     def _resume_from_copies(self, lost: StageError) -> None:
         """Set the position to the step of the newest in-memory copies that the lost driver recorded.

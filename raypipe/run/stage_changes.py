@@ -122,22 +122,25 @@ class Changing:
         self._step_s = 0.0  # duration of the last measured step
         self._torn = False  # True while stages may be inconsistent with progress: a transition failed half-way
 
-    def recover(self, error: RaypipeError, follow: Follow, *, adopted: bool = False) -> None:
+    def survives(self, error: RaypipeError) -> bool:
+        """Return True if ``recover`` may recover from this type of error."""
+        return self.recovery is not None and self._failures.survivable(error)
+
+    def recover(self, error: RaypipeError, follow: Follow, *, torn: bool = False, counts: bool = True) -> None:
         """Recover from a failure: bring all stages to the state of the same step, and resume from it.
 
         Args:
             follow: called with reports of steps that were completed before the failure but not yet processed.
-            adopted: True if this driver has taken over the stages of a driver that was lost. Then all stages roll
-                back, and the failure counts only if it is a StageLostError.
+            torn: True if stages may have different states, so that all of them must roll back.
+            counts: False to leave this failure out of the number that max_failures limits.
 
         Raises:
             RaypipeError: the failure, if it cannot be survived.
         """
         progress, lease = self.progress, self.lease
-        was, self._torn = progress.at.step, adopted
-        counts = not adopted or isinstance(error, StageLostError)
+        was, self._torn = progress.at.step, torn
         while True:
-            if self.recovery is None or (counts and not self._failures.survivable(error)):
+            if self.recovery is None or (counts and not self.survives(error)):
                 raise error
             if counts:
                 self._count(error)

@@ -118,13 +118,9 @@ def test_they_are_told_why_a_run_failed(tmp_path: Path) -> None:
 
 
 def test_the_run_id_of_rays_callbacks_is_the_name_of_the_run_wherever_its_folder_is() -> None:
-    heard: list[str] = []
-    listens = OfRay()
-    listens.after_report = lambda context, metrics, checkpoint: heard.append(context.run_id)  # type: ignore[method-assign]
-    adapted = FromRayTrain(listens, RunConfig(name="lm"), None)
+    adapted = FromRayTrain(OfRay(), RunConfig(name="lm"), None)
     adapted.on_start(RunStart("lm", "s3://bucket/lm?endpoint_override=http://host:9000", 0, 1, {}, ""))
-    adapted.on_eval(0, {})
-    assert heard == ["lm"]
+    assert adapted._context.run_id == "lm"
 
 
 def test_a_run_file_names_the_loggers(tmp_path: Path) -> None:

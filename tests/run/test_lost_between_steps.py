@@ -7,6 +7,7 @@ no stage rolls back, or all do           |                       it is saved, ev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
 from raypipe.planner.segments import Position
 from raypipe.run.requests import Requests
+from raypipe.run.same_run import fresh_options
 from raypipe.run.spec import Outcome
 from raypipe.run.transitions import Recovered
 from tests.exactness import unequal
@@ -45,7 +47,8 @@ class Losing(Transitions):
     """Fleet of threads that loses a worker once, and its recovery: in place, or from a checkpoint.
 
     Args:
-        lost: what ends with the loss, of the steps that are done then: "evaluation 6", "text 6", "save 8", "step 6".
+        lost: what ends with the loss, of the steps that are done then: "evaluation 6", "text 6", "save 8", "step 6",
+            "restore 0".
         back: all go back to the newest checkpoint; else nobody does.
         back_to: to that of this step instead, as if newer ones had come to count only afterwards.
     """
@@ -73,6 +76,10 @@ class Losing(Transitions):
     def decoding(self, *_given: Any) -> None:
         self._lose(f"text {self._step}")
 
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        self._lose(f"restore {self._step}")
+        self._now.restore(folder, fresh)
+
     def _lose(self, what: str, unheard: list[Reports] | None = None) -> None:
         if what == self._lost:
             # Steps are quicker than files: without that all might go back further, or a checkpoint be dropped.
@@ -99,7 +106,7 @@ class Losing(Transitions):
         if newest is None:
             self._step = 0
             return Recovered(0, "the beginning", Position())
-        self._now.restore(newest.folder, FreshOptions())
+        self._now.restore(newest.folder, fresh_options(self._place, newest.manifest.step))
         self._step = newest.manifest.step
         return Recovered(self._step, newest.folder, Position(**newest.manifest.position))
 
@@ -226,3 +233,16 @@ def test_a_run_that_ends_early_ends_at_the_same_step(back: bool, tmp_path: Path)
     assert pq.read_table(tmp_path / "run" / "metrics.parquet").num_rows == 8
     assert left(tmp_path / "run") == left(tmp_path / "alone")
     assert unequal(found.checkpoint, alone.checkpoint) == []
+
+
+def test_a_worker_lost_while_a_resume_restores_its_checkpoint_costs_nothing(tmp_path: Path) -> None:
+    """New values of settings, which the user has accepted, hold after the recovery too."""
+    made = {}
+    for name in ("alone", "run"):
+        trainer(tmp_path, name, {}).fit(6, local=True, progress=False)
+        made[name] = trainer(tmp_path, name, {}, optimizer=partial(torch.optim.SGD, lr=0.5), resume=True)
+    alone = made["alone"].fit(STEPS, local=True, progress=False)
+    found, _ = disturbed(made["run"], tmp_path / "run", "restore 0", back=True)
+    assert found.step == STEPS
+    assert unequal(found.checkpoint, alone.checkpoint) == []
+    assert alone.records[-1].lr == 0.5
