@@ -37,6 +37,9 @@ def generation_of(model: torch.nn.Module, recipe: Callable[[], DecodeRecipe], pr
             f"num_beams={prompts.num_beams!r}: a beam search reorders caches between the tokens, which stages do not "
             "do. Leave num_beams out, or draw several times with do_sample=True and another seed."
         )
+    size = prompts.group_size
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(f"group_size={size!r}: give a number of sequences from 1 up, or None for the plan's own.")
     sampling = Sampling(prompts.do_sample, prompts.temperature, prompts.top_k, prompts.top_p, prompts.seed)
     prompt = prompt_of(model, prompts.input_ids, prompts.attention_mask)
     ending = ending_of(model, prompt, prompts.max_new_tokens, prompts.eos_token_id, prompts.pad_token_id)

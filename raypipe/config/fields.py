@@ -76,7 +76,7 @@ class PipelineFields:
         stale_correction: correction for stale gradients, in "pipedream" and "2bw". With "predict" a stage whose
             gradients are d updates late computes with w + d (w - w before the last update), and holds two more copies
             of its weights. "discount", in "pipedream", divides the learning rate of update t by d ** (1 - t /
-            discount_updates) if d is above 1. See docs/schedules.md for sources.
+            discount_updates) if d is above 1, until update discount_updates. See docs/schedules.md for sources.
         discount_updates: number of updates after which the discount of the learning rate has faded, if stale_correction
             is "discount". PipeMare takes about a quarter of the updates before the first drop of the learning rate.
         transport: transport of boundary tensors: "tcp" (sockets; "auto" is the same), "object_store" (Ray's),

@@ -75,6 +75,8 @@ class Link:
     def __post_init__(self) -> None:
         if self.duplex not in DUPLEX:
             raise PlanError(f"{self}: duplex={self.duplex!r} is unknown; give {' or '.join(map(repr, DUPLEX))}.")
+        if type(self.latency_occupies_wire) is not bool:
+            raise PlanError(f"{self}: latency_occupies_wire={self.latency_occupies_wire!r}; give True or False.")
         if not (self.bandwidth_bytes_s > 0 and 0 <= self.latency_s < math.inf):
             raise PlanError(f"{self}: give a bandwidth above 0 and a latency from 0 up.")
 

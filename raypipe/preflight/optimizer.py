@@ -26,7 +26,7 @@ from raypipe.data.item_randomness import generator_states, own_generators
 from raypipe.engine.io.checkpoint.snapshot import optimizer_parts
 from raypipe.engine.io.checkpoint.tensor_file import check_storable
 from raypipe.engine.optim.slices import ParameterSlice, Slices, flat
-from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, new_optimizer
+from raypipe.engine.optim.state import MakeOptimizer, MakeScheduler, new_optimizer, rate_of
 from raypipe.engine.stage.randomness import draws_randomness
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.errors import CaptureError, CheckpointError, ConfigError
@@ -68,6 +68,7 @@ def try_optimizers(
     *,
     replicated: bool = False,
     sharded: bool = False,
+    rates_by: str | None = None,
 ) -> bool:
     """Step the optimizer of each stage and an optimizer of the whole model, and compare how they move parameters.
 
@@ -75,6 +76,7 @@ def try_optimizers(
         parameters: parameters of the whole model, by name; not changed.
         replicated: True if stages have replicas, each with an optimizer of its own.
         sharded: True if replicas shard the state of their optimizer, and each steps slices of parameters.
+        rates_by: configured field that multiplies learning rates, such as "stale_correction='discount'"; or None.
 
     Returns:
         True if a step of the optimizer draws random numbers.
@@ -94,7 +96,7 @@ def try_optimizers(
             try:
                 for stage, names in stages.items():
                     named = [(name, _stand_in(parameters[name], side)) for name in names]
-                    draws |= _step_once(stage, named, make_optimizer, make_scheduler, parameters)
+                    draws |= _step_once(stage, named, make_optimizer, make_scheduler, parameters, rates_by)
                 break
             except ConfigError:
                 if side is None or any(p.is_meta for p in trained.values()):
@@ -143,7 +145,7 @@ def _refuse_copies(programs: Sequence[StageProgram], *, replicated: bool) -> Non
 
 def _step_once(
     stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None,
-    users: Mapping[str, torch.nn.Parameter],
+    users: Mapping[str, torch.nn.Parameter], rates_by: str | None,
 ) -> bool:  # fmt: skip
     """Make a stage's optimizer and scheduler, step both with zero gradients, and check that their state can be saved.
 
@@ -154,6 +156,11 @@ def _step_once(
         True if the step draws random numbers.
     """
     optimizer = _optimizer(stage, named, make_optimizer)  # without gradients: AdafactorSchedule reads them
+    if rates_by and any(rate_of(group) is None for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{rates_by} multiplies learning rates, and {type(optimizer).__name__} has groups whose 'lr' is missing or "
+            "not a number. Leave it out, or name the optimizer's rate 'lr'."
+        )
     scheduler = None if make_scheduler is None else _scheduler(stage, optimizer, make_scheduler)
     for _, parameter in named:
         parameter.grad = torch.zeros_like(parameter)

@@ -108,6 +108,21 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
         )
 
 
+def refuse_correction(plan: Plan) -> None:
+    """Raise PlanError if the correction for stale gradients changes nothing on any stage that learns.
+
+    Later plans of a run may have fewer stages, where the correction may have no effect.
+    """
+    policy, num_stages = plan.weights, plan.partition.num_stages
+    first = plan.spec.first_trainable if plan.spec else 0
+    latest = max((policy.delay(stage, first) for stage in range(first, num_stages)), default=0.0)
+    if policy.correction != "none" and latest <= (1.0 if policy.correction == "discount" else 0.0):
+        raise PlanError(
+            f"stale_correction={policy.correction!r} has no effect: with {num_stages} stages and an update every "
+            f"{policy.interval} micro-batches gradients are {latest:g} updates late at most. Leave it out."
+        )
+
+
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
     """Raise ConfigError for arguments that threads of one process do not support."""
     if detached:

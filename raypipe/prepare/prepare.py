@@ -40,6 +40,7 @@ from raypipe.prepare.model_profile import (
     refuse_other_graph,
     shared_processors,
 )
+from raypipe.prepare.policies import refuse_correction
 from raypipe.profiling import Rates
 from raypipe.progress import shown_while
 from raypipe.run.plans.blueprint import codecs_of
@@ -116,6 +117,7 @@ def prepare(
     )
     with shown_while("planning"):
         planned = plan_for(basis)
+    refuse_correction(planned.plan)
     sizes = (opened.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
     if opened.captured.one_size is not None:
         refuse_other_sizes(opened.captured.one_size, {k: x.num_samples for k, x in opened.sources.items()}, *sizes[1:])
@@ -306,6 +308,13 @@ def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor
     return opened.example
 
 
+def _multiplying_rates(pipeline: PipelineConfig) -> str | None:
+    """Name the configured field that multiplies learning rates; None if none does."""
+    if pipeline.stale_correction == "discount":
+        return "stale_correction='discount'"
+    return "update_interval='per_replica'" if pipeline.update_interval == "per_replica" else None
+
+
 def _job(
     arguments: Arguments, opened: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, reduction: Any
 ) -> Job:
@@ -313,8 +322,15 @@ def _job(
     captured, plan = opened.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)
-    how = {"replicated": replicated, "sharded": replicated and pipeline.shard_optimizer}
-    drawn = try_optimizers(programs, captured.parameters, arguments.optimizer, arguments.lr_scheduler, **how)
+    drawn = try_optimizers(
+        programs,
+        captured.parameters,
+        arguments.optimizer,
+        arguments.lr_scheduler,
+        replicated=replicated,
+        sharded=replicated and pipeline.shard_optimizer,
+        rates_by=_multiplying_rates(pipeline),
+    )
     sizes, train = opened.sizes, opened.sources["train"]
     example = sizes.rows(train, tuple(opened.example), plan.microbatch_size, sizes.largest)
     return Job(

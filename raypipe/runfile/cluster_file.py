@@ -166,6 +166,10 @@ def _link(file: RunFile, path: KeyPath, value: Any) -> Link:
         refuse(file, (*path, "duplex"), f"{duplex!r} is not possible; give full or half.")
     if type(occupies) is not bool:
         refuse(file, (*path, "latency_occupies_wire"), f"{occupies!r} is not possible; give true or false.")
+    if occupies and not latency:
+        refuse(file, (*path, "latency_occupies_wire"), "has no effect without a latency; give one, or leave it out.")
+    if duplex == "half" and not occupies and bandwidth == math.inf:
+        refuse(file, (*path, "duplex"), "half has no effect without a bandwidth; give one, or leave it out.")
     return Link(bandwidth, latency, duplex, occupies)
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train import RunConfig
 
 from raypipe.api.callbacks import FromRayTrain
 from raypipe.callbacks import Callback, TensorBoard
@@ -118,7 +117,7 @@ def test_they_are_told_why_a_run_failed(tmp_path: Path) -> None:
 
 
 def test_the_run_id_of_rays_callbacks_is_the_name_of_the_run_wherever_its_folder_is() -> None:
-    adapted = FromRayTrain(OfRay(), RunConfig(name="lm"), None)
+    adapted = FromRayTrain(OfRay(), SimpleNamespace(name="lm"), None)
     adapted.on_start(RunStart("lm", "s3://bucket/lm?endpoint_override=http://host:9000", 0, 1, {}, ""))
     assert adapted._context.run_id == "lm"
 

@@ -125,6 +125,8 @@ def test_the_weights_are_those_of_the_newest_checkpoint(tmp_path: Path) -> None:
 def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
     made = trainer("gpt2", 2, tmp_path)
     tokens, mask = prompts("gpt2")
+    with pytest.raises(ConfigError, match="group_size=0"):
+        made.generate(tokens, attention_mask=mask, group_size=0, local=True)
     with pytest.raises(ConfigError, match="num_beams=4"):
         made.generate(tokens, num_beams=4, local=True)
     with pytest.raises(ConfigError, match="Pad on the left"):

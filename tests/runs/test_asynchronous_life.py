@@ -16,6 +16,7 @@ from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.run.plans.blueprint import predicted_step
 from raypipe.run.plans.planning import RECORDED_GAP
+from tests.emulators.nets import frozen_first
 from tests.exactness import unequal
 from tests.given_times import with_times
 from tests.models import CASES
@@ -168,6 +169,34 @@ def test_a_plan_describes_its_correction(fields: dict[str, Any], words: str, tmp
 def test_a_correction_without_effect_is_refused(fields: dict[str, Any], late: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=f"stale_correction='.*' has no effect.* are {late} updates late at most"):
         trainer(tmp_path, "run", schedule="pipedream", **fields).plan()
+
+
+def test_a_correction_where_late_stages_are_frozen_is_refused(tmp_path: Path) -> None:
+    net = frozen_first("mlp", 2)
+    with pytest.raises(PlanError, match=r"stale_correction='predict' has no effect.* are 0 updates late"):
+        trainer_of(
+            net.model(), tmp_path, "run", loss_fn=net.loss_fn, optimizer=adamw, train_data=net.data(80), num_stages=2,
+            partitioner=tuple(map(str, net.cuts[2])), schedule="pipedream", stale_correction="predict",
+        ).plan()  # fmt: skip
+
+
+def test_a_discount_needs_learning_rates(tmp_path: Path) -> None:
+    class Stepping(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"step_size": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["step_size"])
+
+    case = CASES["mlp"]
+    with pytest.raises(ConfigError, match="stale_correction='discount' multiplies learning rates"):
+        trainer_of(
+            case.model(), tmp_path, "run", loss_fn=case.loss_fn, optimizer=Stepping, train_data=case.data(80),
+            num_stages=3, schedule="pipedream", stale_correction="discount",
+        ).plan()  # fmt: skip
 
 
 def test_a_parameter_on_two_stages_needs_updates_that_are_far_apart(tmp_path: Path) -> None:

@@ -34,10 +34,8 @@ def heldout_loss(name: str, seed: int, steps: int, folder: Path) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_then_cosine(step, steps))
     places = torch.Generator().manual_seed(seed)
-    for block in model.blocks[1:]:
-        hook = block.register_forward_pre_hook(lambda _, given: (_Sent.apply(given[0], name),))
-        if name == "none":
-            hook.remove()
+    encoded = () if name == "none" else model.blocks[1:]
+    hooks = [block.register_forward_pre_hook(lambda _, given: (_Sent.apply(given[0], name),)) for block in encoded]
     for _ in range(steps):
         starts = torch.randint(0, len(text) - CONTEXT - 1, (ROWS,), generator=places)
         rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()])
@@ -46,8 +44,8 @@ def heldout_loss(name: str, seed: int, steps: int, folder: Path) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-    for block in model.blocks:
-        block._forward_pre_hooks.clear()
+    for hook in hooks:
+        hook.remove()
     rows = heldout[: HELD_OUT_ROWS * (CONTEXT + 1)].view(HELD_OUT_ROWS, -1)
     with torch.no_grad():
         return float(np.mean([float(loss_fn(model(part[:, :-1]), part[:, 1:])) for part in rows.split(64)]))

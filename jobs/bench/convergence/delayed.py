@@ -17,10 +17,9 @@ from torch import nn
 
 from raypipe.ir.weights import discount
 
-__all__ = ["CORRECTIONS", "train"]
+__all__ = ["train"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-CORRECTIONS = ("none", "predict", "discount")
 
 
 def train(
@@ -42,7 +41,7 @@ def train(
         delays: updates between the weights of a gradient and its own update, by stage.
         steppers: optimizers whose groups hold parameters of one stage each, and its number as ``stage``.
         rate: (update) -> factor on the learning rates at which the optimizers were made.
-        correction: one of CORRECTIONS.
+        correction: "predict", "discount", or another name for none here.
         fades_after: number of updates after which the discount ends.
     """
     held = [[p for module in stage for p in module.parameters()] for stage in stages]

@@ -83,12 +83,18 @@ def _spec_of(plan: Decision) -> ScheduleSpec:
 
 
 def metered(plan: Decision, num_steps: int) -> tuple[Metered, float]:
-    """Train a plan through the meter; return the measurement and the simulated seconds of its step."""
+    """Train a plan through the meter; return the measurement and the simulated seconds of its step.
+
+    The meter serves messages in the order in which the simulator does, so their ratio checks computing times, delays
+    and the runtime, not that order.
+    """
     spec, stages = _spec_of(plan), plan.partition.num_stages
     names = [codec.name for codec in plan.request.codecs]
     numbers = plan.microbatch_size * 1024 * WIDTH // BYTES
     wire = Wire(WAN.bandwidth_bytes_s * SECONDS / BYTES, WAN.latency_s / SECONDS)
     settings: dict[str, Any] = {"schedule": spec.kind, "codec_forward": names[0], "codec_backward": names[1]}
+    if spec.kind == "kfkb":
+        settings["group_size"] = spec.group_size
     if spec.slack:
         settings["slack"] = spec.slack
     ran = run_metered(stages, numbers, spec.num_microbatches, num_steps, wire, **settings)

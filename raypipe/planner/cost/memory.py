@@ -106,6 +106,7 @@ class MemoryModel:
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2; one
             number, or one per stage if the state is sharded over replicas.
         leaf_factor: bytes of the parameter copies that forwards use (leaves), per byte of parameters; 0 without copies.
+        predicts: True if forwards use predicted weights, which are apart from the trainable parameters.
         state_copies: number of in-memory copies of weights, optimizer state and buffers: of the stage itself, and of
             another one, assumed to be as large.
         reserve_bytes: bytes kept free for temporaries and the runtime, per stage.
@@ -123,6 +124,7 @@ class MemoryModel:
     gradient_factor: float | tuple[float, ...] = 1.0
     optimizer_factor: float | tuple[float, ...] = 2.0
     leaf_factor: float = 0.0
+    predicts: bool = False
     state_copies: int = 0
     reserve_bytes: int = 0
     resident: Resident | None = None
@@ -141,6 +143,11 @@ class MemoryModel:
         factors = (*by_stage[0], *by_stage[1], self.leaf_factor, self.state_copies, self.reserve_bytes)
         if min(counts) < 1 or not min(factors) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
+
+    @property
+    def version_factor(self) -> float:
+        """Return the bytes of a weight version per byte of trainable parameters; 0 if the newest is the parameters."""
+        return self.leaf_factor or float(self.predicts)
 
     def in_flight(self, depth: int) -> int:
         """Return the most micro-batches in flight (after F, before B or W) on a stage of this depth."""
@@ -234,10 +241,10 @@ class MemoryModel:
         once = once + self.state_copies * (columns.param_bytes + columns.buffer_bytes)
         # Only trainable parameters have versions.
         versioned = columns.trainable_bytes
-        if self.leaf_factor:
+        if self.version_factor:
             frozen_bytes = columns.param_bytes - columns.trainable_bytes
             once = once + columns.trainable_bytes + np.ceil(frozen_bytes * self.leaf_factor).astype(np.int64)
-            versioned = np.ceil(columns.trainable_bytes * self.leaf_factor).astype(np.int64)
+            versioned = np.ceil(columns.trainable_bytes * self.version_factor).astype(np.int64)
         return np.stack([versioned, once, columns.activation_bytes * self.microbatch_size, columns.trainable_bytes])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
@@ -366,8 +373,11 @@ def stage_memory(
         in_flight=in_flight,
         activation_sets=sets,
         versions=versions,
-        weight_bytes=(0 if model.leaf_factor else versions - 1) * resident.trainable_bytes + resident.param_bytes,
-        leaf_bytes=math.ceil(((versions - 1) * resident.trainable_bytes + resident.param_bytes) * model.leaf_factor),
+        weight_bytes=(0 if model.version_factor else versions - 1) * resident.trainable_bytes + resident.param_bytes,
+        leaf_bytes=math.ceil(
+            versions * resident.trainable_bytes * model.version_factor
+            + (resident.param_bytes - resident.trainable_bytes) * model.leaf_factor
+        ),
         gradient_bytes=math.ceil(resident.trainable_bytes * model.gradients(depth)),
         optimizer_bytes=optimizer_bytes,
         buffer_bytes=resident.buffer_bytes,

@@ -171,11 +171,11 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     none = np.zeros((len(params), 1), dtype=np.int64)
     received, sent = np.hstack([none, costs.crossing_bytes]), np.hstack([costs.crossing_bytes, none])
     messages = received * (in_flight + slots) + sent * slots
-    leaves = np.ceil((params + versions * trainable) * model.leaf_factor).astype(np.int64)
+    leaves = (versions + 1) * trainable * model.version_factor + (params - trainable) * model.leaf_factor
     total: Ints = (
         params
-        + (0 if model.leaf_factor else versions * trainable)
-        + leaves
+        + (0 if model.version_factor else versions * trainable)
+        + np.ceil(leaves).astype(np.int64)
         + state.astype(np.int64)
         + buffers
         + model.reserve_bytes

@@ -138,7 +138,8 @@ def codec_reason(best: Decision, found: Sequence[Decision]) -> str:
     steps = {"/".join(codec.name for codec in each.request.codecs): human_s(each.prediction.step_s) for each in found}
     own = next(iter(steps))
     names = "/".join(codec.name for codec in best.request.codecs)
-    what = f"{own}, for others make no step enough shorter" if names == own else f"{names}, which make the step shorter"
+    none = f"{own}: no permitted codec makes the step shorter by min_gain"
+    what = none if names == own else f"{names}, which make the step shorter"
     listed = ", ".join(f"{step} with {pair}" for pair, step in steps.items())
     return f"{what}; predicted steps by codec of activations/gradients: {listed}"
 

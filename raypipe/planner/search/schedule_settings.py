@@ -80,7 +80,7 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
         )
     # Clipping by the whole model's norm is a barrier over all stages at every update.
     alone = interval < num_stages or not request.clips or bool(intervals)
-    policy = WeightPolicy(
+    return WeightPolicy(
         rule,
         interval,
         tuple(min(versions, n) for n in needed),
@@ -92,18 +92,6 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
         delays=tuple(1.0 if rule is VersionRule.DELAYED else w / u for w, u in zip(warmups, by_stage, strict=True)),
         discount_updates=request.discount_updates,
     )
-    _check_correction(policy, num_stages)
-    return policy
-
-
-def _check_correction(policy: WeightPolicy, num_stages: int) -> None:
-    """Raise PlanError if the correction for stale gradients would change nothing on any stage."""
-    latest = max(policy.delay(stage) for stage in range(num_stages))
-    if policy.correction != "none" and latest <= (1.0 if policy.correction == "discount" else 0.0):
-        raise PlanError(
-            f"stale_correction={policy.correction!r} has no effect: with {num_stages} stages and an update every "
-            f"{policy.interval} micro-batches gradients are {latest:g} updates late at most. Leave it out."
-        )
 
 
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
@@ -321,8 +309,8 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
         optimizer_factor=tuple(whole / n for n in request.replicas_of(num_stages)) if request.shards else whole,
-        # Predicted weights are apart from the parameters, as 16-bit copies are.
-        leaf_factor=request.leaf_factor or float(predicts),
+        leaf_factor=request.leaf_factor,
+        predicts=predicts,
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),

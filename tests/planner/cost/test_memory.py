@@ -57,6 +57,11 @@ def test_leaves_in_16_bits_have_the_versions_and_the_weights_are_there_once() ->
     assert resident == found.total_bytes - found.message_bytes
     plain = stage_memory(dataclasses.replace(model, leaf_factor=0.0), held(node), 0, 2)
     assert (plain.weight_bytes, plain.leaf_bytes) == (180, 0)
+    predicted = dataclasses.replace(model, leaf_factor=0.0, predicts=True)
+    found = stage_memory(predicted, held(node), 0, 2)
+    assert (found.weight_bytes, found.leaf_bytes) == (100, 160), "frozen weights are not predicted"
+    (resident,) = node_bytes(predicted, ModelGraph((node,)), 2)
+    assert resident == found.total_bytes - found.message_bytes
 
 
 def test_copies_of_the_state_are_a_line_of_their_own() -> None:
