@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.run.generate_loop import HaltedError
 from raypipe.run.requests import Requests
 from raypipe.run.texts import Texts
+from raypipe.run.threads import ThreadConnection
+from tests.run.plans.test_planning import trainer
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 TOKENS = torch.tensor([[7]])
 
@@ -125,3 +128,18 @@ def test_only_errors_that_may_not_recur_ask_for_another_request(error: Exception
     except LinkError:
         assert isinstance(error, LinkError)
     assert clients.over() == {0: message}
+
+
+def test_a_run_that_ends_before_its_loop_answers(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "run", "noisy")
+    job, asked = made._prepared(), threading.Event()
+
+    def no_fleet(*_given: Any) -> Any:
+        asked.wait(60)
+        raise StageError("no room")
+
+    run = ThreadConnection(made._blueprint(job, 2, local=True), job.planned, no_fleet)
+    clients = Asked(run._requests, (lambda _halted: TOKENS,))
+    asked.set()
+    wait_until(lambda: 0 in clients.found)
+    assert "The run is over" in clients.found[0]

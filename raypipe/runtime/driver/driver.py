@@ -120,8 +120,10 @@ class _DriverActor:
             dead = term_left(self._name)
             with Lease.take(spec.place, spec.name, self._journal.begins, dead, FOLDER_SHARE * grace_s) as lease:
                 outcome = self._train(submission, lease)
+            self._requests.end()  # here too: the loop, which ends them, may not have begun
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (clients get it with the news)
+            self._requests.end()
             self._journal.end(None, error)
         self._independent.set()
         if self._detached:
