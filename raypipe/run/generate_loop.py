@@ -26,6 +26,10 @@ Decoding = Callable[[Sequence[DecodeProgram], Sequence[int]], AbstractContextMan
 """(program of each stage, worker of each stage) -> running stages that decode."""
 
 
+class HaltedError(Exception):
+    """Error of a generation that was ended before its sequences."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Sequences to continue.
@@ -73,17 +77,24 @@ class Generation:
     ending: Ending
     group_size: int | None = None
 
-    def on(self, decoding: Decoding, programs: Sequence[StageProgram], placement: Sequence[int]) -> torch.Tensor:
+    def on(
+        self,
+        decoding: Decoding,
+        programs: Sequence[StageProgram],
+        placement: Sequence[int],
+        halted: Callable[[], bool] = lambda: False,
+    ) -> torch.Tensor:
         """Continue every sequence on running stages, with their present weights; see ``continued``.
 
         Args:
             decoding: method of the stages' fleet, see ``AnyFleet``.
             programs: programs of training of all stages.
             placement: worker of each stage.
+            halted: returns True to end the generation with a HaltedError.
         """
         size = self.group_size or group_size_of(len(self.prompt.tokens), len(programs))
         with decoding(self.recipe.programs(programs), placement) as pipeline:
-            return continued(pipeline, self.prompt, self.sampling, self.ending, size)
+            return continued(pipeline, self.prompt, self.sampling, self.ending, size, halted)
 
 
 def group_size_of(num_sequences: int, num_stages: int) -> int:
@@ -92,16 +103,25 @@ def group_size_of(num_sequences: int, num_stages: int) -> int:
 
 
 def continued(
-    pipeline: DecodePipeline, prompt: Prompt, sampling: Sampling, ending: Ending, group_size: int
+    pipeline: DecodePipeline,
+    prompt: Prompt,
+    sampling: Sampling,
+    ending: Ending,
+    group_size: int,
+    halted: Callable[[], bool] = lambda: False,
 ) -> torch.Tensor:
     """Generate a continuation of every sequence.
 
     Args:
         group_size: number of sequences that a stage decodes at once.
+        halted: see ``Generation.on``.
 
     Returns:
         Token ids, shape (b, n + new): the prompt, or the start token of a decoder, and the new tokens. ``new`` is the
         number of tokens of the longest continuation.
+
+    Raises:
+        HaltedError: ``halted`` returned True.
     """
     count = len(prompt.tokens)
     groups = [_Group(prompt, range(at, min(at + group_size, count))) for at in range(0, count, group_size)]
@@ -109,6 +129,8 @@ def continued(
         pipeline.submit(DecodeCall(number, group.first(), prefill=True))
     going, done = len(groups), list[int]()
     while going:
+        if halted():
+            raise HaltedError
         number, logits = pipeline.take()
         group = groups[number]
         group.add(sampling.choose(logits, group.sequences, len(group.tokens)), ending)

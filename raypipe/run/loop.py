@@ -453,13 +453,15 @@ class _Loop:
         return self._requests.wants_change and self._evaluations.lacking(self._progress.at, self._progress.saved)
 
     def _evaluate(self) -> None:
-        """Compute and publish loss and metrics over the evaluation samples, unless the evaluation is halted."""
+        """Compute and publish loss and metrics over the evaluation samples, unless it or its texts are halted."""
         reporter, step = self._reporter, self._progress.at.step
         made = self._evaluations.make(self._fleet, self._plan, lambda: bool(self._requests.stop_reason))
         if made is None:
             return
         # Before the record, without which an evaluation is repeated if stages are lost.
         texts = self._texts.of_callbacks(self._plan, step)
+        if texts is None:
+            return
         self._evaluation, remark = made
         self._progress.end_s = None  # the next step is not measured from the end of the previous one
         reporter.log("evaluate", f"{step} steps", step=step, **dict(self._evaluation))

@@ -185,12 +185,20 @@ class Requests:
                 self._texts.append(request)
         if not request.done.wait(timeout_s):
             with self._lock:
-                if request in self._texts:
+                withdrawn = request in self._texts
+                if withdrawn:
                     self._texts.remove(request)
-            raise StageError(
-                f"No text was generated within {timeout_s:g} s: the run has not come to the end of a step, or the "
-                "generation takes longer. Look at its status, or give generate a longer timeout_s."
-            )
+            if withdrawn:
+                raise StageError(
+                    f"No text was generated within {timeout_s:g} s, because the run did not come to the end of a step, "
+                    "or made other generations first; the request was withdrawn. Look at its status for the reason, or "
+                    "give generate a longer timeout_s."
+                )
+            if not request.done.is_set():
+                raise StageError(
+                    f"No text was generated within {timeout_s:g} s: the generation has begun, and takes longer. Give "
+                    "generate fewer sequences or a longer timeout_s."
+                )
         if request.error is not None:
             raise request.error
         assert request.tokens is not None, "it was answered"
@@ -199,7 +207,12 @@ class Requests:
     @property
     def wants_text(self) -> bool:
         """True if a generation is requested."""
-        return bool(self._texts)
+        return self.num_texts > 0
+
+    @property
+    def num_texts(self) -> int:
+        """Number of generations that are requested and have not begun."""
+        return len(self._texts)
 
     def take_text(self) -> TextRequest | None:
         """Return the oldest requested generation and remove the request; None without one. The caller must answer."""

@@ -107,6 +107,7 @@ class ThreadConnection:
             outcome, failure = None, error
         with _CHANGING:  # before the end is published, since the run may then be started again
             _RUNNING.pop(id(self), None)
+        self._requests.end()  # here too: the loop, which ends them, may not have begun
         self._journal.end(outcome, failure)
 
 

@@ -11,7 +11,7 @@ import torch
 from raypipe.engine.decoding import DecodeCall, ThreadDecoding
 from raypipe.engine.sampling import Sampling
 from raypipe.errors import StageError
-from raypipe.run.generate_loop import Ending, Prompt, continued, group_size_of
+from raypipe.run.generate_loop import Ending, HaltedError, Prompt, continued, group_size_of
 
 pytestmark = pytest.mark.engine
 
@@ -129,3 +129,11 @@ def test_a_failure_names_its_stage() -> None:
         pytest.raises(StageError, match="Stage 1 failed while it decoded: IndexError: index out of range"),
     ):
         continued(threads, prompt(4), Sampling(), EVERY, 1)
+
+
+def test_a_halted_generation_ends_before_its_next_token() -> None:
+    answers, pipeline = deque([False, False, True]), OnAClock(1)
+    prompt = Prompt(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(HaltedError):
+        continued(pipeline, prompt, Sampling(), EVERY, 1, answers.popleft)
+    assert pipeline.now == 2

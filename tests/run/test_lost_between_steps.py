@@ -27,6 +27,7 @@ from raypipe.engine.local import LocalFleet
 from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
 from raypipe.planner.segments import Position
+from raypipe.run.journal import Journal
 from raypipe.run.requests import Requests
 from raypipe.run.same_run import fresh_options
 from raypipe.run.spec import Outcome
@@ -114,7 +115,7 @@ class Losing(Transitions):
 class NoText:
     """Generation by a model that generates nothing."""
 
-    def on(self, decoding: Callable[..., Any], *stages: Any) -> torch.Tensor:
+    def on(self, decoding: Callable[..., Any], *stages: Any, halted: Callable[[], bool]) -> torch.Tensor:
         decoding(*stages)
         return torch.zeros(1, 1)
 
@@ -193,9 +194,33 @@ def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
     assert [number for what, number in told if what == "checkpoint"] == [3, 6, 9, STEPS]
     assert sorted({number for what, number in told if what == "eval"}) == [3, 6, 9, STEPS]
     if why == "evaluated":
-        assert sorted({number for what, number, *_ in listens.told if what == "text"}) == [3, 6, 9, STEPS]
+        left_out = {6} if lost == "text 6" else set[int]()
+        assert {number for what, number, *_ in listens.told if what == "text"} == {3, 6, 9, STEPS} - left_out
     if not back:
         assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
+
+
+class LosesEachText(Losing):
+    """Fleet that loses a worker whenever it generates after 6 steps."""
+
+    def decoding(self, *_given: Any) -> None:
+        self._lost = "text 6"
+        super().decoding()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_prompt_that_ends_a_stage_each_time_does_not_end_the_run(back: bool, tmp_path: Path) -> None:
+    made, listens, journal = trainer(tmp_path, "run", {"eval_interval_steps": SAVES}), Reads(), Journal("run", "")
+    made._generation = lambda prompts: NoText()  # type: ignore[assignment,method-assign,return-value]
+    made._callbacks = (listens,)
+
+    def fleet(*arguments: Any) -> Losing:
+        return LosesEachText(arguments, Place.of(tmp_path / "run"), "", back=back)
+
+    assert looped(made, STEPS, fleet, recovery=lambda fleet: fleet, journal=journal).step == STEPS
+    assert {number for what, number, *_ in listens.told if what == "text"} == {3, 9, STEPS}
+    assert {number for what, number, *_ in listens.told if what == "eval"} == {3, 6, 9, STEPS}
+    assert "No text was generated after 6 steps: a worker or a link was lost" in str(journal.alerts)
 
 
 def test_a_checkpoint_may_come_to_count_while_all_go_back_to_one_before_it(tmp_path: Path) -> None:

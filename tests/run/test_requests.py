@@ -218,3 +218,19 @@ def test_a_generation_that_has_not_begun_in_time_is_withdrawn() -> None:
     with pytest.raises(StageError, match=r"within 0.01 s.*longer timeout_s"):
         requests.generate(GENERATION, 0.01)
     assert requests.take_text() is None
+
+
+def test_a_generation_that_has_begun_is_not_withdrawn() -> None:
+    requests, found = Requests(), list[str]()
+
+    def ask() -> None:
+        try:
+            requests.generate(GENERATION, 1.0)
+        except StageError as error:
+            found.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: requests.take_text() is not None)
+    asking.join(30)
+    assert "the generation has begun, and takes longer" in found[0]

@@ -120,8 +120,10 @@ class _DriverActor:
             dead = term_left(self._name)
             with Lease.take(spec.place, spec.name, self._journal.begins, dead, FOLDER_SHARE * grace_s) as lease:
                 outcome = self._train(submission, lease)
+            self._requests.end()  # here too: the loop, which ends them, may not have begun
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (clients get it with the news)
+            self._requests.end()
             self._journal.end(None, error)
         self._independent.set()
         if self._detached:
@@ -392,7 +394,7 @@ class _DriverActor:
         """
         self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="text")
     def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
         """Generate text on the stages between two steps, and return its tokens; see Requests.generate."""
         return self._requests.generate(generation, timeout_s)
@@ -420,7 +422,10 @@ def _leave(me: Any) -> None:
     ray.kill(me, no_restart=True)
 
 
-DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 8})(_DriverActor)
+GROUPS = {"control": 8, "text": 4}
+"""Number of threads by concurrency group. Generations wait for minutes, and must not keep a stop waiting."""
+
+DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups=GROUPS)(_DriverActor)
 
 
 NO_KERNELS = (

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 import torch
 
 from raypipe.engine.decoding import DecodeCall, DecodeProgram, StageDecoder, Tensors, failure_of
+from raypipe.engine.executor import Executor
 from raypipe.errors import StageError
 from raypipe.runtime.fleet.roster import results
 from raypipe.runtime.worker.orders import sendable
@@ -39,7 +41,11 @@ class ActorDecoding:
     def __enter__(self) -> ActorDecoding:
         stages = enumerate(zip(self._actors, self._programs, strict=True))
         begun = [actor.__ray_call__.remote(_begin, self._term, stage, program) for stage, (actor, program) in stages]
-        results(begun, DECODE_TIMEOUT_S, "beginning to decode")
+        try:
+            results(begun, DECODE_TIMEOUT_S, "beginning to decode")
+        except BaseException:
+            self.__exit__()  # the actors that live would keep weights and caches
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -69,20 +75,22 @@ class ActorDecoding:
         return group, logits
 
 
-_decoders: dict[int, StageDecoder] = {}
-"""Decoding stages of this process, which is that of one worker."""
+_decoders = WeakKeyDictionary[Executor, dict[int, StageDecoder]]()
+"""Decoding stages of this process, which is that of one worker. They hold state of this executor, and go with it."""
 
 
 def _begin(worker: Any, term: int, stage: int, program: DecodeProgram) -> None:
     """Make a stage of a StageActor ready to decode with its present weights; Ray runs this in the actor."""
     worker._fence.check(term)
     executor = worker._executor
-    _decoders[stage] = StageDecoder(program, executor.works[stage].state, executor.transfer)
+    if executor not in _decoders:
+        _decoders.clear()
+    _decoders.setdefault(executor, {})[stage] = StageDecoder(program, executor.works[stage].state, executor.transfer)
 
 
-def _run(_worker: Any, stage: int, call: DecodeCall, inputs: Tensors = ()) -> Tensors:
+def _run(worker: Any, stage: int, call: DecodeCall, inputs: Tensors = ()) -> Tensors:
     try:
-        return _decoders[stage].run(call, inputs)
+        return _decoders[worker._executor][stage].run(call, inputs)
     except Exception as error:  # noqa: BLE001  (raised in the caller's process)
         failure = failure_of(stage, error)
         raise (sendable(failure) if isinstance(failure, StageError) else failure) from None
