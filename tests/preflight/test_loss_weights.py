@@ -89,7 +89,11 @@ def two_masks(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> tor
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * z
 
 
-OWN = {"two heads": two_heads, "two masks": two_masks, "shifted": shifted}
+def picked(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).square()[labels != -100].mean(0)
+
+
+OWN = {"two heads": two_heads, "two masks": two_masks, "shifted": shifted, "picked": picked}
 
 
 def plain(model: nn.Module, data: Any, loss_fn: Loss | None, count: int, *, shuffle: bool = True) -> tuple[float, Any]:
@@ -151,6 +155,11 @@ def check(model: nn.Module, data: Any, loss_fn: Loss | None, evaluation: Any, fo
 def test_models_with_their_own_loss(kind: str, tmp_path: Any) -> None:
     torch.manual_seed(3)
     check(OwnLoss(kind), labelled(ROWS, -100), None, labelled(EVAL_ROWS, -100, seed=1), tmp_path, (1, 8, 16))
+
+
+def test_a_mean_over_the_only_dimension_averages_over_what_a_mask_picks() -> None:
+    plan = trainer_of(OwnLoss("picked"), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert "it averages over the items that a mask picks" in plan.explain()
 
 
 def tokens(loss: Loss) -> Loss:
