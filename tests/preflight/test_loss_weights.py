@@ -412,6 +412,57 @@ def test_a_loss_over_what_is_drawn_is_weighed_by_samples() -> None:
     assert made._prepared().settings.loss_reduction == "mean"
 
 
+class Chooses(OwnLoss):
+    """Its loss is what ``choose`` makes of the errors of all tokens."""
+
+    def __init__(self, choose: Loss, *, training_only: bool = False) -> None:
+        super().__init__("shifted")
+        self.choose, self.training_only = choose, training_only
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        error = (self.head(torch.tanh(self.hidden(self.embed(input_ids)))) ** 2).mean(-1) + 0 * labels
+        return self.choose(error) if self.training or not self.training_only else error.mean()
+
+
+def mean_of(error: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    return (error * picked).sum() / picked.sum()
+
+
+def mixed(error: torch.Tensor) -> torch.Tensor:
+    """As mixup."""
+    return (0.7 * error + 0.3 * error[torch.rand(len(error)).argsort()]).square().mean()
+
+
+DRAWS = "were not compared on rows: the model draws random numbers, which may select or mix samples"
+
+
+@pytest.mark.parametrize("training_only", [False, True])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda error: mean_of(error, (torch.rand_like(error) < 0.6).float()),
+        lambda error: mean_of(error, torch.empty_like(error).bernoulli_(0.15)),
+        lambda error: mean_of(error, (torch.rand_like(error) < 0.3).float()),  # constants pick nothing
+        mixed,
+    ],
+)
+def test_a_loss_over_drawn_samples_is_not_taken_for_a_compared_one(choose: Any, training_only: bool) -> None:
+    model = Chooses(choose, training_only=training_only)
+    plan = trainer_of(model, loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert DRAWS in plan.explain()
+
+
+def attending(error: torch.Tensor) -> torch.Tensor:
+    x = error[:, None, :, None]
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1).mean()
+
+
+@pytest.mark.parametrize("drop", [lambda error: functional.dropout(error, 0.1).mean(), attending])
+def test_dropout_selects_no_samples(drop: Any) -> None:
+    plan = trainer_of(Chooses(drop), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert "not compared" not in plan.explain()
+
+
 def test_the_plan_says_that_micro_batches_have_losses_of_their_own() -> None:
     model = Regularised(two_means, 0.1, training_only=False, drop=0.0)
     data = labelled(ROWS, -100)

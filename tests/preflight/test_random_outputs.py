@@ -139,6 +139,13 @@ def test_terms_that_average_over_samples_need_no_trial(term: Any, monkeypatch: p
     own_loss(term).plan()
 
 
+def test_the_plan_says_why_weights_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not compared" not in own_loss(lambda _: 0.0).plan().explain()
+    monkeypatch.setattr(loss_on_rows, "LARGE", 1)
+    words = "its weights are read off its graph and were not compared on rows: this process holds no weights of"
+    assert words in own_loss(lambda _: 0.0).plan().explain()
+
+
 @pytest.mark.parametrize(
     "term",
     [
