@@ -203,8 +203,11 @@ class _Origins(TorchFunctionMode):
         kwargs = kwargs or {}
         origin = frozenset().union(*(self.of.get(x, ()) for x in _tensors_in((args, kwargs))))
         made = function(*args, **kwargs)
-        for x in _tensors_in(made):
-            self.of[x] = origin
+        # A function that returns nothing, such as __setitem__, or its first argument wrote into that one.
+        written = args[:1] if made is None or (args and made is args[0]) else ()
+        bases = [x._base for x in _tensors_in(written) if x._base is not None]
+        for x in (*_tensors_in((made, written)), *bases):
+            self.of[x] = origin | self.of.get(x, frozenset())
         return made
 
 

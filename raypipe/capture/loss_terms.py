@@ -267,13 +267,18 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
             return _Count(divisor)
         return _SAMPLES
     arguments = bind_arguments(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else {}
-    averages = node.target is aten.mean.default or arguments.get("reduction") == _MEAN
-    masks = _masks(node, reach) if averages else set()
+    masks = _masks(node, reach) if _is_average(node, arguments) else set()
     if len(masks) == 1:
         return _Count(masks.pop(), ignore_index=False)
     if "reduction" in arguments:
         return _ADDED_UP if arguments["reduction"] == _SUM else _SAMPLES
     return _ADDED_UP if name in ("aten::sum", "aten::dot") else _SAMPLES
+
+
+def _is_average(node: fx.Node, arguments: Mapping[str, Any]) -> bool:
+    """Return True for a mean over all items; ``arguments``: of the operation, by name."""
+    over_dimensions = node.target is aten.mean.dim and _is_number(node)
+    return over_dimensions or node.target is aten.mean.default or arguments.get("reduction") == _MEAN
 
 
 def _unclear(terms: Sequence[fx.Node], reach: _Reach) -> Iterator[fx.Node]:
@@ -283,10 +288,10 @@ def _unclear(terms: Sequence[fx.Node], reach: _Reach) -> Iterator[fx.Node]:
         if isinstance(kind, _Count) or (kind == _ADDED_UP and set(kinds) == {_ADDED_UP}):
             continue
         arguments = bind_arguments(term.target, term.args, term.kwargs) if hasattr(term.target, "_schema") else {}
-        averages = term.target is aten.mean.default or arguments.get("reduction") == _MEAN
         among_samples = _name(term) in _LABELS and arguments["target"] not in reach.of_data  # as contrastive losses
-        of_samples = any(isinstance(size, torch.SymInt) for size in term.all_input_nodes[0].meta["val"].shape)
-        if not averages or among_samples or not of_samples:
+        averaged = term.all_input_nodes[0].meta.get("val") if term.all_input_nodes else None  # maybe a tuple
+        of_samples = isinstance(averaged, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in averaged.shape)
+        if not _is_average(term, arguments) or among_samples or not of_samples:
             yield term
 
 

@@ -195,6 +195,10 @@ class LossTrial:
         rule: joins the outputs of both halves of the rows, which the loss_fn gets; the rows are then not divided into
             micro-batches. None: the loss_fn gets the output of all rows.
         size: number of samples that every micro-batch has; None for any number.
+
+    Attributes:
+        drew: True if the model drew random numbers other than those of dropout in any run: the constants in their place
+            cannot show whether they select or mix samples.
     """
 
     def __init__(
@@ -206,7 +210,7 @@ class LossTrial:
         size: int | None = None,
     ) -> None:
         self._model, self._loss_fn, self._seed, self._rule, self._size = model, loss_fn, seed, rule, size
-        self._draws = self._fixed = False
+        self._draws = self._fixed = self.drew = False
 
     def outputs(self, rows: Columns) -> Any:
         """Return the model's output in evaluation mode; None if the model fails."""
@@ -344,6 +348,7 @@ class LossTrial:
             else:
                 output = self._model(**values)
         self._draws, self._fixed = self._draws or mode.remaining, self._fixed or mode.replaced
+        self.drew = self.drew or mode.remaining or mode.others > 0
         return output
 
     @contextmanager

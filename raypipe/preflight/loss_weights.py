@@ -66,10 +66,10 @@ _ONE_SIZE = (
     "samples), 'sum', or a function that counts the items of a target; or set {one}."
 )
 _LOSSES_ONLY = "its gradients are not compared, only its losses: {why}"
-_UNCOMPARED = (
-    "that is read off its graph and not compared on rows: the model cannot compute them here, or this process holds no "
-    "weights of so large a one"
-)
+_UNCOMPARED = "its weights are read off its graph and were not compared on rows: {why}"
+_DRAWS = "the model draws random numbers, which may select or mix samples"
+_FAILS = "the model cannot compute its loss of a few rows here"
+_NO_WEIGHTS = "this process holds no weights of the model"
 _OWN = (
     "each micro-batch has a loss of its own (loss_reduction='per_microbatch'), weighed by {weighed}: terms over a "
     "batch, as the load balancing of experts, are per micro-batch"
@@ -164,9 +164,10 @@ def find_reduction(
             return over_all(refusal)
     if field == "valid_tokens" and loss_fn is None and terms is not None:
         return LossReduction(terms.counts or field)  # the model may shift its labels: count those that reach its loss
-    trials, weighted = [], several or (field == "auto" and captured.model.eval is not None)
+    trials: list[Tried] = []
+    why, weighted = "", several or (field == "auto" and captured.model.eval is not None)
     if weighted and field in ("auto", "mean", "per_microbatch"):
-        trials = _trials(model, loss_fn, captured, few, pipeline.seed) if tried is None else tried
+        trials, why = _trials(model, loss_fn, captured, few, pipeline.seed) if tried is None else tried
     if field in ("mean", "per_microbatch"):
         if trials and several:
             _refuse_sum(field, trials[0])
@@ -193,8 +194,8 @@ def find_reduction(
             return over_all(refusal)
         return LossReduction(candidates[0], _ONE_ONLY)
     note = next((_LOSSES_ONLY.format(why=tried.without_gradients) for tried in trials if tried.without_gradients), "")
-    if loss_fn is None and not trials and weighted:
-        note = _UNCOMPARED
+    if loss_fn is None and why:
+        note = _UNCOMPARED.format(why=why)
     return chosen._replace(note="; ".join(filter(None, (chosen.note, note))))
 
 
@@ -218,22 +219,29 @@ def _refusal_of_bend(operation: str, pipeline: PipelineConfig) -> ConfigError:
     )
 
 
-def _trials(model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, seed: int) -> list[Tried]:
-    """Compute losses of the rows and of micro-batches; empty if that is impossible in this process.
+def _trials(
+    model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, seed: int
+) -> tuple[list[Tried], str]:
+    """Compute losses of the rows and of micro-batches.
 
     If the model has no weights, a loss_fn is tried on random outputs, and a small model with its own loss is tried with
     random weights.
+
+    Returns:
+        (losses, empty if this process cannot compute them; reason why they do not show the weights of a model's own
+        loss, or "").
     """
-    if not any(p.is_meta for p in model.parameters()):
-        tried = LossTrial(model, loss_fn, seed, size=captured.one_size).losses(rows)
-    elif captured.one_size is not None:
-        return []
-    elif loss_fn is not None:
+    weightless = any(p.is_meta for p in model.parameters())
+    if weightless and captured.one_size is not None:
+        return [], _NO_WEIGHTS
+    if weightless and loss_fn is not None:
         tried = try_on_random_outputs(captured, rows, seed)
-    else:
-        untried = is_large(model) or has_described(model)
-        tried = None if untried else LossTrial(with_random_weights(model), None, seed).losses(rows)
-    return [tried] if tried else []
+        return [tried] if tried else [], ""
+    if weightless and (is_large(model) or has_described(model)):
+        return [], _NO_WEIGHTS
+    trial = LossTrial(with_random_weights(model) if weightless else model, loss_fn, seed, size=captured.one_size)
+    tried = trial.losses(rows)
+    return [tried] if tried else [], _DRAWS if trial.drew else "" if tried else _FAILS
 
 
 def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:

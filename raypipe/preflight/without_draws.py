@@ -1,11 +1,13 @@
 """Models without chance, to compare their losses of some rows with those of parts of these rows.
 
     dropout                             passes its input on
-    rand, randn, normal_, bernoulli_    constants: their mean if that is not zero, else 0.5
+    rand, randn, normal_, ...           constant 0.5
+    bernoulli_(p), so also F.dropout    constant p, if p is a number
     randperm, multinomial, ...          cannot be replaced: whole numbers select or mix samples
 
 Random numbers differ between all rows and parts of them, and constants do not. In evaluation mode, a model may lack
-terms of its loss, such as the load balancing of experts, which is why chance is taken out of training mode.
+terms of its loss, such as the load balancing of experts, which is why chance is taken out of training mode. Constants
+do not show whether draws select or mix samples, as ``rand(x.shape) < 0.6`` and ``rand(n).argsort()`` do.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from raypipe.capture import Capture, TracedModel
 from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey, bind_arguments, dropout, keyed_call
@@ -35,26 +39,32 @@ class FixedDraws(KeyedRandomness):
     Attributes:
         replaced: True if a draw was replaced.
         remaining: True if a draw could not be replaced.
+        others: number of replaced draws that are not masks of dropout, which are divided by their mean at once.
     """
 
     def __init__(self, key: RandomKey) -> None:
         super().__init__(key)
         self.replaced = self.remaining = False
+        self.others = 0
+        self._drawn: torch.Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.index
+        if self._drawn is not None and func._schema.name == "aten::div_" and args[0] is self._drawn:
+            self.others -= 1
+        before, self._drawn = self.index, None
         drawn = super().__torch_dispatch__(func, types, args, kwargs)
         if self.index == before:
             return drawn
         if func._schema.name.rstrip("_") not in _REPLACED or not drawn.is_floating_point():
             self.remaining = True
             return drawn
-        self.replaced = True
+        self.replaced, self._drawn = True, drawn if "bernoulli" in func._schema.name else None
+        self.others += 1
         return drawn.fill_(_constant(func, args, kwargs or {}))
 
 
 def _constant(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Return the constant in place of a draw: a probability, so that dropout divides it by itself, or 0.5."""
+    """Return the constant in place of a draw: its argument p if that is a float, as dropout divides by it; else 0.5."""
     probability = bind_arguments(op, args, kwargs).get("p")
     return probability if isinstance(probability, float) else 0.5
 

@@ -25,6 +25,8 @@ import torch
 
 from raypipe.capture import Capture, TracedModel
 from raypipe.engine.io.storage import Place, PlaceError
+from raypipe.engine.stage.autograd_functions import AutogradFunction
+from raypipe.engine.stage.generated_source import Region, Registered
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
@@ -89,7 +91,8 @@ def cached_estimate(
     """Read the saved estimate of a model's profile on a described device; without one, estimate it and save it.
 
     Nothing is saved for an nn.Sequential, whose children call code that the key does not have, and for operations that
-    do not come from torch, because their shapes follow from other code than the graph.
+    do not come from torch, in branches too, and custom autograd functions, because their shapes follow from other code
+    than the graph.
 
     Args:
         rates: rates of the device.
@@ -102,12 +105,20 @@ def cached_estimate(
     estimate = functools.partial(estimate_graph, captured, samples_of(columns) or 1, rates, sizes=sizes)
     if not isinstance(captured.model, TracedModel):
         return estimate(), False
-    operations = (node.target for node in captured.model.train.nodes)
-    if any(isinstance(one, torch._ops.OpOverload) and one.namespace != "aten" for one in operations):
+    (program,) = captured.programs(())
+    functions = [getattr(part, "train", None) for part in (program, program.loss)]
+    if any(isinstance(one, GraphFunction) and _calls_other_code(one.names) for one in functions):
         return estimate(), False
     parts = [profile_key(captured, columns, sizes), dataclasses.astuple(rates), _own_source()]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return _read_or_made(folder if folder is not None else cache_folder(), key, captured, estimate)
+
+
+def _calls_other_code(names: Mapping[str, Any]) -> bool:
+    """Return True if generated source with these globals calls custom operations or autograd functions."""
+    bodies = [body for region in names.values() if isinstance(region, Region) for body in region.bodies]
+    calls = any(isinstance(thing, Registered | AutogradFunction) for thing in names.values())
+    return calls or any(_calls_other_code(body.names) for body in bodies)
 
 
 def _read_or_made(folder: Path, key: str, captured: Capture, make: Callable[[], Profile]) -> tuple[Profile, bool]:

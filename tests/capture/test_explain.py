@@ -114,6 +114,43 @@ class Widths(Boxes):
         return self.words(ids).mean() + self.places(bbox[:, :, 2] - bbox[:, :, 0] * 2).mean()
 
 
+class Filled(Boxes):
+    """Looks up coordinates that ``fill`` writes into a new tensor."""
+
+    def __init__(self, fill: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, ids: torch.Tensor, bbox: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(bbox.shape, dtype=torch.int64)
+        self.fill(made, bbox)
+        return self.words(ids).mean() + self.places(made).mean()
+
+
+def assigned(made: torch.Tensor, bbox: torch.Tensor) -> None:
+    made[...] = bbox
+
+
+def assigned_to_a_view(made: torch.Tensor, bbox: torch.Tensor) -> None:
+    made[0][1:] = bbox[0][1:]
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        assigned,
+        assigned_to_a_view,
+        lambda made, bbox: torch.add(bbox, 0, out=made),
+        lambda made, bbox: made[0].copy_(bbox[0]),
+    ],
+)
+def test_a_tensor_that_data_are_written_into_is_of_the_data(fill: Any) -> None:
+    rows = [{"ids": torch.zeros(5, dtype=torch.int64), "bbox": torch.full((5, 4), 12)} for _ in range(8)]
+    said = r"'places', .*, cannot take what forward computes from column 'bbox' of the data"
+    with pytest.raises(DataError, match=said):
+        trainer_of(Filled(fill), loss_fn=None, train_data=rows).plan()
+
+
 @pytest.mark.parametrize(
     ("model", "length", "largest", "kind", "said"),
     [

@@ -89,7 +89,11 @@ def two_masks(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> tor
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * z
 
 
-OWN = {"two heads": two_heads, "two masks": two_masks, "shifted": shifted}
+def picked(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).square()[labels != -100].mean(0)
+
+
+OWN = {"two heads": two_heads, "two masks": two_masks, "shifted": shifted, "picked": picked}
 
 
 def plain(model: nn.Module, data: Any, loss_fn: Loss | None, count: int, *, shuffle: bool = True) -> tuple[float, Any]:
@@ -151,6 +155,11 @@ def check(model: nn.Module, data: Any, loss_fn: Loss | None, evaluation: Any, fo
 def test_models_with_their_own_loss(kind: str, tmp_path: Any) -> None:
     torch.manual_seed(3)
     check(OwnLoss(kind), labelled(ROWS, -100), None, labelled(EVAL_ROWS, -100, seed=1), tmp_path, (1, 8, 16))
+
+
+def test_a_mean_over_the_only_dimension_averages_over_what_a_mask_picks() -> None:
+    plan = trainer_of(OwnLoss("picked"), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert "it averages over the items that a mask picks" in plan.explain()
 
 
 def tokens(loss: Loss) -> Loss:
@@ -401,6 +410,57 @@ class PicksByChance(OwnLoss):
 def test_a_loss_over_what_is_drawn_is_weighed_by_samples() -> None:
     made = trainer_of(PicksByChance("shifted"), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4)
     assert made._prepared().settings.loss_reduction == "mean"
+
+
+class Chooses(OwnLoss):
+    """Its loss is what ``choose`` makes of the errors of all tokens."""
+
+    def __init__(self, choose: Loss, *, training_only: bool = False) -> None:
+        super().__init__("shifted")
+        self.choose, self.training_only = choose, training_only
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        error = (self.head(torch.tanh(self.hidden(self.embed(input_ids)))) ** 2).mean(-1) + 0 * labels
+        return self.choose(error) if self.training or not self.training_only else error.mean()
+
+
+def mean_of(error: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    return (error * picked).sum() / picked.sum()
+
+
+def mixed(error: torch.Tensor) -> torch.Tensor:
+    """As mixup."""
+    return (0.7 * error + 0.3 * error[torch.rand(len(error)).argsort()]).square().mean()
+
+
+DRAWS = "were not compared on rows: the model draws random numbers, which may select or mix samples"
+
+
+@pytest.mark.parametrize("training_only", [False, True])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda error: mean_of(error, (torch.rand_like(error) < 0.6).float()),
+        lambda error: mean_of(error, torch.empty_like(error).bernoulli_(0.15)),
+        lambda error: mean_of(error, (torch.rand_like(error) < 0.3).float()),  # constants pick nothing
+        mixed,
+    ],
+)
+def test_a_loss_over_drawn_samples_is_not_taken_for_a_compared_one(choose: Any, training_only: bool) -> None:
+    model = Chooses(choose, training_only=training_only)
+    plan = trainer_of(model, loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert DRAWS in plan.explain()
+
+
+def attending(error: torch.Tensor) -> torch.Tensor:
+    x = error[:, None, :, None]
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1).mean()
+
+
+@pytest.mark.parametrize("drop", [lambda error: functional.dropout(error, 0.1).mean(), attending])
+def test_dropout_selects_no_samples(drop: Any) -> None:
+    plan = trainer_of(Chooses(drop), loss_fn=None, train_data=labelled(ROWS, -100), num_microbatches=4).plan()
+    assert "not compared" not in plan.explain()
 
 
 def test_the_plan_says_that_micro_batches_have_losses_of_their_own() -> None:

@@ -126,9 +126,67 @@ def test_a_term_that_a_large_model_cannot_be_tried_with_is_refused(term: Any, mo
     own_loss(term, loss_reduction="per_microbatch").plan()
 
 
-def test_terms_that_average_over_samples_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda x: x.logsumexp(-1).square().mean(),
+        lambda x: x.logsumexp(-1).square().mean(0),
+        lambda x: x.square().mean(dim=(0, 1)),
+    ],
+)
+def test_terms_that_average_over_samples_need_no_trial(term: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_on_rows, "LARGE", 1)
-    own_loss(lambda x: x.logsumexp(-1).square().mean()).plan()
+    own_loss(term).plan()
+
+
+def test_the_plan_says_why_weights_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not compared" not in own_loss(lambda _: 0.0).plan().explain()
+    monkeypatch.setattr(loss_on_rows, "LARGE", 1)
+    words = "its weights are read off its graph and were not compared on rows: this process holds no weights of"
+    assert words in own_loss(lambda _: 0.0).plan().explain()
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda x: torch.std_mean(x)[0],
+        lambda x: x.logsumexp(-1).max(0).values,
+        lambda x: x.sum(0).unbind()[0],
+        lambda x: torch.linalg.slogdet(x.T @ x + torch.eye(3))[1],
+        lambda x: torch.cond(x.sum() > 0, lambda x: (x.mean(),), lambda x: (x.sum(),), (x,))[0],
+    ],
+)
+def test_a_term_that_is_a_part_of_a_result_is_unclear(term: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_on_rows, "LARGE", 1)
+    own_loss(term, num_microbatches=1).plan()
+    with pytest.raises(ConfigError, match="the graph of the loss does not show what its term made by getitem"):
+        own_loss(term).plan()
+
+
+class Balanced(nn.Module):
+    """Returns scores and, as a mixture of experts, a term of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.net(x)
+        return output, output.square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda o, y: cross_entropy(o[0], y) + 0.01 * o[1],
+        lambda o, y: o[1],
+        lambda o, y: torch.std_mean(o[0])[1],
+        lambda o, y: o[0].logsumexp(-1).max(0).values,
+    ],
+)
+def test_a_term_of_a_loss_fn_may_be_an_output_or_a_part_of_a_result(loss_fn: Any) -> None:
+    data = TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), CLASSES)
+    trainer_of(Balanced(), loss_fn=loss_fn, train_data=data, num_microbatches=1).plan()
 
 
 def test_a_sum_that_is_said_to_be_a_mean_is_refused() -> None:

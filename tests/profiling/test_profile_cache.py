@@ -99,12 +99,55 @@ class Scaled(nn.Module):
         return scaled
 
 
-def test_an_estimate_that_follows_from_code_beside_the_graph_is_not_kept(tmp_path: Path) -> None:
+class ScaledInABranch(Scaled):
+    """A model that calls this operation in one branch of two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, torch.ops.raypipe_tests.scaled, torch.neg, (self.layer(x),))
+        return chosen
+
+
+class Twice(torch.autograd.Function):
+    """An operation with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class Doubled(Scaled):
+    """A model that calls a custom autograd function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = Twice.apply(self.layer(x))
+        return doubled
+
+
+class Either(Scaled):
+    """A model with two branches of torch's own operations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, torch.sin, torch.neg, (self.layer(x),))
+        return chosen
+
+
+def test_an_estimate_of_branches_is_kept(tmp_path: Path) -> None:
+    made, columns = made_of(Either()), columns_of("mlp")
+    read = [cached_estimate(made, columns, Rates(1e9, 1e9), folder=tmp_path)[1] for _ in range(2)]
+    assert read == [False, True]
+
+
+@pytest.mark.parametrize("model", [Scaled, ScaledInABranch, Doubled])
+def test_an_estimate_that_follows_from_code_beside_the_graph_is_not_kept(model: Any, tmp_path: Path) -> None:
     library = torch.library.Library("raypipe_tests", "FRAGMENT")
     library.define("scaled(Tensor x) -> Tensor")
     library.impl("scaled", lambda x: 2 * x, "CompositeExplicitAutograd")
     library.impl("scaled", lambda x: 2 * x, "Autograd")
-    made, columns = made_of(Scaled()), columns_of("mlp")
+    made, columns = made_of(model()), columns_of("mlp")
     for _ in range(2):
         assert not cached_estimate(made, columns, Rates(1e9, 1e9), folder=tmp_path)[1]
     assert list(tmp_path.iterdir()) == []
