@@ -58,7 +58,7 @@ class Texts:
         """
         while (request := self._requests.take_text()) is not None:
             try:
-                request.answer(self._generate(request.generation, plan, step))
+                request.answer(self._generate(request.generation(), plan, step))
             except BaseException as error:
                 ending = isinstance(error, _ENDING) or not isinstance(error, Exception)
                 if isinstance(error, RaypipeError) and not ending:
