@@ -23,11 +23,16 @@ from raypipe.run.generate_loop import Ending, Generation, Prompt
 Tokens = int | Sequence[int] | None
 
 
-def generation_of(model: torch.nn.Module, recipe: Callable[[], DecodeRecipe], prompts: Prompts) -> Generation:
+def generation_of(
+    model: torch.nn.Module, recipe: Callable[[], DecodeRecipe], prompts: Prompts
+) -> Callable[[], Generation]:
     """Check prompts, and complete them from the model's generation_config.
 
     Args:
         recipe: returns the traced forwards of the model.
+
+    Returns:
+        function that calls ``recipe`` and returns the generation.
 
     Raises:
         ConfigError: the model or an argument is not possible.
@@ -43,7 +48,7 @@ def generation_of(model: torch.nn.Module, recipe: Callable[[], DecodeRecipe], pr
     sampling = Sampling(prompts.do_sample, prompts.temperature, prompts.top_k, prompts.top_p, prompts.seed)
     prompt = prompt_of(model, prompts.input_ids, prompts.attention_mask)
     ending = ending_of(model, prompt, prompts.max_new_tokens, prompts.eos_token_id, prompts.pad_token_id)
-    return Generation(recipe(), prompt, sampling, ending, prompts.group_size)
+    return lambda: Generation(recipe(), prompt, sampling, ending, prompts.group_size)
 
 
 def generated(job: Job, stages: Stages, generation: Generation) -> torch.Tensor:
@@ -52,10 +57,10 @@ def generated(job: Job, stages: Stages, generation: Generation) -> torch.Tensor:
         return generation.on(fleet.decoding, job.programs, job.placement)
 
 
-def generations_of(callbacks: Sequence[Any], generation: Callable[[Prompts], Generation]) -> Any:
+def generations_of(callbacks: Sequence[Any], generation: Callable[[Prompts], Callable[[], Generation]]) -> Any:
     """Return (number of the callback, generation) for each callback with prompts."""
     prompts = ((number, getattr(callback, "prompts", None)) for number, callback in enumerate(callbacks))
-    return tuple((number, generation(given)) for number, given in prompts if given is not None)
+    return tuple((number, generation(given)()) for number, given in prompts if given is not None)
 
 
 def prompt_of(model: torch.nn.Module, input_ids: Any, attention_mask: Any) -> Prompt:

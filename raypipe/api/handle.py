@@ -55,7 +55,7 @@ class RunConnection(Protocol):
 
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None: ...
 
-    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor: ...
+    def generate(self, generation: Callable[[], Generation], timeout_s: float) -> torch.Tensor: ...
 
     def predicted(self) -> Timeline | None: ...
 
@@ -72,7 +72,7 @@ class RunHandle:
         name: name of the run.
         connection: connection to the run.
         ended: called once, by ``close``; ``wait`` calls ``close`` at the end of the run.
-        generation: makes the generation of ``generate``; None without a model.
+        generation: checks prompts and returns what makes the generation of ``generate``; None without a model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RunHandle:
         name: str,
         connection: RunConnection,
         ended: Callable[[], None] = lambda: None,
-        generation: Callable[[Prompts], Generation] | None = None,
+        generation: Callable[[Prompts], Callable[[], Generation]] | None = None,
     ) -> None:
         self.name = name
         self._generation = generation

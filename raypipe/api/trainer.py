@@ -332,12 +332,12 @@ class PipelineTrainer:
                 input_ids, attention_mask, max_new_tokens, do_sample, temperature, top_k, top_p, seed, eos_token_id,
                 pad_token_id, num_beams, group_size,
             )
-        )  # fmt: skip
+        )()  # fmt: skip
         job, _ = with_checkpoint(self._prepared(), checkpoint, self._own_run(), self._storage())
         with self._stages(job, None, local=local) as stages:
             return generated(job, stages, generation)
 
-    def _generation(self, prompts: Prompts) -> Generation:
+    def _generation(self, prompts: Prompts) -> Callable[[], Generation]:
         return generation_of(self._prepared().opened.model, self._recipe, prompts)
 
     def _recipe(self) -> DecodeRecipe:

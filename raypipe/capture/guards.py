@@ -14,6 +14,7 @@ import inspect
 import logging
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -55,11 +56,25 @@ _CUDA_AUTOCAST = (
 )
 
 
+class _OfThread:
+    """Method with one function in the thread that created this object, and another in all other threads."""
+
+    def __init__(self, here: Any, elsewhere: Any) -> None:
+        self._thread, self._here, self._elsewhere = threading.get_ident(), here, elsewhere
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        chosen = self._here if threading.get_ident() == self._thread else self._elsewhere
+        return chosen.__get__(instance, owner)
+
+
 @contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a class or a Python module within the context."""
+    """Replace a method of a class, or a function of a Python module, within the context.
+
+    Other threads, which may be stages of a run, keep the method; they get the function.
+    """
     before = vars(owner)[name]
-    setattr(owner, name, value)
+    setattr(owner, name, _OfThread(value, before) if isinstance(owner, type) else value)
     try:
         yield
     finally:
@@ -221,6 +236,8 @@ def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
 def nothing_lost() -> Iterator[None]:
     """Refuse calls that torch.export would drop without an error; torch's log and stderr are muted meanwhile.
 
+    Calls in other threads are not refused.
+
     Raises:
         CaptureError: the code inside registers a gradient hook, enters CUDA autocast, switches a setting of torch, or
             calls a custom autograd function that cannot be one operation of the graph; names the call.
@@ -325,10 +342,12 @@ def _switches_refused() -> Iterator[None]:
     A trace loses the setting, and stages would select other kernels, whose results differ in the last digits. cuDNN may
     be switched off around ctc_loss alone, as in transformers: the traced loss keeps that.
     """
-    begun, switched = torch_settings(), list[_OnlyCtcLoss]()
+    begun, switched, tracing = torch_settings(), list[_OnlyCtcLoss](), threading.get_ident()
 
     def watched(setter: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
+            if threading.get_ident() != tracing:
+                return setter(*args)
             where, before = users_line(sys._getframe(1)), torch_settings()
             done = setter(*args)
             refusal = CaptureError(

@@ -152,8 +152,8 @@ def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss:
     """
     loss = loss_only(model, kept) if returns_loss else nullcontext()
     generators = generators_kept(f"{type(model).__name__}.forward")
-    with (
-        nothing_lost(), generators, traced_checkpoints(), cumulative_norms(), ctc_losses(), _lstm_types_kept(model),
+    with (  # the lock of the generators first: one thread at a time patches torch
+        generators, nothing_lost(), traced_checkpoints(), cumulative_norms(), ctc_losses(), _lstm_types_kept(model),
         data_detached(), symbolic_len(model), eager_branches(model), one_time_step(), loss,
     ):  # fmt: skip
         yield

@@ -5,7 +5,8 @@
       step_0000040                model in this process --weights-------->
 
 The second run begins with a checkpoint of step 0, which its stages restore, also after a failure before another
-checkpoint. It has no options, such as the learning rate: those of the second call are taken.
+checkpoint. Of the options it has the loss scale only: the others, such as the learning rate, are those of the second
+call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from raypipe.engine.io.checkpoint import SampleOrder, checkpoint_name, commit, o
 from raypipe.engine.io.checkpoint.manifest import Shard, StageEntry
 from raypipe.engine.io.checkpoint.tensor_file import TensorFile, write_tensors
 from raypipe.engine.io.storage import Place
+from raypipe.engine.optim.state import LOSS_SCALE_OPTIONS
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.planner.segments import Position
 
@@ -51,7 +53,10 @@ def begin_with(saved: Path, run: Path, weights: Mapping[str, torch.Tensor], orde
     for entry in checkpoint.manifest.stages:
         for shard in entry.of_optimizer:
             shutil.copy(files / shard.file, run / folder / shard.file)
-        groups = tuple(replace(group, options={}) for group in entry.groups)
+        groups = tuple(
+            replace(group, options={name: x for name, x in group.options.items() if name in LOSS_SCALE_OPTIONS})
+            for group in entry.groups
+        )
         tensors = _with_weights(checkpoint.files, entry, place / folder, weights)
         entries.append(replace(entry, tensors=tensors, groups=groups))
     manifest = replace(

@@ -122,7 +122,8 @@ class PipelinedTrainer(Trainer):
         # In threads, data and evaluations share the global generators of random numbers.
         self._overlaps = not local
         self._random_state = torch.get_rng_state()
-        self._kept: tuple[Any, Path] | None = None  # optimizer after the last train(), checkpoint with its state
+        # Optimizer after the last train(), and the checkpoint with its state; None for the newest one of the run.
+        self._kept: tuple[Any, Path | None] | None = None
         self._check_trainer()
 
     def plan(self) -> Plan:
@@ -206,7 +207,8 @@ class PipelinedTrainer(Trainer):
             order = pipeline._spec(pipeline._prepared(), plan.max_steps).sample_order
             begin_with(kept, self._run, dict(self.model.named_parameters()) | dict(self.model.named_buffers()), order)
             shutil.rmtree(self._before, ignore_errors=True)
-        self._kept = None
+        new = kept is None and resume_from_checkpoint is None
+        self._kept = None if new else (self.optimizer, None)
         self.create_scheduler(plan.max_steps)
         self.optimizer.zero_grad()
         self.optimizer.step()  # without gradients; a scheduler warns otherwise
@@ -224,6 +226,7 @@ class PipelinedTrainer(Trainer):
         if self.args.eval_on_start:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         with self._connected(pipeline):
+            self._kept = self.optimizer, None
             while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
                 ahead = range(self.state.global_step + 1, plan.max_steps + 1)
                 until = plan.max_steps if self._overlaps else next(filter(replay.is_due, ahead))
@@ -365,7 +368,7 @@ class PipelinedTrainer(Trainer):
             Checkpoint with the state that the optimizer has from the last ``train``; None if a new run begins without.
 
         Raises:
-            ConfigError: the checkpoint has no state of stages, or the optimizer has state from elsewhere.
+            ConfigError: the checkpoint has no state of stages, or the optimizer has lost its state or has another.
         """
         saved = None if checkpoint is None else Path(checkpoint, RUN)
         if saved is not None and not saved.is_dir():
@@ -381,8 +384,9 @@ class PipelinedTrainer(Trainer):
             )
         kept = None
         if saved is None and self._kept is not None and self.optimizer is self._kept[0]:
-            kept = self._before / self._kept[1].relative_to(self._kept[1].parents[1])
-            if kept != self._kept[1]:  # else the last call has failed after this
+            last = self._kept[1] or self._newest()
+            kept = self._before / last.relative_to(last.parents[1])
+            if kept != last:  # else the last call has failed after this
                 shutil.rmtree(self._before, ignore_errors=True)
                 if self._run.is_dir():
                     self._run.rename(self._before)
@@ -392,6 +396,21 @@ class PipelinedTrainer(Trainer):
             shutil.copytree(saved, self._run)
             self._random_state = torch.load(saved / GENERATOR, weights_only=True)
         return kept
+
+    def _newest(self) -> Path:
+        """Return the newest checkpoint of the run, whose training was interrupted.
+
+        Raises:
+            ConfigError: the run has none.
+        """
+        folders = (self._run / name for _, name in sorted(step_folders(Place.of(str(self._run))), reverse=True))
+        newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
+        if newest is None:
+            raise ConfigError(
+                "The last train() was interrupted before it had saved a checkpoint, so that the state of the optimizer "
+                "is lost. Set trainer.optimizer = None to begin with a new optimizer."
+            )
+        return newest
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of the stages: what a run needs to resume at this step, of the folder of the run."""

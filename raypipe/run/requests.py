@@ -59,13 +59,13 @@ class TextRequest:
     """Request to generate text between two steps, and its answer.
 
     Attributes:
-        generation: prompts and options.
+        generation: returns prompts and options; called while the stages wait.
         done: event that is set once the request was answered.
         tokens: answer; None before it, and after an error.
         error: reason why nothing was generated; None if something was, and before the answer.
     """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Callable[[], Generation]) -> None:
         self.generation = generation
         self.done = threading.Event()
         self.tokens: torch.Tensor | None = None
@@ -167,10 +167,11 @@ class Requests:
         if resize.error is not None:
             raise resize.error
 
-    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+    def generate(self, generation: Callable[[], Generation], timeout_s: float) -> torch.Tensor:
         """Request a generation after the orders that were issued already, and wait for its tokens.
 
         Args:
+            generation: as in ``TextRequest``.
             timeout_s: maximum seconds to wait. If the generation has not begun by then, it is withdrawn.
 
         Raises:

@@ -75,7 +75,7 @@ class Texts:
             if requests.stop_reason or requests.wants_change or (request := requests.take_text()) is None:
                 return
             try:
-                request.answer(self._generate(request.generation, plan, step))
+                request.answer(self._generate(request.generation(), plan, step))
             except HaltedError:
                 request.answer(error=StageError(TEXT_OVER))
             except BaseException as error:

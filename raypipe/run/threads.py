@@ -77,7 +77,8 @@ class ThreadConnection:
     def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         raise PlanError(IN_THREADS)
 
-    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+    def generate(self, generation: Callable[[], Generation], timeout_s: float) -> torch.Tensor:
+        # Made in the run's thread while the stages wait: a trace switches settings of torch for the whole process.
         return self._requests.generate(generation, timeout_s)
 
     def predicted(self) -> Timeline | None:

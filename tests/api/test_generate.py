@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,29 @@ def test_a_run_generates_between_two_steps_and_trains_the_same_bits(
             path = tmp_path / "run" / checkpoint_name(step)
             wanted = made.generate(tokens, attention_mask=mask, checkpoint=path, local=True, **GIVEN, **options)
             assert torch.equal(text, wanted)
+
+
+def test_stages_with_large_leaves_train_while_the_model_is_traced_for_text(tmp_path: Path) -> None:
+    """Gradients of leaves of 1 MiB are added by hooks, which a trace refuses."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 4096, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
+    torch.manual_seed(4)
+    model = transformers.GPT2LMHeadModel(config)
+    alone, made = (
+        trainer_of(model, tmp_path / name, loss_fn=None, train_data=ROWS, num_stages=2) for name in ("alone", "other")
+    )
+    recipe, threads = made._recipe, list[str]()
+
+    def traced() -> DecodeRecipe:
+        threads.append(threading.current_thread().name)
+        return recipe()
+
+    made._recipe = traced
+    handle = made.start(num_steps=20, local=True)
+    assert handle.generate(torch.tensor([[3, 5]]), **GIVEN).shape == (1, 8)
+    assert threads == ["raypipe run"], "a trace during a step may change its bits"
+    whole = alone.fit(num_steps=20, local=True, progress=False)
+    assert same_weights(handle.wait().checkpoint, whole.checkpoint)
 
 
 class Reads(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.capture import Capture, capture
+from raypipe.capture.guards import nothing_lost
+from raypipe.engine.torch_settings import torch_settings
 from raypipe.errors import CaptureError
 from tests import nets
 from tests.models import CASES
@@ -164,6 +167,35 @@ def test_tracing_leaves_torch_as_it_was() -> None:
     assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook, torch.Tensor.data) == before
     assert model.training
     assert "forward" not in vars(model)
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fixed: Any) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+def test_a_trace_refuses_nothing_in_other_threads() -> None:
+    """Stages of a local run are threads of the process that traces."""
+    x = torch.ones(2, requires_grad=True)
+    calls = (
+        lambda: Same.apply(x, object()),  # an argument that no graph holds
+        lambda: x.register_hook(lambda gradient: gradient),
+        lambda: torch.autocast("cuda", torch.float16),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).__enter__(),
+    )
+    settings = torch_settings()
+    with ThreadPoolExecutor(1) as stages, nothing_lost():
+        for call in calls:
+            stages.submit(call).result(30)
+        settings.take()
+        for call in calls[:2]:
+            with pytest.raises(CaptureError):
+                call()
 
 
 def test_a_model_without_loss_needs_a_loss_fn() -> None:

@@ -147,7 +147,7 @@ def disturbed(
 ) -> tuple[Outcome, Listens]:
     """How a run ends that loses a worker, and what its callbacks heard."""
     listens = Reads() if made._evaluations.interval_steps else Listens()
-    made._generation = lambda prompts: NoText()  # type: ignore[assignment,method-assign,return-value]
+    made._generation = lambda prompts: NoText  # type: ignore[assignment,method-assign,return-value]
     made._callbacks = (listens,)
     requests = Requests()
     if during is not None:

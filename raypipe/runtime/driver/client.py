@@ -181,9 +181,9 @@ class RayConnection:
                 "continues with its old stages or the new ones, as its status shows. Resize again if need be."
             ) from None
 
-    def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
+    def generate(self, generation: Callable[[], Generation], timeout_s: float) -> torch.Tensor:
         tokens: torch.Tensor = self._answer(
-            self._there.generate.remote(generation, timeout_s), timeout_s + CONTROL_TIMEOUT_S
+            self._there.generate.remote(generation(), timeout_s), timeout_s + CONTROL_TIMEOUT_S
         )
         return tokens
 

@@ -397,7 +397,7 @@ class _DriverActor:
     @ray.method(concurrency_group="text")
     def generate(self, generation: Generation, timeout_s: float) -> torch.Tensor:
         """Generate text on the stages between two steps, and return its tokens; see Requests.generate."""
-        return self._requests.generate(generation, timeout_s)
+        return self._requests.generate(lambda: generation, timeout_s)
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:
