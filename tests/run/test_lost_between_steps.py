@@ -211,7 +211,7 @@ class LosesEachText(Losing):
 @pytest.mark.parametrize("back", [False, True])
 def test_a_prompt_that_ends_a_stage_each_time_does_not_end_the_run(back: bool, tmp_path: Path) -> None:
     made, listens, journal = trainer(tmp_path, "run", {"eval_interval_steps": SAVES}), Reads(), Journal("run", "")
-    made._generation = lambda prompts: NoText()  # type: ignore[assignment,method-assign,return-value]
+    made._generation = lambda prompts: NoText  # type: ignore[assignment,method-assign,return-value]
     made._callbacks = (listens,)
 
     def fleet(*arguments: Any) -> Losing:
