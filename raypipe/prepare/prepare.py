@@ -308,11 +308,12 @@ def _rows(opened: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor
     return opened.example
 
 
-def _multiplying_rates(pipeline: PipelineConfig) -> str | None:
-    """Name the configured field that multiplies learning rates; None if none does."""
-    if pipeline.stale_correction == "discount":
+def _multiplying_rates(plan: Plan) -> str | None:
+    """Name the field because of which a stage of the plan multiplies its learning rates; None if none does."""
+    if plan.weights.correction == "discount":
         return "stale_correction='discount'"
-    return "update_interval='per_replica'" if pipeline.update_interval == "per_replica" else None
+    scaled = any(plan.weights.rate(stage) != 1.0 for stage in range(plan.partition.num_stages))
+    return "update_interval='per_replica'" if scaled else None
 
 
 def _job(
@@ -329,7 +330,7 @@ def _job(
         arguments.lr_scheduler,
         replicated=replicated,
         sharded=replicated and pipeline.shard_optimizer,
-        rates_by=_multiplying_rates(pipeline),
+        rates_by=_multiplying_rates(plan),
     )
     sizes, train = opened.sizes, opened.sources["train"]
     example = sizes.rows(train, tuple(opened.example), plan.microbatch_size, sizes.largest)

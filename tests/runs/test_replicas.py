@@ -174,8 +174,11 @@ def test_an_optimizer_without_a_learning_rate_is_not_scaled(tmp_path: Path) -> N
     more = {"schedule": "pipedream", "update_interval": "per_replica", "loss_reduction": "mean"}
     scaled = trainer(tmp_path, "scaled", net(), num_replicas=[2, 1], **more)
     scaled._arguments = scaled._arguments._replace(optimizer=Unnamed)
-    with pytest.raises(StageError, match="Unnamed has groups whose 'lr' is missing or not a number"):
-        scaled.fit(num_steps=2, local=True, progress=False)
+    with pytest.raises(ConfigError, match=r"'per_replica' multiplies .* Unnamed has groups whose 'lr' is missing"):
+        scaled.plan()
+    even = trainer(tmp_path, "even", net(), num_replicas=[2, 2], **more)
+    even._arguments = even._arguments._replace(optimizer=Unnamed)
+    even.fit(num_steps=2, local=True, progress=False)
 
 
 def test_the_plan_says_who_holds_what(tmp_path: Path) -> None:
