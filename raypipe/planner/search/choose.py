@@ -94,6 +94,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     if cluster is None or not any(request.codec_choices):
         return _decide(request, profile, cluster)
 
+    @functools.cache  # the best pair may be one of the first two
     def decided(codecs: Codecs) -> Decision:
         return _decide(dataclasses.replace(request, codecs=codecs), profile, cluster)
 
