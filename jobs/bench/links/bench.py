@@ -248,7 +248,7 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
             step_s = median(ours[name])
             figures[f"vs_torch_1f1b_{rate}mbit{kind}"] = middle["1F1B"] / step_s
             figures[f"vs_torch_best_{rate}mbit{kind}"] = middle[best] / step_s
-            if name != "zb-v":  # the plan is that of "auto"
+            if name in settings.ours:  # the plan is that of "auto"
                 figures[f"vs_torch_runtime_our_plan_{rate}mbit{kind}"] = middle["plan"] / step_s
     free_s = limit_s(work, 0.0, split=True)
     figures[f"most_vs_torch_1f1b_{rate}mbit"] = middle["1F1B"] / free_s
