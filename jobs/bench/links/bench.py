@@ -2,6 +2,7 @@
 
     auto     PipelineTrainer.fit on two raylets, schedule "auto": the controller measures the link and sets the slack
     codec    the same with both codecs on "auto"
+    tah4     at the lowest rate, the same with that codec both ways; int4 too
     torch    torch.distributed.pipelining over gloo through the same wire: its seven schedules
     plan     torch's own runtime with the schedule that "auto" ended with
     zb-v     at the highest rate, ours with two stages on each worker: twice the messages, a smaller bubble
@@ -18,6 +19,7 @@ seconds per forward and backward are those of the traced step, scaled by the bus
 the traced one; if that step ran whole backwards, half of each counts as W. Torch's steps and ours include the
 optimizer's: ``fraction_of_limit`` counts it in the limit, ``fraction_of_bare_limit`` does not.
 ``fraction_of_whole_limit`` is the limit with whole backwards, as before "auto" could split them.
+``most_vs_torch_1f1b`` is the step of torch's 1F1B over the limit if messages took no time, which no codec can pass.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ CODEC = {"codec_forward": "auto", "codec_backward": "auto"}
 OURS: dict[str, dict[str, Any]] = {
     "auto": {},
     "codec": CODEC,
+    "tah4": {"codec_forward": "tah4", "codec_backward": "tah4"},
+    "int4": {"codec_forward": "int4", "codec_backward": "int4"},
     "object_store": {"transport": "object_store"},
     "1f1b": {"schedule": "1f1b"},
     "zb-v": {"schedule": "zb-v", "num_stages": 4, "partitioner": ("3", "5", "7")},
@@ -64,7 +68,8 @@ class Settings:
     """Extent of a measurement.
 
     Attributes:
-        ours: in every round at every rate; ``once`` in the first round at ``once_at``, ``swift`` at ``swift_at``.
+        ours: in every round at every rate; ``once`` in the first round at ``once_at``.
+        swift, slow: in every round at ``swift_at`` and ``slow_at``.
     """
 
     rates_mbit: tuple[int, ...] = (1000, 100, 50, 25)
@@ -77,6 +82,8 @@ class Settings:
     once_at: int = 50
     swift: tuple[str, ...] = ("zb-v",)
     swift_at: int = 1000
+    slow: tuple[str, ...] = ("tah4", "int4")
+    slow_at: int = 25
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     half_s: tuple[float, ...] = ()
 
@@ -89,6 +96,9 @@ BENCH = Bench(
     layout={
         "against torch 1F1B": r"vs_torch_1f1b_(\d+mbit)(?:_emulated)?",
         "against torch 1F1B, codecs": r"vs_torch_1f1b_(\d+mbit)_codec(?:_emulated)?",
+        "against torch 1F1B, tah4": r"vs_torch_1f1b_(\d+mbit)_tah4(?:_emulated)?",
+        "against torch 1F1B, int4": r"vs_torch_1f1b_(\d+mbit)_int4(?:_emulated)?",
+        "most against torch 1F1B": r"most_vs_torch_1f1b_(\d+mbit)(?:_emulated)?",
         "against torch's best": r"vs_torch_best_(\d+mbit)(?:_emulated)?",
         "against torch's best, codecs": r"vs_torch_best_(\d+mbit)_codec(?:_emulated)?",
         "against torch with our plan": r"vs_torch_runtime_our_plan_(\d+mbit)(?:_emulated)?",
@@ -103,12 +113,16 @@ BENCH = Bench(
         r"vs_torch_1f1b_50mbit(_emulated)?": ">= 1.75",
         r"vs_torch_1f1b_50mbit_codec(_emulated)?": ">= 1.95",
         r"vs_torch_1f1b_25mbit_codec(_emulated)?": ">= 2.6",
+        r"vs_torch_1f1b_25mbit_tah4(_emulated)?": ">= 3.5",
         r"vs_torch_best_\d+mbit(_emulated)?": ">= 1.0",
         r"vs_torch_runtime_our_plan_(1000|100|25)mbit(_emulated)?": ">= 1.0",
         r"vs_torch_runtime_our_plan_50mbit(_emulated)?": ">= 1.2",
         r"fraction_of_limit_\d+mbit(_emulated)?": ">= 0.92",
     },
-    options={"--emulated": {"action": "store_true", "help": "stages sleep instead of computing"}},
+    options={
+        "--emulated": {"action": "store_true", "help": "stages sleep instead of computing"},
+        "--rates_mbit": {"type": int, "nargs": "+", "metavar": "MBIT", "help": "only these rates"},
+    },
 )
 
 
@@ -203,7 +217,8 @@ def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
     for turn in range(settings.rounds):
         once = settings.once if turn == 0 and rate == settings.once_at else ()
         swift = settings.swift if rate == settings.swift_at else ()
-        for name in settings.ours + once + swift:
+        slow = settings.slow if rate == settings.slow_at else ()
+        for name in settings.ours + once + swift + slow:
             run = run_ours(lab, name, settings)
             found["ours"].setdefault(name, []).append(run)
             step_s = median(run["seconds"][-settings.counted :])
@@ -228,19 +243,22 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
     bound_s, whole_s = (limit_s(work, occupancy_s, split=split) for split in (True, False))
     bare_s = limit_s({op: seconds for op, seconds in work.items() if op != "STEP"}, occupancy_s, split=True)
     figures: dict[str, float] = {}
-    for name, kind in (("auto", ""), ("codec", "_codec"), ("zb-v", "_zb_v")):
+    for name, kind in (("auto", ""), ("codec", "_codec"), ("tah4", "_tah4"), ("int4", "_int4"), ("zb-v", "_zb_v")):
         if name in ours:
             step_s = median(ours[name])
             figures[f"vs_torch_1f1b_{rate}mbit{kind}"] = middle["1F1B"] / step_s
             figures[f"vs_torch_best_{rate}mbit{kind}"] = middle[best] / step_s
-            if name != "zb-v":  # the plan is that of "auto"
+            if name in settings.ours:  # the plan is that of "auto"
                 figures[f"vs_torch_runtime_our_plan_{rate}mbit{kind}"] = middle["plan"] / step_s
+    free_s = limit_s(work, 0.0, split=True)
+    figures[f"most_vs_torch_1f1b_{rate}mbit"] = middle["1F1B"] / free_s
     figures[f"fraction_of_limit_{rate}mbit"] = bound_s / median(ours["auto"])
     figures[f"fraction_of_bare_limit_{rate}mbit"] = bare_s / median(ours["auto"])
     figures[f"fraction_of_whole_limit_{rate}mbit"] = whole_s / median(ours["auto"])
     rows: list[list[Any]] = [["limit", rate, bound_s * 1e3, middle["1F1B"] / bound_s, "", ""]]
     rows.append(["without the optimizer", rate, bare_s * 1e3, middle["1F1B"] / bare_s, "", ""])
     rows.append(["with whole backwards", rate, whole_s * 1e3, middle["1F1B"] / whole_s, "", ""])
+    rows.append(["if messages took no time", rate, free_s * 1e3, middle["1F1B"] / free_s, "", ""])
     for name, seconds in ours.items():
         peak = max(max(run["peak_bytes"], default=0) for run in found["ours"][name]) / 2**20
         last = found["ours"][name][-1]["schedules"][-1] or name

@@ -6,7 +6,7 @@ sequences of 1,024 tokens per step, and a meter that lets every rank receive ove
 message takes its bits / rate + 50 ms.
 
 Assumed here: an H100 does 0.4 of 989 TFLOP/s, a backward takes twice a forward, and codecs pass 1 TB/s, a third of what
-ours do on an H200 (docs/results/codec.md). The optimizer's step is left out.
+ours do on an H200 (docs/results/codec.md); tah4 and tah3 were not measured there. The optimizer's step is left out.
 """
 
 from __future__ import annotations

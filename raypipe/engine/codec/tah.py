@@ -22,6 +22,7 @@ Bits do not depend on the order of a library's sums: ``_total`` adds in a fixed 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -35,7 +36,7 @@ CHUNK = 128 * TILE
 """Number of elements that are neighbours in memory, and have 128 tiles."""
 GROUP = 16
 """Number of rows that are transformed together."""
-PART = 16
+PART = 8
 """Number of chunks that are encoded or decoded at a time, so that intermediate values stay in the cache."""
 LEAST, MOST = 2.0**-57, 2.0**112
 """Bounds of the sum of a tile's |y|: below it the tile is decoded as zeros, from there on as NaN."""
@@ -77,7 +78,9 @@ _LEVELS = (1, 2, 4, 8)
 """Distances in rows of the numbers that each level of the transform of 16 rows adds and subtracts."""
 _NAN = 0x7FC0
 _MOST_FP16 = 65504.0
-_ONE = torch.ones(1, dtype=torch.uint8)
+_HADAMARD: np.ndarray = np.ones((1, 1), np.float32)
+for _ in _LEVELS:
+    _HADAMARD = np.block([[_HADAMARD, _HADAMARD], [_HADAMARD, -_HADAMARD]])
 _GROWTH = 1 + 2.0**-6
 """Factor on a unit that is too small; its difference from 1 doubles each time, so that few times suffice."""
 _local = threading.local()
@@ -90,9 +93,9 @@ def encode(form: TileForm, flat: torch.Tensor, wire: torch.Tensor) -> None:
         x = flat[first * TILE : last * TILE]
         if x.numel() < (last - first) * TILE:
             x = torch.cat([x, x.new_zeros((last - first) * TILE - x.numel())])
-        y = _transformed(x.view(-1, TILE, columns), *_buffers(torch.float32, (-1, TILE, columns), x.numel())[:2])
+        y = _transformed(x.view(-1, TILE, columns))
         inverse, scales[first:last] = _steps(form, y)
-        cells = y.mul_(torch.from_numpy(inverse)[:, None]).add_(EDGE).floor_().to(torch.int16).numpy()
+        cells = _floor(y, inverse, EDGE, y).astype(np.int16)
         negative = cells >> 15
         cells ^= negative
         units[first:last] = _in_unary(form, (cells >> form.low_bits).astype(np.uint8))
@@ -118,43 +121,51 @@ def decode(form: TileForm, wire: torch.Tensor, flat: torch.Tensor) -> None:
         negative = -((code >> (form.low_bits + 1)).astype(np.int16))
         magnitude ^= negative
         magnitude -= negative
-        doubled = torch.from_numpy(magnitude)  # 2 (cell + 1/2)
-        sums = _transformed(doubled, *_buffers(torch.int16, magnitude.shape, magnitude.size)[:2])
-        by_column = factors[first:last].view(-1, 1, columns)
+        groups = magnitude.reshape(-1, GROUP, columns)
+        doubled, sums = (_buffer(number, np.float32, groups.shape) for number in (0, 1))
+        np.copyto(doubled, groups)  # 2 (cell + 1/2)
+        np.matmul(_HADAMARD, doubled, out=sums)  # of integers, so exact in any order
+        found = torch.from_numpy(sums).view(-1, TILE, columns).mul_(factors[first:last].view(-1, 1, columns))
         into = flat[first * TILE : last * TILE]
-        if into.numel() == sums.numel() and flat.dtype is not torch.float16:
-            torch.mul(sums, by_column, out=into.view(sums.shape))
-            continue
-        found = torch.mul(sums, by_column).view(-1)[: into.numel()]
         if flat.dtype is torch.float16:  # an error must not make a number infinite
             found.clamp_(-_MOST_FP16, _MOST_FP16)
-        into.copy_(found)
+        into.copy_(found.view(-1)[: into.numel()])
 
 
-def _transformed(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return H times each 16 rows of chunks, shape (chunks, 128, columns), in the buffer ``second``."""
+def _transformed(x: torch.Tensor) -> np.ndarray:
+    """Return H times each 16 rows of chunks, float32 of shape (chunks, 128, columns), in the buffer 1."""
+    first, second = (torch.from_numpy(_buffer(number, np.float32, x.shape)) for number in (0, 1))
     source = x
     for distance, into in zip(_LEVELS, (first, second, first, second), strict=True):
-        pairs, found = (t.view(-1, 2, distance * x.shape[2]) for t in (source, into))
-        torch.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
-        torch.sub(pairs[:, 0], pairs[:, 1], out=found[:, 1])
+        pairs, found = (t.view(-1, 2, distance * x.shape[2]).unbind(1) for t in (source, into))
+        torch.add(*pairs, out=found[0])
+        torch.sub(*pairs, out=found[1])
         source = into
-    return source
+    return source.numpy()
 
 
-def _total(magnitudes: torch.Tensor) -> torch.Tensor:
+def _floor(x: np.ndarray, factors: np.ndarray, edge: float, into: np.ndarray) -> np.ndarray:
+    """Return floor(x times the factor of its tile + ``edge``) in ``into``, float32 of shape (chunks, 128, columns)."""
+    np.multiply(x, factors[:, None], out=into)
+    into += np.float32(edge)
+    return np.floor(into, out=into)
+
+
+def _total(magnitudes: np.ndarray) -> np.ndarray:
     """Compute the sum of each column, shape (chunks, columns): halves of 16 rows first, then halves of the tile."""
     chunks, _, columns = magnitudes.shape
-    sums = magnitudes.view(-1, GROUP, columns)
-    for half in (8, 4, 2, 1):
-        sums = sums[:, :half] + sums[:, half:]
-    sums = sums.view(chunks, -1, columns)
+    rows = magnitudes.reshape(-1, GROUP, columns)
+    sums = np.add(rows[:, :8], rows[:, 8:], out=_buffer(0, np.float32, (len(rows), 8, columns)))
     for half in (4, 2, 1):
-        sums = sums[:, :half] + sums[:, half:]
-    return sums[:, 0]
+        sums[:, :half] += sums[:, half : 2 * half]
+    tiles: np.ndarray = sums[:, 0].reshape(chunks, -1, columns)
+    for half in (4, 2, 1):
+        tiles = tiles[:, :half] + tiles[:, half:]
+    return tiles[:, 0]
 
 
-def _steps(form: TileForm, y: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+@np.errstate(over="ignore", invalid="ignore")
+def _steps(form: TileForm, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Find each tile's step; return (1 / step, float32 of shape (chunks, columns); scales, the bits of bfloat16).
 
     The first unit follows from the sum of the magnitudes and the second from the units that it gave. Then units grow
@@ -163,24 +174,22 @@ def _steps(form: TileForm, y: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     Args:
         y: transformed chunks, shape (chunks, 128, columns).
     """
-    buffer, _, magnitudes = _buffers(torch.float32, y.shape, y.numel())
-    torch.abs(y, out=magnitudes)
-    total = _total(magnitudes).numpy()
+    buffer, magnitudes = (_buffer(number, np.float32, y.shape) for number in (0, 2))
+    np.abs(y, out=magnitudes)
+    total = _total(magnitudes)
     coded = (total >= np.float32(LEAST)) & (total < np.float32(MOST))
     safe = np.where(coded, total, np.float32(1))
     most, edge = np.float32(form.units), EDGE / (1 << form.low_bits)
 
     def count(unit: np.ndarray) -> np.ndarray:
-        inverse = torch.from_numpy(np.float32(1) / unit)
-        return torch.mul(magnitudes, inverse[:, None], out=buffer).add_(edge).floor_().sum(1).numpy()
+        return _floor(magnitudes, np.float32(1) / unit, edge, buffer).sum(1)
 
     unit = _rounded_up(safe / np.float32(form.guess))
-    with np.errstate(invalid="ignore"):
-        surplus = safe * (np.float32(1) / unit) - count(unit)
+    surplus = safe * (np.float32(1) / unit) - count(unit)
     unit = np.where(coded, _rounded_up(safe / np.where(coded, surplus + (most - 1), 1)), np.float32(1))
     full = (count(unit) > most) & coded
     if full.any():
-        rows, grown = magnitudes.numpy().transpose(0, 2, 1)[full], unit[full]
+        rows, grown = magnitudes.transpose(0, 2, 1)[full], unit[full]
         wrong, growth = np.arange(len(rows)), np.float32(_GROWTH)
         while len(wrong):
             grown[wrong] = _rounded_up(grown[wrong] * growth)
@@ -190,12 +199,19 @@ def _steps(form: TileForm, y: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
             wrong = wrong[counted > most]
         unit[full] = grown
     if not (total < np.float32(MOST)).all():
-        y.nan_to_num_(0.0, 0.0, 0.0)
+        np.nan_to_num(y, copy=False, posinf=0.0, neginf=0.0)
     scales = np.where(coded, unit * np.float32(2.0 ** -(form.low_bits + 5)), np.float32(0))
     bits = (scales.view(np.uint32) >> 16).astype(np.uint16)
     bits[~(total < np.float32(MOST))] = _NAN
     inverse = np.where(coded, np.float32(1 << form.low_bits) / unit, np.float32(0))
     return inverse, bits.reshape(-1)
+
+
+def _running(units: np.ndarray) -> np.ndarray:
+    """Replace each number of a tile, uint8 of shape (chunks, 128, columns), by the sum of those up to it; return it."""
+    for distance in (1, 2, 4, 8, 16, 32, 64):
+        units[:, distance:] += units[:, :-distance]
+    return units
 
 
 def _rounded_up(x: np.ndarray) -> np.ndarray:
@@ -204,15 +220,15 @@ def _rounded_up(x: np.ndarray) -> np.ndarray:
 
 
 def _in_unary(form: TileForm, units: np.ndarray) -> np.ndarray:
-    """Return the bytes for units of chunks, shape (tiles, units / 8)."""
-    sums = torch.cumsum(torch.from_numpy(units), 1, dtype=torch.uint8).numpy()
+    """Return the bytes for units of chunks, shape (tiles, units / 8); ``units`` are replaced by their running sums."""
+    sums = _running(units)
     tiles, stride = units.size // TILE, form.units + 8
     # A byte more for each tile, whose last bit takes what elements write before the first unit.
-    places = _buffers(torch.int64, units.shape, units.size)[0]
-    np.add(sums, (np.arange(tiles) * stride + 7).reshape(units.shape[0], 1, -1), out=places.numpy())
-    bits = torch.zeros(tiles * stride, dtype=torch.uint8)
-    bits.scatter_(0, places.view(-1), _ONE.expand(units.size))
-    return np.packbits(bits.numpy(), bitorder="little").reshape(tiles, -1)[:, 1:]
+    places = _buffer(0, np.int64, units.shape)
+    np.add(sums, (np.arange(tiles) * stride + 7).reshape(units.shape[0], 1, -1), out=places)
+    bits = np.zeros(tiles * stride, np.uint8)
+    bits[places.reshape(-1)] = 1
+    return np.packbits(bits, bitorder="little").reshape(tiles, -1)[:, 1:]
 
 
 def _units_of(form: TileForm, packed: np.ndarray, code: np.ndarray) -> np.ndarray:
@@ -223,13 +239,12 @@ def _units_of(form: TileForm, packed: np.ndarray, code: np.ndarray) -> np.ndarra
     places = np.flatnonzero(np.unpackbits(marked, bitorder="little").view(bool)).astype(np.uint8)
     counts = np.bitwise_count(marked).sum(1, dtype=np.int64)
     starts = (np.cumsum(counts) - counts).reshape(shape)
-    ranks = torch.cumsum(torch.from_numpy((code >> form.low_bits) & 1), 1, dtype=torch.uint8).numpy()
+    ranks = _running((code >> form.low_bits) & 1)
     fits = ranks[:, -1] == counts.reshape(shape) - 1
     if not fits.all():
         ranks *= fits[:, None]
-    numbers = _buffers(torch.int64, code.shape, code.size)[0].numpy()
-    np.add(ranks, starts[:, None], out=numbers)
-    sums = places[numbers]  # modulo 256, as their differences
+    numbers = np.add(ranks, starts[:, None], out=_buffer(0, np.int64, code.shape))
+    sums = places.take(numbers)  # modulo 256, as their differences
     units = np.empty_like(sums)
     np.subtract(sums[:, 1:], sums[:, :-1], out=units[:, 1:])
     np.subtract(sums[:, 0], places[starts], out=units[:, 0])
@@ -274,8 +289,9 @@ def _parts(elements: int) -> Iterator[tuple[int, int, int]]:
         yield whole, tiles, tiles - whole
 
 
-def _buffers(dtype: torch.dtype, shape: tuple[int, ...], elements: int) -> list[torch.Tensor]:
-    """Return this thread's scratch memory as three tensors. New memory would cost more than the arithmetic."""
+def _buffer(number: int, dtype: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+    """Return one of three pieces of this thread's scratch memory. New memory would cost more than the arithmetic."""
     if not hasattr(_local, "memory"):
-        _local.memory = [torch.empty(PART * CHUNK, dtype=torch.int64) for _ in range(3)]
-    return [memory.view(dtype)[:elements].view(shape) for memory in _local.memory]
+        _local.memory = [np.empty(PART * CHUNK, np.int64) for _ in range(3)]
+    memory: np.ndarray = _local.memory[number]
+    return memory.view(dtype)[: math.prod(shape)].reshape(shape)
