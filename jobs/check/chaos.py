@@ -50,7 +50,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from tests.runtime.raylets import TOKEN
+from tests.runtime.raylets import PATIENCE, TOKEN, private_cluster
 
 os.environ |= TOKEN  # before Ray is imported, which looks once
 
@@ -282,17 +282,15 @@ def cluster(options: argparse.Namespace) -> Iterator[Hosts | None]:
     """Start Ray, on hosts of its own if the kinds need them."""
     quiet: dict[str, Any] = {"namespace": "raypipe", "log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as ends:
-        ends.callback(ray.shutdown)
+        workers = sum(options.replicas) or options.stages
         if set(options.kinds) <= {*ANYWHERE, "replica"}:
-            ray.init(
-                address="local",
-                num_cpus=(sum(options.replicas) or options.stages) + 1,
-                include_dashboard=False,
-                **quiet,
-            )
+            home = ends.enter_context(private_cluster())  # tries again if Ray gives up, as on a busy machine
+            home.start(cpus=workers + 1, environment=PATIENCE)
+            ends.callback(ray.shutdown)
+            ray.init(address=home.address, **quiet)
             yield None
             return
-        lab = ends.enter_context(hosts((sum(options.replicas) or options.stages) + 1))
+        lab = ends.enter_context(hosts(workers + 1))
         ends.callback(ray.shutdown)
         ray.init(address=lab.address, _node_ip_address=lab.address.split(":")[0], **quiet)
         yield lab
@@ -331,8 +329,8 @@ def main() -> int:
     kinds = (options.kinds * (1 + options.faults // len(options.kinds)))[: options.faults]
     random.Random(options.seed).shuffle(kinds)
     print(
-        f"seed {options.seed}, {options.faults} faults, {options.schedule}, {options.optimizer}, codec {options.codec}, "
-        f"{dict(options.set)}; {machine_line()}",
+        f"seed {options.seed}, {options.faults} faults, {options.schedule}, {options.optimizer}, "
+        f"codec {options.codec}, {dict(options.set)}; {machine_line()}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
