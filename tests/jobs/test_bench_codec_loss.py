@@ -41,7 +41,7 @@ def plain_loss(seed: int) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     inputs, targets = held.tensors
-    return float(functional.cross_entropy(model(inputs), targets))
+    return float(functional.cross_entropy(model(inputs), targets).detach())
 
 
 def test_without_codecs_it_is_plain_training_and_codecs_change_it() -> None:

@@ -1,4 +1,4 @@
-"""What codecs cost in convergence: held-out loss of small models trained through them, less that without.
+"""Price of codecs: held-out loss of small models trained through them, less that of training without.
 
     python jobs/bench/codec_loss --folder FOLDER          every run that ended is a file there, and is not run again
     python jobs/bench/codec_loss --folder FOLDER --kept   measures nothing: the record of the runs that are there

@@ -100,7 +100,7 @@ def _gpt2() -> Any:
 
     size = {"n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, loss_type="ForCausalLM", **size, **ends))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **size, **ends))
 
 
 @cache
