@@ -108,11 +108,12 @@ def figures_of(losses: dict[str, dict[str, dict[str, float]]]) -> dict[str, floa
     """Compute mean losses, and means and standard errors of the gaps, over seeds that were trained without codecs."""
     figures = {}
     for task, by_codec in losses.items():
+        exact = by_codec["none"]
         for codec, by_seed in by_codec.items():
-            gaps = gaps_of(by_seed, by_codec["none"])
+            gaps = gaps_of(by_seed, exact)
             if not gaps:
                 continue
-            figures[f"loss_{task}_{codec}"] = statistics.fmean(by_seed.values())
+            figures[f"loss_{task}_{codec}"] = statistics.fmean(by_seed[seed] for seed in by_seed if seed in exact)
             if codec != "none":
                 figures[f"loss_gap_{task}_{codec}"] = statistics.fmean(gaps)
                 if len(gaps) > 1:
