@@ -3,6 +3,7 @@
     python jobs/check/chaos.py --faults 50 --seed 7
     python jobs/check/chaos.py --faults 12 --schedule 2bw
     python jobs/check/chaos.py --faults 12 --codec bf16
+    python jobs/check/chaos.py --faults 20 --schedule 2bw --optimizer muon --codec tah4
     python jobs/check/chaos.py --faults 12 --set precision=fp16 recompute=always max_grad_norm=0.5
     python jobs/check/chaos.py --faults 5 --kinds sigkill driver        without root: on this machine's Ray alone
     python jobs/check/chaos.py --faults 50 --replicas 2 1               a replica of a stage at a time, without root
@@ -42,14 +43,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from tests.runtime.raylets import TOKEN
+from tests.runtime.raylets import PATIENCE, TOKEN, private_cluster
 
 os.environ |= TOKEN  # before Ray is imported, which looks once
 
@@ -111,6 +112,23 @@ def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3)
 
 
+class MuonAndAdamW:
+    """Two optimizers in one object: Muon steps the matrices, AdamW all other parameters."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        matrices, others = ([p for _, p in named if (p.ndim == 2) is wanted] for wanted in (True, False))
+        self.both: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-3)] if others else []
+        if matrices:
+            self.both.append(torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw"))
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+
+OPTIMIZERS: dict[str, Callable[[list[tuple[str, torch.nn.Parameter]]], Any]] = {"adamw": adamw, "muon": MuonAndAdamW}
+
+
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
 
@@ -136,7 +154,7 @@ def trainer(folder: Path, name: str, options: argparse.Namespace, pause_s: float
     return raypipe.PipelineTrainer(
         model(pause_s, options),
         loss_fn=functional.cross_entropy,
-        optimizer=adamw,
+        optimizer=OPTIMIZERS[options.optimizer],
         lr_scheduler=decay,
         train_data=data(),
         pipeline=raypipe.PipelineConfig(**fields | dict(options.set)),
@@ -264,17 +282,15 @@ def cluster(options: argparse.Namespace) -> Iterator[Hosts | None]:
     """Start Ray, on hosts of its own if the kinds need them."""
     quiet: dict[str, Any] = {"namespace": "raypipe", "log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as ends:
-        ends.callback(ray.shutdown)
+        workers = sum(options.replicas) or options.stages
         if set(options.kinds) <= {*ANYWHERE, "replica"}:
-            ray.init(
-                address="local",
-                num_cpus=(sum(options.replicas) or options.stages) + 1,
-                include_dashboard=False,
-                **quiet,
-            )
+            home = ends.enter_context(private_cluster())  # tries again if Ray gives up, as on a busy machine
+            home.start(cpus=workers + 1, environment=PATIENCE)
+            ends.callback(ray.shutdown)
+            ray.init(address=home.address, **quiet)
             yield None
             return
-        lab = ends.enter_context(hosts((sum(options.replicas) or options.stages) + 1))
+        lab = ends.enter_context(hosts(workers + 1))
         ends.callback(ray.shutdown)
         ray.init(address=lab.address, _node_ip_address=lab.address.split(":")[0], **quiet)
         yield lab
@@ -292,6 +308,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shard-optimizer", action="store_true", help="replicas share out the state of theirs")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--codec", default="none", help="of messages both ways")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: of matrices, the rest by adamw")
     parser.add_argument("--set", nargs="+", type=field, default=[], metavar="FIELD=VALUE", help="of PipelineConfig")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no fault is waited for")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which stay there")
@@ -312,8 +329,8 @@ def main() -> int:
     kinds = (options.kinds * (1 + options.faults // len(options.kinds)))[: options.faults]
     random.Random(options.seed).shuffle(kinds)
     print(
-        f"seed {options.seed}, {options.faults} faults, {options.schedule}, codec {options.codec}, "
-        f"{dict(options.set)}; {machine_line()}",
+        f"seed {options.seed}, {options.faults} faults, {options.schedule}, {options.optimizer}, "
+        f"codec {options.codec}, {dict(options.set)}; {machine_line()}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
