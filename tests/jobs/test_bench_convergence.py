@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from jobs.bench.convergence import bench
 from jobs.bench.convergence.bench import Kind
 from jobs.bench.convergence.delayed import train
+from jobs.bench.convergence.muon import BatchedMuon
 from tests.emulators.nets import NETS
 from tests.emulators.training import Fill, emulate, one_thread
 from tests.emulators.versions import stashing, two_buffered
@@ -67,16 +69,40 @@ def test_gaps_are_of_equal_seeds_and_best_choices_of_optimizers_as_good_as_adamw
         kind("2bw", "adamw", "predict"): {100: 2.4},
         kind("2bw", "sgd"): {100: 3.0},
     }
-    figures = bench.figures_of(runs, runs, choosing)
+    figures = bench.figures_of(runs, choosing)
     assert figures["loss_text_flush_adamw"] == pytest.approx(2.1)
-    assert figures["loss_gap_text_2bw_adamw"] == pytest.approx(0.4)
-    assert figures["loss_gap_error_text_2bw_adamw"] == pytest.approx(0.1)
+    assert figures["own_rate_loss_gap_text_2bw_adamw"] == pytest.approx(0.4)
+    assert figures["own_rate_loss_gap_error_text_2bw_adamw"] == pytest.approx(0.1)
     assert figures["own_rate_loss_gap_text_2bw_adamw_predict"] == pytest.approx(-0.1)
-    assert "loss_gap_error_text_2bw_adamw_predict" not in figures
-    assert "loss_gap_text_pipedream_sgd" not in figures
+    assert "own_rate_loss_gap_error_text_2bw_adamw_predict" not in figures
+    assert "own_rate_loss_gap_text_pipedream_sgd" not in figures
     assert figures["worst_of_best_gap_2bw"] == pytest.approx(0.4), (
         "chosen by other seeds, of optimizers as good as AdamW"
     )
+
+
+def test_neighbouring_rates_are_a_factor_of_two_or_two_and_a_half_apart() -> None:
+    rates = [0.001]
+    while rates[-1] < 1:
+        rates.append(bench.neighbour(rates[-1], 1))
+    assert rates == [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+    assert [bench.neighbour(rate, -1) for rate in rates[1:]] == rates[:-1]
+
+
+def test_muon_for_several_matrices_at_once_is_torchs_up_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    shapes = [(16, 48), (48, 16), (16, 16), (16, 16)]
+    both = [[nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2)]
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+    ours, theirs = BatchedMuon(both[0], **options), torch.optim.Muon(both[1], **options)
+    for _ in range(5):
+        for p, q in zip(*both, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    for p, q in zip(*both, strict=True):
+        assert (p - q).norm() < 0.03 * (p - 1).norm()
 
 
 def test_rates_warm_up_and_fall() -> None:

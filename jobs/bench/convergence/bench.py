@@ -19,13 +19,13 @@ that only the age of the weights differs.
     discount    rate / d ** (1 - min(t / K, 1)) for update t; K is a quarter of the run; nothing changes where d <= 1
     momentum    nadam with 0.9 + 0.09 d / 8 as its first beta on a stage that is d updates late
 
-Learning rates are those with which a flush has the least held-out loss for two other seeds; further rates are tried
-while the best is at the edge. A second table has lower rates, as long as they suit a policy better, for the same two
-seeds. Rates warm up for a twentieth of a run and then fall linearly. Tasks: images of digits
+Learning rates are of 1, 2 and 5 times powers of ten. That of the flush has the least held-out loss for two other seeds;
+rates are tried until the best is not at the edge. That of a policy is the flush's, lowered while its own loss for the
+same two seeds falls. Rates warm up for a twentieth of a run and then fall linearly. Tasks: images of digits
 (scikit-learn), bytes of the standard library's source with a small transformer ("text") and a wider one ("gpt").
 
-``loss_gap_*`` is the mean over seeds of the held-out loss in nats minus that of the flush with the same seed; less is
-better. A run that diverges counts with the loss of a uniform prediction.
+``own_rate_loss_gap_*`` is the mean over seeds of the held-out loss in nats minus that of the flush with the same seed;
+less is better. A run that diverges counts with the loss of a uniform prediction.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ import torch
 from torch import nn
 
 from jobs.bench.convergence.delayed import train
+from jobs.bench.convergence.muon import BatchedMuon
 from jobs.bench.convergence.tasks import PARTS, TASKS, Task
 from jobs.lib.common import Bench, BenchRun
 from jobs.lib.kept_cells import ONLY_KEPT, OPTION, KeptCells
@@ -58,37 +59,32 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "2bw": ("none", "predict"),
     "pipedream": ("none", "predict", "discount", "momentum"),
 }
+USED_BY = {"discount": ("sgd", "adamw"), "momentum": ("nadam",)}
+"""Optimizers with which a correction is tried; all if it is not listed."""
 CHOOSING_SEEDS = (100, 101)
 LEAST_FACTOR = 0.02
-APART = 3.16
-"""Ratio of neighbouring rates."""
+DIGITS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Number of seeds, names of tasks and optimizers, and which rates are chosen: of the flush, and of each kind."""
+    """Number of seeds, names of tasks and optimizers, and whether rates are chosen (else the first is taken)."""
 
     seeds: int = 5
     tasks: tuple[str, ...] = ("digits", "text", "gpt")
     optimizers: tuple[str, ...] = OPTIMIZERS
     choose: bool = True
-    own: bool = True
 
 
 BENCH = Bench(
     "bench_convergence",
     __doc__,
     settings=Settings(),
-    quick=Settings(seeds=1, tasks=("digits",), optimizers=("adamw",), choose=False, own=False),
+    quick=Settings(seeds=1, tasks=("digits",), optimizers=("adamw",), choose=False),
     layout={
         "flush: loss": r"loss_((?:digits|text|gpt)_flush_\w+)",
-        "loss gap": r"loss_gap_((?:digits|text|gpt)_\w+)",
-        "standard error": r"loss_gap_error_(\w+)",
-        "accuracy": r"accuracy_((?:digits|text)_flush_\w+)",
-        "drop, points": r"accuracy_drop_(\w+)",
-        "own rate: drop": r"own_rate_accuracy_drop_(\w+)",
-        "own rate: loss gap": r"own_rate_loss_gap_((?:digits|text|gpt)_\w+)",
-        "own rate: standard error": r"own_rate_loss_gap_error_(\w+)",
+        "loss gap": r"own_rate_loss_gap_((?:digits|text|gpt)_\w+)",
+        "standard error": r"own_rate_loss_gap_error_(\w+)",
     },
     targets={r"worst_of_best_gap_2bw": "<= 0.02", r"worst_of_best_gap_pipedream": "<= 0.05"},
     options={
@@ -141,7 +137,7 @@ def optimizers_of(
             half.append({**group, "params": [p for p in group["params"] if (id(p) in inner) is chosen]})
     matrices = [group for group in halves[0] if group["params"]]
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        BatchedMuon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(halves[1], lr=rate, fused=True),
     ]
 
@@ -176,46 +172,34 @@ class Study:
     """All cells of a run, in the order in which they are measured.
 
     Attributes:
-        same: losses of the runs with the rate of the flush, by kind and seed.
-        own: losses of the runs with the rate that suits each policy, optimizer and correction.
-        choosing: losses of the same runs with CHOOSING_SEEDS.
-        losses: losses of all cells, those with which rates were chosen too.
+        runs: losses with the rate that suits each policy, optimizer and correction, by kind and seed.
+        choosing: losses of the same kinds and rates with CHOOSING_SEEDS.
+        losses: losses of all cells by title.
     """
 
     def __init__(self, settings: Settings, cells: KeptCells) -> None:
         self._settings, self._cells = settings, cells
-        self.same: Runs = {}
-        self.own: Runs = {}
+        self.runs: Runs = {}
         self.choosing: Runs = {}
         self.losses: dict[str, float] = {}
 
     def measure(self) -> None:
-        """Choose rates and run all cells, seed by seed, so that a table can be made early."""
-        exact: dict[tuple[str, str], float] = {}
-        for task, optimizer in itertools.product(self._settings.tasks, self._settings.optimizers):
-            rate = self._best_rate(Kind(task, "flush", optimizer, "none"), TASKS[task].rates[optimizer])
-            if rate is not None:
-                exact[task, optimizer] = rate
-        for (task, seed), optimizer in itertools.product(self._rounds(), self._settings.optimizers):
-            if rate := exact.get((task, optimizer)):
+        """Choose rates and run all cells, task by task and seed by seed, so that a table can be made early."""
+        for task in self._settings.tasks:
+            rates: dict[Kind, float] = {}
+            for optimizer in self._settings.optimizers:
                 for kind in kinds(task, optimizer):
-                    self._run(self.same, kind, rate, seed)
-        if not self._settings.own:
-            return
-        own: dict[Kind, float | None] = {}
-        for (task, seed), optimizer in itertools.product(self._rounds(), self._settings.optimizers):
-            for kind in kinds(task, optimizer) if (task, optimizer) in exact else ():
-                if kind not in own:
-                    stale = kind.policy != "flush"
-                    own[kind] = self._lower_rate(kind, exact[task, optimizer]) if stale else exact[task, optimizer]
-                if (rate := own[kind]) is not None:
-                    self._run(self.own, kind, rate, seed)
-        for (kind, chosen), seed in itertools.product(own.items(), CHOOSING_SEEDS):
-            if chosen is not None:
-                self._run(self.choosing, kind, chosen, seed)  # measured already
-
-    def _rounds(self) -> list[tuple[str, int]]:
-        return list(itertools.product(self._settings.tasks, range(self._settings.seeds)))
+                    exact = rates.get(kind._replace(policy="flush", correction="none"))
+                    rate = self._best_rate(kind, TASKS[task].rates[optimizer]) if exact is None else exact
+                    if exact is not None and self._settings.choose:
+                        rate = self._lower_rate(kind, exact)
+                    if rate is None:
+                        break
+                    rates[kind] = rate
+            for seed, kind in itertools.product(range(self._settings.seeds), rates):
+                self._run(self.runs, kind, rates[kind], seed)
+            for seed, kind in itertools.product(CHOOSING_SEEDS if self._settings.choose else (), rates):
+                self._run(self.choosing, kind, rates[kind], seed)  # measured already
 
     def _run(self, runs: Runs, kind: Kind, rate: float, seed: int) -> None:
         if (loss := self._loss(kind, rate, seed)) is not None:
@@ -255,15 +239,15 @@ class Study:
                 print(f"{' '.join(kind)}: rate {best:g} of " + ", ".join(f"{r:g}: {found[r]:.4f}" for r in rates))
                 return best
             if best == rates[0]:
-                rates.insert(0, _neighbour(best, 1 / APART))
+                rates.insert(0, neighbour(best, -1))
             else:
-                rates.append(_neighbour(best, APART))
+                rates.append(neighbour(best, 1))
 
     def _lower_rate(self, kind: Kind, rate: float) -> float | None:
         """Lower the rate of the flush while the held-out loss falls; None if cells are missing."""
         loss = self._mean_loss(kind, rate)
         while loss is not None:
-            lower = _neighbour(rate, 1 / APART)
+            lower = neighbour(rate, -1)
             lower_loss = self._mean_loss(kind, lower)
             if lower_loss is not None and lower_loss >= loss:
                 return rate
@@ -271,15 +255,18 @@ class Study:
         return None
 
 
-def _neighbour(rate: float, factor: float) -> float:
-    return float(f"{rate * factor:.1g}")
+def neighbour(rate: float, step: int) -> float:
+    """Return the next rate (step 1) or the one before it (-1) in 0.001, 0.002, 0.005, 0.01, ..."""
+    power = math.floor(math.log10(rate) + 1e-9)
+    tens, digit = divmod(DIGITS.index(round(rate / 10**power)) + step, len(DIGITS))
+    return float(f"{DIGITS[digit]}e{power + tens}")
 
 
 def kinds(task: str, optimizer: str) -> Iterator[Kind]:
-    """Yield the kinds of runs of an optimizer; "momentum" is for nadam only."""
+    """Yield the kinds of runs of an optimizer, that of the flush first."""
     for policy in POLICIES:
         for correction in CORRECTIONS[policy]:
-            if correction != "momentum" or optimizer == "nadam":
+            if optimizer in USED_BY.get(correction, OPTIMIZERS):
                 yield Kind(task, policy, optimizer, correction)
 
 
@@ -294,7 +281,7 @@ def gaps_of(runs: Runs) -> dict[Kind, list[float]]:
     return found
 
 
-def figures_of(same: Runs, own: Runs, choosing: Runs) -> dict[str, float]:
+def figures_of(runs: Runs, choosing: Runs) -> dict[str, float]:
     """Compute losses of the flush, gaps and standard errors; and of every policy the worst gap of the best choices.
 
     The best choice of a task is the optimizer and correction with the least gap at its own rate for the seeds in
@@ -302,23 +289,22 @@ def figures_of(same: Runs, own: Runs, choosing: Runs) -> dict[str, float]:
     """
     exact = {
         (kind.task, kind.optimizer): statistics.mean(by_seed.values())
-        for kind, by_seed in same.items()
+        for kind, by_seed in runs.items()
         if kind.policy == "flush"
     }
     figures = {f"loss_{task}_flush_{optimizer}": loss for (task, optimizer), loss in exact.items()}
-    for prefix, runs in (("", same), ("own_rate_", own)):
-        for kind, gaps in gaps_of(runs).items():
-            name = "_".join((kind.task, kind.policy, kind.optimizer, *[kind.correction][kind.correction == "none" :]))
-            figures[f"{prefix}loss_gap_{name}"] = statistics.mean(gaps)
-            if len(gaps) > 1:
-                figures[f"{prefix}loss_gap_error_{name}"] = statistics.stdev(gaps) / len(gaps) ** 0.5
+    gaps_by_kind = gaps_of(runs)
+    for kind, gaps in gaps_by_kind.items():
+        name = "_".join((kind.task, kind.policy, kind.optimizer, *[kind.correction][kind.correction == "none" :]))
+        figures[f"own_rate_loss_gap_{name}"] = statistics.mean(gaps)
+        if len(gaps) > 1:
+            figures[f"own_rate_loss_gap_error_{name}"] = statistics.stdev(gaps) / len(gaps) ** 0.5
     by_gap = sorted(gaps_of(choosing).items(), key=lambda item: -statistics.mean(item[1]))
     best = {
         (kind.policy, kind.task): kind
         for kind, _ in by_gap
         if exact.get((kind.task, kind.optimizer), math.inf) <= exact.get((kind.task, "adamw"), math.inf)
     }
-    gaps_by_kind = gaps_of(own)
     for policy in POLICIES:
         kinds_of = [kind for (one, _), kind in best.items() if one == policy and kind in gaps_by_kind]
         if kinds_of:
@@ -326,7 +312,7 @@ def figures_of(same: Runs, own: Runs, choosing: Runs) -> dict[str, float]:
     return figures
 
 
-def show(run: BenchRun, title: str, runs: Runs) -> None:
+def show(run: BenchRun, runs: Runs) -> None:
     """Print the gaps of all kinds, and the worst."""
     gaps = gaps_of(runs)
     rows = [
@@ -334,7 +320,7 @@ def show(run: BenchRun, title: str, runs: Runs) -> None:
         for kind, of in sorted(gaps.items())
     ]
     columns = ("task, policy, optimizer, correction", "seeds", "gap", "error")
-    run.table(f"gap to the flush in nats, {title}", columns, rows)
+    run.table("gap to the flush in nats, at their own rates", columns, rows)
     if gaps:
         worst = max(gaps, key=lambda kind: statistics.mean(gaps[kind]))
         print(f"worst: {' '.join(worst)}, {statistics.mean(gaps[worst]):+.4f} nats")
@@ -349,12 +335,10 @@ def main() -> int:
     cells = KeptCells(run.options.folder, only_kept=run.options.kept)
     study = Study(run.settings, cells)
     study.measure()
-    run.figures |= figures_of(study.same, study.own, study.choosing)
+    run.figures |= figures_of(study.runs, study.choosing)
     run.raw["losses"] = study.losses
     run.raw["cells"] = cells.kept
-    show(run, "at the rate of the flush", study.same)
-    if study.own:
-        show(run, "at their own rates", study.own)
+    show(run, study.runs)
     short = shortfalls(run.settings.tasks, run.figures)
     for line in short:
         print(f"a flush did not arrive: {line}")

@@ -136,15 +136,15 @@ def _below_bigrams(share: float) -> Callable[[], float]:
     return lambda: chance - share * (chance - bigram_entropy_nats(_texts()[1]))
 
 
-ADAPTIVE = (0.01, 0.03)
+ADAPTIVE, MUON = (0.005, 0.01), (0.01, 0.02)
 TASKS = {
     "digits": Task(
         build=_digits_net,
         data=_digits,
         loss_fn=functional.cross_entropy,
         batch=32,
-        num_updates=300,
-        rates={"sgd": (0.03, 0.1), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": ADAPTIVE},
+        num_updates=600,
+        rates={"sgd": (0.05, 0.1), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": MUON},
         chance=math.log(10),
         enough=lambda: 0.25,
     ),
@@ -152,9 +152,9 @@ TASKS = {
         build=lambda: _byte_model(32, 32),
         data=lambda: _text(32, 256),
         loss_fn=loss_fn,
-        batch=16,
-        num_updates=300,
-        rates={"sgd": (0.1, 0.3), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": ADAPTIVE},
+        batch=8,
+        num_updates=1000,
+        rates={"sgd": (0.2, 0.5), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": MUON},
         chance=math.log(VOCABULARY),
         enough=_below_bigrams(0.7),
     ),
@@ -162,9 +162,9 @@ TASKS = {
         build=lambda: _byte_model(64, 64),
         data=lambda: _text(64, 256),
         loss_fn=loss_fn,
-        batch=8,
-        num_updates=400,
-        rates={"sgd": (0.1, 0.3), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": ADAPTIVE},
+        batch=4,
+        num_updates=1000,
+        rates={"sgd": (0.2, 0.5), "adamw": ADAPTIVE, "nadam": ADAPTIVE, "muon": MUON},
         chance=math.log(VOCABULARY),
         enough=_below_bigrams(0.8),
     ),

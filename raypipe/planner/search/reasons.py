@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from raypipe.ir.communication import NO_CODEC
@@ -16,6 +17,8 @@ from raypipe.planner.search.schedule_settings import weight_reason
 
 WORTH_A_WORD = 1.005
 """Ratio of two predicted step times above which the shorter one is called faster."""
+WORTHLESS = 0.5
+"""Relative distance from the lower bound from which a reason leaves it out: on slow links it counts computing only."""
 SHARED = (
     "seconds are those of a worker alone on its machine; workers that share one machine's processors may be some "
     "percent slower than predicted"
@@ -32,8 +35,8 @@ def reasons_of(
         bound_s: lower bound of the seconds of a step over all permitted plans.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
-    if bound_s > 0 and best.partition.num_stages > 1:
-        over = best.prediction.step_s / bound_s - 1
+    over = best.prediction.step_s / bound_s - 1 if bound_s > 0 else math.inf
+    if best.partition.num_stages > 1 and over < WORTHLESS:
         reasons.append(("optimum", f"the step is within {over:.0%} of the shortest that this request allows"))
     if not problem.described and best.partition.num_stages > 1:
         reasons.append(("machine", SHARED))
