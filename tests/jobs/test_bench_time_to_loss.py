@@ -28,7 +28,8 @@ def test_it_trains_what_plain_arithmetic_does(name: str, monkeypatch: pytest.Mon
 
 def test_figures_are_seconds_until_the_loss_of_equal_seeds() -> None:
     def ran(step_s: float, *heldout: float) -> Ran:
-        return Ran([4.0] * EVERY * len(heldout), [step_s] * EVERY * len(heldout), [""], list(heldout), 0.1)
+        updates, schedule = EVERY * len(heldout), "1f1b" if step_s in (0.33, 1.93) else "2bw r=3,3,2"
+        return Ran([4.0] * updates, [step_s] * updates, [schedule], list(heldout), 0.1)
 
     found = {
         Cell("1f1b", 0, 0): ran(0.33, 4.0, 2.9, 2.0),

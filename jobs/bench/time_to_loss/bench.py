@@ -114,9 +114,8 @@ def cells_of(settings: Settings) -> Iterator[Cell]:
                     yield Cell(way, latency_ms, seed)
 
 
-def simulated_s(ran: Ran, way: Way, device: Device) -> float:
+def simulated_s(ran: Ran, device: Device) -> float:
     """Simulate the step of the schedule that a run had at its end; without clipping, steps overlap where they can."""
-    name = ran.schedules[-1] or ScheduleSpec(way.schedule, slack=way.slack).name
     hops, half_s = STAGES - 1, device.backward_s / 2
     costs = Costs(
         forward_s=(device.forward_s,) * STAGES,
@@ -126,7 +125,7 @@ def simulated_s(ran: Ran, way: Way, device: Device) -> float:
         forward_latency_s=(device.latency_s,) * hops,
         backward_latency_s=(device.latency_s,) * hops,
     )
-    spec = ScheduleSpec.parse(f"{name}, M={MICROBATCHES}, overlap")
+    spec = ScheduleSpec.parse(f"{ran.schedules[-1]}, M={MICROBATCHES}, overlap")
     return step_of(lower(schedule_of(spec, STAGES)), costs)[0]
 
 
@@ -165,7 +164,7 @@ def measure(settings: Settings, loss: float, cells: KeptCells) -> dict[Cell, Ran
             raise RuntimeError(
                 f"{cell.title} has other losses than {exact.title}: what was timed is not that training."
             )
-        simulated = simulated_s(ran, way, device)
+        simulated = simulated_s(ran, device)
         share = median(ran.step_s) / simulated
         BenchRun.note(f"{cell.title}: {median(ran.step_s):.3f} s per step, {share:.3f} of the simulated step")
     return found
@@ -192,7 +191,7 @@ def figures_of(settings: Settings, loss: float, found: Mapping[Cell, Ran]) -> di
             f"seconds_{name}": median(seconds[cell] for cell in own),
             f"updates_{name}": median(updates_to(loss, ran) for ran in rans),
             f"step_ms_{name}": step_s * 1e3,
-            f"of_simulated_{name}": step_s / simulated_s(rans[-1], WAYS[way], settings.device(latency_ms)),
+            f"of_simulated_{name}": step_s / simulated_s(rans[-1], settings.device(latency_ms)),
             f"work_share_{name}": median(ran.work_share for ran in rans),
         }
     return figures

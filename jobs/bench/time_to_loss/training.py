@@ -137,7 +137,7 @@ def train(way: Way, device: Device, seed: int, updates: int, num_steps: int) -> 
         return optimizers[-1]
 
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as folder, _emulated(device) as clock:
-        result = raypipe.PipelineTrainer(
+        trainer = raypipe.PipelineTrainer(
             model,
             loss_fn=task.loss_fn,
             optimizer=optimizer,
@@ -155,8 +155,9 @@ def train(way: Way, device: Device, seed: int, updates: int, num_steps: int) -> 
             ),
             scaling_config=SimpleNamespace(num_workers=STAGES),
             run_config=SimpleNamespace(name="run", storage_path=folder),
-        ).fit(num_steps=num_steps, local=True, progress=False)
-        records = list(result.records)
+        )
+        planned = trainer.plan().schedule.kind
+        records = list(trainer.fit(num_steps=num_steps, local=True, progress=False).records)
     stages = [one.kept for one in optimizers[-STAGES:]]  # earlier ones were tried while the plan was made
     heldout = []
     for parts in zip(*stages, strict=True):
@@ -165,7 +166,7 @@ def train(way: Way, device: Device, seed: int, updates: int, num_steps: int) -> 
     return Ran(
         [record.loss for record in records],
         [record.seconds for record in records],
-        list(dict.fromkeys(record.schedule for record in records)),
+        list(dict.fromkeys(record.schedule or planned for record in records)),
         heldout,
         clock.work_s / clock.emulated_s,
     )
