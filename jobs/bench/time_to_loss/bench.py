@@ -44,7 +44,7 @@ WAYS = {
     "auto": Way("auto", "muon", 0.02),
     "2bw": Way("2bw", "muon", 0.02, slack=(3, 3, 2), correction="predict"),
 }
-"""With this slack stage 0 runs 8 forwards ahead, as many as two weight versions allow; it changes no loss."""
+"""The slack of 2bw lets stage 0 run 8 forwards ahead, as many as two weight versions allow; it changes no loss."""
 CHOOSING_SEED = 100
 FIXED_AT = 0.7
 """Share of its updates after which 1F1B has the fixed loss, with CHOOSING_SEED."""
