@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,14 @@ class EndProcess:
                 self._at, self.address = json.loads(line).values()
                 break
         assert self._at, "the process of an end did not begin"
+        threading.Thread(target=self._read_on, daemon=True).start()
+
+    def _read_on(self) -> None:
+        """Pass on what the process prints, as NCCL does with its warnings; a full pipe would stop it."""
+        assert self._process.stdout is not None
+        with suppress(ValueError):  # it was closed
+            for line in self._process.stdout:
+                print(line, end="", file=sys.stderr)
 
     def call(self, name: str, *arguments: Any, timeout_s: float = 2 * WAIT_S) -> Any:
         """Call a method of ``Served`` there, in a thread of its own; an error of raypipe is raised here."""
