@@ -71,11 +71,10 @@ class Outcome:
 
 def pytest_of(name: str, *files: str, workers: int = 1, seconds: float = 60) -> tuple[str, ...]:
     """Return arguments of pytest: a line for each test, reasons at the end, and a junit report."""
-    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", f"--junitxml=OUT/{name}.xml"]
+    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    options += [f"--junitxml=OUT/{name}.xml", f"--timeout={seconds:g}"]
     if find_spec("xdist"):
         options += ["-n", str(workers)] if workers > 1 else ["-n", "0"]
-    if find_spec("pytest_timeout"):
-        options += [f"--timeout={seconds:g}"]
     return "-m", "pytest", *options, *files
 
 
