@@ -3,6 +3,7 @@
 # make test      install, then every tier of tests without its long tests (TIERS="lint core" for some)
 # make test-long install, then the long tests of every tier (TIERS="ray" for some)
 # make test-gpu  the tests that need an NVIDIA GPU, with a torch for CUDA in .venv; make bench-gpu measures there
+# make gpu-lease both in 15 minutes, with python3 as it is: docs/gpu.md (PART=1 for the first half, DEVICE=cpu to try it)
 # make test-torch VERSION=2.11  the tests that compute, and those that need a GPU, with another torch (TIERS="ray" for some)
 
 PYTHON ?= python3
@@ -15,10 +16,10 @@ BASE ?= main
 OTHER := .venv-torch-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint quick test test-long test-gpu test-torch bench-gpu train clean
+.PHONY: help install lint quick test test-long test-gpu test-torch bench-gpu gpu-lease train clean
 
 help:
-	@echo "make install | lint | quick [BASE=main] | test [TIERS='lint core laws engine ray gpu'] | test-long | test-gpu | test-torch VERSION=2.11 | bench-gpu | train | clean"
+	@echo "make install | lint | quick [BASE=main] | test [TIERS='lint core laws engine ray gpu'] | test-long | test-gpu | test-torch VERSION=2.11 | bench-gpu | gpu-lease | train | clean"
 
 install: $(INSTALLED)
 
@@ -63,6 +64,10 @@ $(OTHER)/.installed: $(INSTALLED)
 bench-gpu:
 	$(RUN) jobs/bench/codec
 	$(RUN) jobs/bench/gpu
+
+# Without .venv: such a machine has its own torch.
+gpu-lease:
+	$(PYTHON) jobs/check/gpu_machine.py $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE))
 
 train: install
 	$(RUN) jobs/train/lm.py

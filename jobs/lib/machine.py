@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "commit", "hardware", "load", "machine_line", "versions"]
+__all__ = ["ROOT", "commit", "gpu_clocks", "hardware", "load", "machine_line", "versions"]
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT_S = 30.0
@@ -38,6 +38,11 @@ def hardware() -> dict[str, Any]:
 def _gpus() -> list[str]:
     shown = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return shown.splitlines() if shown else []
+
+
+def gpu_clocks() -> str:
+    """Return the clocks and the power of the GPUs now, as nvidia-smi prints them; "" without it."""
+    return _output("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader") or ""
 
 
 def versions() -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.segment import Order
 from raypipe.planner.segments import rows_for, train_segments
 
-__all__ = ["adamw", "gpt", "pipeline", "texts", "trainer_of"]
+__all__ = ["adamw", "gpt", "pipeline", "sent", "texts", "trainer_of"]
 
 HEADS = 8
 
@@ -36,9 +37,15 @@ def texts(count: int, context: int) -> TensorDataset:
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def sent(columns: Iterable[torch.Tensor], place: torch.device) -> list[torch.Tensor]:
+    """Start copies of tensors in host memory to a device; those to a GPU are from pinned memory, without a wait."""
+    on_gpu = place.type == "cuda"
+    return [x.pin_memory().to(place, non_blocking=True) if on_gpu else x for x in columns]
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Make the optimizer of `make train`."""
-    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95))
+    """Make the optimizer of `make train`, in one kernel for all tensors."""
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), fused=True)
 
 
 def trainer_of(
@@ -50,12 +57,10 @@ def trainer_of(
         model: or a function that makes it.
         config: of PipelineConfig.
     """
-    from ray.train import RunConfig
-
     return raypipe.PipelineTrainer(
         model, loss_fn=loss_fn, optimizer=adamw, train_data=data,
         pipeline=raypipe.PipelineConfig(verify="off", **config), scaling_config=scaling_config,
-        run_config=RunConfig(name="on_device", storage_path=str(folder)),
+        run_config=SimpleNamespace(name="on_device", storage_path=str(folder)),  # as ray.train.RunConfig
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from ray.train import RunConfig, ScalingConfig
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,6 +30,9 @@ from raypipe.callbacks.base import absolute
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
 from jobs.train.corpus import bigram_cross_entropy_nats, bigram_entropy_nats, build_corpus
+
+if TYPE_CHECKING:
+    from ray.train import RunConfig
 
 VOCABULARY = 256
 
@@ -80,6 +83,8 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """Build the data, plan, train, evaluate, print the paths."""
+    from ray.train import ScalingConfig  # here, for the model above is imported where there is no Ray
+
     arguments = parse()
     torch.manual_seed(0)
     corpus = build_corpus(arguments.data, context=arguments.context, max_bytes=arguments.corpus_bytes)
@@ -125,6 +130,8 @@ def main() -> None:
 
 def run_config(arguments: argparse.Namespace) -> RunConfig:
     """Make the RunConfig: a URI (s3://, gs://) as it is, a path made absolute."""
+    from ray.train import RunConfig
+
     return RunConfig(name=arguments.name, storage_path=absolute(arguments.storage))
 
 

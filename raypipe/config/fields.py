@@ -41,7 +41,8 @@ class PipelineFields:
             weights, shifted labels), tries them on real rows, and refuses a loss that no weights make, such as the load
             balancing of experts. "per_microbatch" accepts such a loss: it is computed for each micro-batch, weighted by
             the items of its main part (labels of its cross entropy, else samples). Evaluation weights mini-batches in
-            the same way.
+            the same way. If it is given, a model of 2**24 parameters or more is not computed to check it: a loss_fn is
+            tried on random outputs instead, and of a model's own loss the graph is read.
         loss_over: samples over which the loss is computed. "microbatch" computes the loss of each micro-batch and
             weights it by ``loss_reduction``. "minibatch" computes it once, over the outputs of all micro-batches, as
             losses need that compare samples with each other (contrastive losses); all forwards of a step then precede
@@ -147,7 +148,9 @@ class PipelineFields:
             and neither do runs in threads.
         verify: "first_step" runs two micro-batches through the model and through its stages before training begins, and
             refuses the run if loss, gradients or buffers differ; this process needs about twice the memory of the
-            model. "off" trains the captured stages without that check.
+            model. "off" trains the captured stages without that check; if loss_reduction is given too, a model of 2**24
+            parameters or more whose forward changes no buffer is not computed before the first step at all, which then
+            raises what a trial of two rows would have (docs/design/0056).
         weights_on: place where the initial weights of a new run are made. "client": this process builds the model and
             holds it. "workers": the model, a function, is built here without memory for its parameters, and each worker
             fills those of its own stages: from ``init_from``, which then names safetensors files that all workers can

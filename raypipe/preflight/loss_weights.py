@@ -139,7 +139,12 @@ def find_reduction(
 
     # Always for a loss_fn without weights: verify, which would find that it draws or fails, does not run without them.
     tried = _trials(model, loss_fn, captured, few, pipeline.seed) if weightless and loss_fn is not None else None
-    terms = captured.terms if loss_fn is None else _terms_of_loss_fn(model, loss_fn, captured, few, pipeline.seed)
+    if tried is None and field != "auto" and is_large(model) and captured.one_size is None:
+        tried = _trials_of_loss(loss_fn, captured, few, pipeline.seed)
+    alone = tried is not None  # found without computing the model
+    terms = captured.terms
+    if loss_fn is not None:
+        terms = _terms_of_loss_fn(model, loss_fn, captured, few, pipeline.seed, alone=alone)
     if terms is not None and terms.bent and field not in ("mean", "per_microbatch"):
         if several and (field == "auto" or loss_fn is None):
             bent = _refusal_of_bend(terms.bent, pipeline)
@@ -171,6 +176,8 @@ def find_reduction(
     if field in ("mean", "per_microbatch"):
         if trials and several:
             _refuse_sum(field, trials[0])
+        if several and not trials and loss_fn is None and terms is not None and terms.sums:
+            raise _refusal_of_sum(field, "by its graph")
         return LossReduction("mean", _OWN.format(weighed="samples") if field == "per_microbatch" else "")
     if field != "auto":
         return LossReduction(field)
@@ -242,6 +249,24 @@ def _trials(
     trial = LossTrial(with_random_weights(model) if weightless else model, loss_fn, seed, size=captured.one_size)
     tried = trial.losses(rows)
     return [tried] if tried else [], _DRAWS if trial.drew else "" if tried else _FAILS
+
+
+def _trials_of_loss(
+    loss_fn: LossFn | None, captured: Capture, rows: Columns, seed: int
+) -> tuple[list[Tried], str] | None:
+    """Compute losses as ``_trials`` does, without computing the model; None if they cannot be known without it.
+
+    A loss_fn is tried on random outputs. The graph of a model's own loss shows what that averages over.
+    """
+    if loss_fn is None:
+        return ([], "") if captured.terms is not None and not captured.terms.unknown else None
+    try:
+        tried = try_on_random_outputs(captured, rows, seed)
+    except CaptureError:
+        raise
+    except Exception:  # noqa: BLE001  (a loss that takes some outputs only, or a model that needs its weights for shapes)
+        return None
+    return None if tried is None else ([tried], "")
 
 
 def _over_many(captured: Capture, rows: Columns, seed: int) -> Tried | None:
@@ -324,13 +349,20 @@ def _refuse_sum(field: Any, tried: Tried) -> None:
 
     if fits("sum") and not fits("mean"):
         grouping = tried.groupings[0]
-        raise ConfigError(
-            f"loss_reduction={field!r} is for a loss that averages over samples, but this one adds up: over "
-            f"{sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over {' and '.join(map(str, grouping.sizes))} "
-            f"of them {' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}. The gradient would shrink with "
-            "the number of micro-batches. Set loss_reduction='sum', leave it out, or let the loss average "
-            "(reduction='mean')."
+        raise _refusal_of_sum(
+            field,
+            f"over {sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over "
+            f"{' and '.join(map(str, grouping.sizes))} of them "
+            f"{' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}",
         )
+
+
+def _refusal_of_sum(field: Any, seen: str) -> ConfigError:
+    return ConfigError(
+        f"loss_reduction={field!r} is for a loss that averages over samples, but this one adds up: {seen}. The "
+        "gradient would shrink with the number of micro-batches. Set loss_reduction='sum', leave it out, or let the "
+        "loss average (reduction='mean')."
+    )
 
 
 def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> LossReduction:
@@ -376,23 +408,27 @@ class _LossModule(torch.nn.Module):
 
 
 def _terms_of_loss_fn(
-    model: torch.nn.Module, loss_fn: LossFn, captured: Capture, rows: Columns, seed: int
+    model: torch.nn.Module, loss_fn: LossFn, captured: Capture, rows: Columns, seed: int, *, alone: bool
 ) -> LossTerms | None:
     """Trace a loss_fn on the model's outputs for these rows and find its terms; None if it cannot be traced.
+
+    Args:
+        alone: True to take outputs of the right shapes instead, with which ``try_on_random_outputs`` has tried the
+            loss_fn.
 
     Raises:
         CaptureError: the loss_fn draws random numbers, or changes a buffer of its own.
     """
     trial, target = LossTrial(model, loss_fn, seed), list(rows.values())[-1]
-    weightless = any(p.is_meta for p in model.parameters())
-    if weightless:
+    alone = alone or any(p.is_meta for p in model.parameters())
+    if alone:
         loss: Any = captured.recipe.loss
         output = loss.as_returned(tuple(empty_like_on_host(tensor) for tensor in bare_outputs(captured, rows)))
     else:
         output = trial.outputs(rows)
     if output is None:
         return None
-    if not weightless:
+    if not alone:
         trial.refuse_unrepeatable(output, target)
     leaves, spec = pytree.tree_flatten(output)
     fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}

@@ -1,4 +1,5 @@
-"""Replacements of models without weights (weights_on="workers"), to try their loss: random outputs or random weights.
+"""Replacements of models without weights (weights_on="workers"), or of large ones, to try their loss: random outputs or
+random weights.
 
     rows --shapes of the model's outputs--> random outputs --loss_fn, with the target--> losses and their gradients
                                                                                          by the outputs
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from raypipe.data.item_randomness import own_generators
 from raypipe.engine.stage.module_copy import copy_of
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.errors import DataError
+from raypipe.preflight.dry_run import NUM_ROWS, no_reads_of, scalar
 from raypipe.preflight.loss_on_rows import LossTrial, Tried
 
 MOST_BYTES = 1 << 28
@@ -65,12 +68,7 @@ class _RandomOutputs(torch.nn.Module):
 
 
 def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) -> Iterator[torch.nn.Module]:
-    """Yield three modules with different random outputs, since some losses accept only some numbers.
-
-    The outputs of the first are normally distributed, those of the second uniformly between 0 and 1. Those of the third
-    are probabilities, which add up to 1 in the last dimension. Nothing is yielded if the outputs cannot be divided
-    among the rows, or would exceed ``most_bytes`` (at most MOST_BYTES, also the default).
-    """
+    """Yield a module for each of ``_draws``, unless the outputs cannot be divided among the rows."""
     count = len(next(iter(rows.values())))
     bare = bare_outputs(captured, rows)
     twice = bare_outputs(captured, {name: torch.cat([x, x]) if x.dim() else x for name, x in rows.items()})
@@ -80,6 +78,17 @@ def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) 
         if not of_rows and x.shape != double.shape:
             return
         each.append(x.shape[0] // count if of_rows else 0)
+    for outputs in _draws(bare, most_bytes):
+        yield _RandomOutputs(captured, outputs, each)
+
+
+def _draws(bare: Sequence[torch.Tensor], most_bytes: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """Yield three lists of random tensors of these shapes, since some losses accept only some numbers.
+
+    The first are normally distributed, the second uniformly between 0 and 1, the third probabilities, which add up to 1
+    in the last dimension. Nothing is yielded if they would exceed ``most_bytes`` (at most MOST_BYTES, also the
+    default).
+    """
     if sum(math.prod(x.shape) * max(4, x.dtype.itemsize) for x in bare) > min(most_bytes or MOST_BYTES, MOST_BYTES):
         return
     for draw in (torch.randn, torch.rand, lambda shape: torch.randn(shape).softmax(-1) if shape else torch.rand(shape)):
@@ -91,7 +100,30 @@ def _stand_ins(captured: Capture, rows: Columns, most_bytes: int | None = None) 
                 else torch.zeros(x.shape, dtype=x.dtype)
                 for x in bare
             ]
-        yield _RandomOutputs(captured, outputs, each)
+        yield outputs
+
+
+def loss_runs(captured: Capture, rows: Columns, *, training: bool = True) -> bool:
+    """Run a loss_fn on random outputs of the model as ``rehearse`` does on its own; return True if one of them passes.
+
+    Args:
+        rows: columns of a few rows by name.
+        training: True to run its backward too; False for the loss of evaluation.
+    """
+    (program,) = captured.programs(())
+    mode = "train" if training else "eval"
+    loss, few = program.loss_by_mode[mode], {name: x[:NUM_ROWS] if x.dim() else x for name, x in rows.items()}
+    learning = {name: captured.parameters[name] for name in captured.trainable}
+    assert loss is not None
+    for outputs in _draws(bare_outputs(captured, few, mode)):
+        leaves = [x.requires_grad_() for x in outputs if x.is_floating_point()]
+        targets = [few[name].clone() for name in program.targets]
+        with suppress(Exception), no_reads_of(learning, "loss_fn", allowed=(*outputs, *targets)):
+            total = scalar(loss(tuple(outputs), targets), NUM_ROWS)
+            if training:
+                torch.autograd.grad(total, leaves, allow_unused=True)
+            return True
+    return False
 
 
 def try_on_random_outputs(captured: Capture, rows: Columns, seed: int, most_bytes: int | None = None) -> Tried | None:

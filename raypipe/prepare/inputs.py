@@ -32,8 +32,10 @@ from raypipe.preflight.dry_run import (
     rehearse,
     rehearse_evaluation,
 )  # fmt: skip
+from raypipe.preflight.loss_on_rows import is_large
 from raypipe.preflight.metric_trial import metric_reads, try_metrics
 from raypipe.preflight.module import refuse_aliased_memory, refuse_frequencies, refuse_hooks, refuse_still_norms
+from raypipe.preflight.random_outputs import loss_runs
 from raypipe.prepare.data_sizes import DataSizes, look_at, refuse_unfit_shapes
 from raypipe.run.plans.blueprint import permitted_codecs
 from raypipe.user_lines import quoted, short
@@ -134,8 +136,10 @@ def open_arguments(
         )
     rows = by_name(columns, example)
     refuse_aliased_memory(captured)
-    rehearse(built, captured, rows)
-    evaluated = _try_evaluation(built, captured, sources, columns, metrics) if evaluates else ()
+    bare = is_tried_without_model(built, captured, pipeline)
+    if not (bare and _loss_runs(captured, rows)):
+        rehearse(built, captured, rows)
+    evaluated = _try_evaluation(built, captured, sources, columns, metrics, bare=bare) if evaluates else ()
     larger: Mapping[Any, torch.Tensor] = {}
     if curve and (most := min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)))) > size:
         larger = by_name(columns, seen.rows(train, columns, most, seen.largest))
@@ -160,8 +164,14 @@ def _try_evaluation(
     sources: Mapping[str, Source],
     columns: tuple[Any, ...],
     metrics: Mapping[str, Any] | None,
+    *,
+    bare: bool,
 ) -> tuple[str, ...]:
-    """Try the evaluation of a few rows; return the names of the metrics' numbers, or () without metrics."""
+    """Try the evaluation of a few rows; return the names of the metrics' numbers, or () without metrics.
+
+    Args:
+        bare: True to run the loss on random outputs, see ``is_tried_without_model``; metrics need those of the model.
+    """
     source = sources["eval"]
     check_columns(columns, source, sources["train"])
 
@@ -170,7 +180,8 @@ def _try_evaluation(
 
     count = min(captured.one_size or NUM_ROWS, source.num_samples)
     rows = read(count)
-    rehearse_evaluation(model, captured, rows)
+    if metrics or not (bare and _loss_runs(captured, rows, training=False)):
+        rehearse_evaluation(model, captured, rows)
     if not metrics:
         return ()
     most = (
@@ -179,6 +190,28 @@ def _try_evaluation(
         else max(count, min(MOST_SAMPLES, MOST_BYTES // max(1, _bytes_per_sample(rows)), source.num_samples))
     )
     return try_metrics(metrics, captured, rows, lambda: read(most))
+
+
+def is_tried_without_model(model: torch.nn.Module, captured: Capture, pipeline: PipelineConfig) -> bool:
+    """Return True if a run is prepared without computing the model, which takes minutes for a large one on a CPU.
+
+    Both things that its computation would show must have been given up in the configuration: what the loss averages
+    over (loss_reduction), and whether stages compute as the model does (verify="off"). A model with buffers that a
+    forward changes is computed all the same: only then does it show what a backward does to them.
+    """
+    (program,) = captured.programs(())
+    given_up = pipeline.loss_reduction != "auto" and pipeline.verify == "off"
+    return given_up and is_large(model) and not program.train.changing_buffers
+
+
+def _loss_runs(captured: Capture, rows: Mapping[Any, torch.Tensor], *, training: bool = True) -> bool:
+    """Return True if the loss runs without the model; the graph of a model's own loss was traced with it."""
+    if captured.loss_fn is None:
+        return True
+    try:
+        return loss_runs(captured, rows, training=training)
+    except Exception:  # noqa: BLE001  (a model that needs its weights for shapes)
+        return False
 
 
 def _bytes_per_sample(rows: Mapping[Any, torch.Tensor]) -> int:

@@ -31,7 +31,15 @@ from raypipe.preflight.metric_trial import try_on_smallest
 from raypipe.preflight.module import note_on_modes, turned_on
 from raypipe.preflight.optimizer import try_optimizers
 from raypipe.prepare.identity import model_labels
-from raypipe.prepare.inputs import Opened, by_name, example_of, needs_profile, open_arguments, wants_curve
+from raypipe.prepare.inputs import (
+    Opened,
+    by_name,
+    example_of,
+    is_tried_without_model,
+    needs_profile,
+    open_arguments,
+    wants_curve,
+)
 from raypipe.prepare.job import Job
 from raypipe.prepare.model_code import code_labels
 from raypipe.prepare.model_profile import (
@@ -121,7 +129,8 @@ def prepare(
     sizes = (opened.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
     if opened.captured.one_size is not None:
         refuse_other_sizes(opened.captured.one_size, {k: x.num_samples for k, x in opened.sources.items()}, *sizes[1:])
-    rehearse_single(opened.model, opened.captured, opened.example, *sizes)
+    if not is_tried_without_model(opened.model, opened.captured, pipeline):
+        rehearse_single(opened.model, opened.captured, opened.example, *sizes)
     if arguments.metrics and "eval" in opened.sources:
         _try_metrics(arguments.metrics, opened, planned.plan)
     job = _noting_compiled(_job(arguments, opened, pipeline, basis, planned, reduction))

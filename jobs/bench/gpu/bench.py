@@ -1,7 +1,7 @@
 """Pipeline on one GPU: a GPT of 1 B parameters in bf16, beside plain PyTorch and torch's pipelining.
 
     step_s_*                 seconds of a step: forwards, backwards of all micro-batches, AdamW; under bf16 autocast
-        plain                plain PyTorch
+        plain                plain PyTorch: mini-batches are copied from pinned memory without a wait, AdamW is fused
         stage, two_stages    ours, in threads with the same GPU; messages between two go through host memory
         torch, torch_two_stages   torch.distributed.pipelining in one process, which passes tensors without copies
     *_over_plain             seconds over those of plain PyTorch
@@ -34,7 +34,8 @@ import torch
 
 from jobs.bench.gpu import torch_stages, where
 from jobs.lib.common import Bench, median
-from jobs.lib.on_device import adamw, gpt, pipeline, texts, trainer_of
+from jobs.lib.machine import gpu_clocks
+from jobs.lib.on_device import adamw, gpt, pipeline, sent, texts, trainer_of
 from jobs.train.lm import loss_fn
 from raypipe.engine.device.cuda_device import CudaDevice, why_not
 from raypipe.engine.device.device import CPU, Device
@@ -79,6 +80,7 @@ BENCH = Bench(
     options={
         "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
         "--rounds": {"type": int, "default": None, "metavar": "N", "help": "in which all candidates take turns"},
+        "--steps": {"type": int, "default": None, "metavar": "N", "help": "of each candidate in a round"},
         "--where": {"action": "store_true", "help": "print what takes the host's time in a step, and measure nothing"},
         "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
     },
@@ -109,9 +111,9 @@ def plain(size: Size, device: Device) -> Iterator[None]:
     model = fresh(size).to(place)
     optimizer = adamw(model.parameters())
     for minibatch in minibatches(size):
-        for x, y in zip(*(column.chunk(size.microbatches) for column in minibatch), strict=True):
+        for x, y in zip(*(column.chunk(size.microbatches) for column in sent(minibatch, place)), strict=True):
             with torch.autocast(place.type, torch.bfloat16, cache_enabled=False):
-                loss = loss_fn(model(x.to(place)), y.to(place)) / size.microbatches
+                loss = loss_fn(model(x), y) / size.microbatches
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -234,7 +236,9 @@ def measure(
             found, peak = trial(label, size, device_of)
             seconds[label] += found
             peaks[label] = max(peaks[label], peak)
+            print(f"{label}: {median(found) * 1e3:.2f} ms a step, peak {peak / 2**20:.0f} MiB", flush=True)
             gc.collect()
+    raw: dict[str, Any] = {"step_s": seconds, "peak_bytes": peaks, "clocks": gpu_clocks()}  # soon after the last step
     tokens = size.minibatch * size.context
     step_s = {label: median(found) for label, found in seconds.items()}
     figures = {f"step_s_{label}": step_s[label] for label in LABELS}
@@ -247,7 +251,7 @@ def measure(
     promised, in_bf16 = planned(size, device_of, "bf16")[1], peak_in_bf16(size, device_of)
     if in_bf16:
         figures["peak_over_plan"] = in_bf16 / promised
-    return figures, {"step_s": seconds, "peak_bytes": peaks, "planned_bytes": promised, "peak_bytes_bf16": in_bf16}
+    return figures, raw | {"planned_bytes": promised, "peak_bytes_bf16": in_bf16}
 
 
 def main() -> int:
@@ -257,7 +261,9 @@ def main() -> int:
         print(f"nothing to measure: {reason}")
         return 0
     options.quick = options.quick or on_cpu
-    size = replace(TINY, rounds=options.rounds or TINY.rounds) if on_cpu else run.settings
+    size = run.settings
+    if on_cpu:
+        size = replace(TINY, rounds=options.rounds or TINY.rounds, steps=options.steps or TINY.steps)
     device_of: Callable[[], Device] = (lambda: CPU) if on_cpu else CudaDevice
     if options.where:
         print(where_of(size, device_of))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jobs.lib.on_device import sent
 from jobs.train.lm import GPT, loss_fn
 from raypipe.engine.device.device import Device
 
@@ -76,7 +77,8 @@ def steps(
         optimizer = make_optimizer([p for part in parts for p in part.parameters()])
         for x, y in batches:
             losses: list[torch.Tensor] = []
-            schedule.step(x.to(place), target=y.to(place), losses=losses, return_outputs=False)
+            inputs, targets = sent((x, y), place)
+            schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()
             float(torch.stack(losses).detach().mean())

@@ -22,8 +22,8 @@ Use this transport on a trusted network. The groups' own ports cannot be confine
 
 An NCCL communicator is made without blocking, on one named device; a thread that waits for a transfer polls an event
 of its stream and the link's abort flag. On abort, a separate thread aborts the communicator, which may take a while,
-and no later link waits for it. NCCL refuses two ranks on one GPU. **Never run on two GPUs**; ``DeviceGroupChannel``
-was tested over pipes.
+and no later link waits for it. NCCL refuses two ranks on one GPU, unless their processes have different NCCL_HOSTIDs:
+tests/gpu/test_nccl.py joins two that way. **Never run on two GPUs**.
 """
 
 from __future__ import annotations
@@ -104,9 +104,14 @@ class ProcessGroupEndpoint:
         ports: lowest and highest port of its sockets; the ports of the groups cannot be confined.
         device: device of its stages: gloo for the CPU, NCCL for any other.
 
+    Attributes:
+        refuses_shared_gpu: False lets two workers on one GPU try, for tests; see the module.
+
     Raises:
         ConfigError: NCCL is needed, and missing or too old.
     """
+
+    refuses_shared_gpu = True
 
     def __init__(self, host: str, ports: tuple[int, int] | None, device: Device) -> None:
         if not device.immediate and (reason := why_no_nccl()):
@@ -132,7 +137,7 @@ class ProcessGroupEndpoint:
                 "not pass through a CPU. Leave it out, or take transport='tcp'."
             )
         for peer, at in peers.items():
-            if gpu and at.gpu == gpu:
+            if gpu and at.gpu == gpu and self.refuses_shared_gpu:
                 raise LinkError(
                     f"workers {me} and {peer} share a GPU, between which NCCL makes no link. Take transport='tcp', or "
                     "give each worker a GPU of its own."
