@@ -35,7 +35,7 @@ def make_endpoint(transport: str, host: str, ports: tuple[int, int] | None = Non
     if transport in ("auto", "tcp"):
         from raypipe.runtime.transport.tcp import SocketEndpoint
 
-        return SocketEndpoint(host, ports)
+        return SocketEndpoint(host, ports, share_memory=transport == "auto")
     if transport == "object_store":
         from raypipe.runtime.transport.object_store import ObjectStoreEndpoint
 
