@@ -8,7 +8,7 @@
 Each direction that has a Unix socket has a *segment* of its own: a memfd, which has no name and ends with the last
 process that maps it, however that process ends. The sender creates it and passes its descriptor over the socket:
 
-    | page: byte 0 is 1 once the receiver has mapped it; byte k is 1 while slot k is in use | slot 1 | ... | slot SLOTS |
+    | page: byte 0: 1 once the receiver has mapped it; byte k: 1 while slot k is in use | slot 1 | ... | slot SLOTS |
 
 Nothing waits for shared memory: if the receiver has not mapped the segment, or no slot is free, the payload follows its
 header over the socket. So all waits, aborts and ends are those of SocketChannel. Slots take no memory before their

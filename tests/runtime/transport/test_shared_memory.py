@@ -63,8 +63,8 @@ def slots_in_use(end: Any) -> int:
 def segments() -> int:
     """Count the segments, mapped or open, of this process."""
     maps = Path("/proc/self/maps").read_text().count("memfd:raypipe-link")
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
-    return maps + sum("memfd:raypipe-link" in file for file in files)
+    files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    return maps + sum("memfd:raypipe-link" in str(file) for file in files)
 
 
 def seen(pair: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -108,27 +108,36 @@ def test_more_messages_than_slots_arrive(pair: tuple[Any, Any]) -> None:
     assert all(torch.equal(x, LARGE + m) for m, x in enumerate(held))
 
 
-@pytest.mark.slow
-@given(st.data())
-def test_what_is_held_keeps_its_bits_whatever_comes(data: st.DataObject) -> None:
-    """Messages both ways, of sizes on both sides of the threshold; each is held for a while."""
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[tuple[Any, Any]]:
+    """A link for all examples of a property."""
     ends = seen(open_link(channel=SharedMemoryChannel))
-    held: dict[int, torch.Tensor] = {}
-    try:
-        for m in range(data.draw(st.integers(1, 40))):
-            if held and data.draw(st.booleans()):
-                del held[data.draw(st.sampled_from(sorted(held)))]
-            sender = data.draw(st.integers(0, 1))
-            action = f(m) if sender == 0 else b(m)
-            ends[sender].send(action, (torch.full((data.draw(st.sampled_from((9, 131_071, 131_072, 300_000))),), m),))
-            (held[m],) = ends[1 - sender].recv(action, WAIT_S)
-            assert all(bool((x == number).all()) for number, x in held.items())
-        held.clear()
-        for end in ends:
-            wait_until(lambda end=end: slots_in_use(end) == 0)
-    finally:
-        for end in ends:
-            end.close()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+Step = tuple[int, int, bool]
+"""Sender, elements of its message, and whether the oldest message that is held is freed first."""
+STEPS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from((9, 65_535, 65_536, 90_000)), st.booleans()), max_size=30)
+
+
+@pytest.mark.slow
+@given(STEPS)
+def test_what_is_held_keeps_its_bits_whatever_comes(lasting: tuple[Any, Any], steps: list[Step]) -> None:
+    """Messages both ways, of sizes on both sides of the threshold."""
+    held: list[tuple[int, torch.Tensor]] = []
+    for m, (sender, elements, frees) in enumerate(steps):
+        del held[: int(frees)]
+        action = f(m) if sender == 0 else b(m)
+        lasting[sender].send(action, (torch.full((elements,), m),))
+        (got,) = lasting[1 - sender].recv(action, WAIT_S)
+        held.append((m, got))
+        assert all(bool((x == number).all()) for number, x in held)
+        del got
+    held.clear()
+    for end in lasting:
+        wait_until(lambda end=end: slots_in_use(end) == 0)
 
 
 def test_large_payloads_beyond_the_kept_slots_return_their_memory(
@@ -239,7 +248,7 @@ link.recv(f(1), WAIT_S)
 @pytest.mark.slow
 def test_a_killed_peer_is_noticed_what_it_sent_stays_and_nothing_is_left() -> None:
     gc.collect()
-    before, names = segments(), set(os.listdir("/dev/shm"))
+    before, names = segments(), set(Path("/dev/shm").iterdir())
     root = Path(__file__).parents[3]
     peer = subprocess.Popen(
         [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root,
@@ -252,7 +261,7 @@ def test_a_killed_peer_is_noticed_what_it_sent_stays_and_nothing_is_left() -> No
         print(*end.address, sep="|", file=peer.stdin, flush=True)
         host, port, unix, machine = peer.stdout.readline().rstrip("\n").split("|")
         link: Any = end.open(opening(0, {1: (host, int(port), unix, machine)}))[1]
-        wait_until(lambda: link._slots_out._memory[0] == 1)
+        wait_until(lambda end=link: end._slots_out._memory[0] == 1)
         link.send(f(0), (LARGE,))
         (doubled,) = link.recv(b(0), WAIT_S)
         assert slots_in_use(link) == 1, "leased by the peer"
@@ -263,7 +272,7 @@ def test_a_killed_peer_is_noticed_what_it_sent_stays_and_nothing_is_left() -> No
         link.close()
         del link, doubled
         wait_until(lambda: segments() == before)
-        assert [name for name in set(os.listdir("/dev/shm")) - names if "raypipe" in name] == []
+        assert [path for path in set(Path("/dev/shm").iterdir()) - names if "raypipe" in path.name] == []
     finally:
         peer.kill()
         peer.wait(WAIT_S)
