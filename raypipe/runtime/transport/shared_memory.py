@@ -122,12 +122,19 @@ class RecvSegment:
     def lease(self, slot: int, nbytes: int) -> torch.Tensor:
         """Return the first ``nbytes`` of a slot as a uint8 tensor; the slot is free once their storage is freed."""
         lease = (ctypes.c_ubyte * nbytes).from_buffer(self._memory, _begin(slot))
-        weakref.finalize(lease, _release, self._memory, slot, nbytes).atexit = False
+        weakref.finalize(lease, _release, self._memory, slot, nbytes, os.getpid()).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
 
 
-def _release(memory: mmap.mmap, slot: int, nbytes: int) -> None:
-    """Mark a slot as free; all but the first slots return large memory to the system, as BufferPool does."""
+def _release(memory: mmap.mmap, slot: int, nbytes: int, holder: int) -> None:
+    """Mark a slot as free; all but the first slots return large memory to the system, as BufferPool does.
+
+    Args:
+        holder: number of the process that leased the slot. A fork of it, such as a worker of a DataLoader, has a copy
+            of the lease, whose end is not the end of the lease.
+    """
+    if os.getpid() != holder:
+        return
     if slot > KEPT_BLOCKS and nbytes >= REUSE_BYTES:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_REMOVE, _begin(slot), nbytes)

@@ -98,6 +98,21 @@ def test_a_slot_is_leased_until_the_last_view_or_graph_is_gone(pair: tuple[Any, 
     wait_until(lambda: slots_in_use(a) == 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_the_receiver_frees_no_slot(pair: tuple[Any, Any]) -> None:
+    """Such as a worker of a DataLoader, which inherits tensors and frees its copies of them."""
+    a, z = pair
+    a.send(f(0), (LARGE,))
+    held = [z.recv(f(0), WAIT_S)]
+    if (child := os.fork()) == 0:
+        held.clear()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert slots_in_use(a) == 1
+    held.clear()
+    wait_until(lambda: slots_in_use(a) == 0)
+
+
 def test_more_messages_than_slots_arrive(pair: tuple[Any, Any]) -> None:
     a, z = pair
     held = []
