@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,15 @@ def segments() -> int:
     return maps + sum("memfd:raypipe-link" in str(file) for file in files)
 
 
+def is_seen(end: Any) -> bool:
+    """Return True if the receiver has mapped the segment to which ``end`` sends."""
+    return bool(end._slots_out._memory[0])
+
+
 def seen(pair: tuple[Any, Any]) -> tuple[Any, Any]:
     """Wait until both receivers have mapped the segments of their senders."""
     for end in pair:
-        wait_until(lambda end=end: end._slots_out._memory[0] == 1)
+        wait_until(partial(is_seen, end))
     return pair
 
 
@@ -151,8 +157,7 @@ def test_what_is_held_keeps_its_bits_whatever_comes(lasting: tuple[Any, Any], st
         assert all(bool((x == number).all()) for number, x in held)
         del got
     held.clear()
-    for end in lasting:
-        wait_until(lambda end=end: slots_in_use(end) == 0)
+    wait_until(lambda: slots_in_use(lasting[0]) + slots_in_use(lasting[1]) == 0)
 
 
 def test_large_payloads_beyond_the_kept_slots_return_their_memory(
@@ -276,7 +281,7 @@ def test_a_killed_peer_is_noticed_what_it_sent_stays_and_nothing_is_left() -> No
         print(*end.address, sep="|", file=peer.stdin, flush=True)
         host, port, unix, machine = peer.stdout.readline().rstrip("\n").split("|")
         link: Any = end.open(opening(0, {1: (host, int(port), unix, machine)}))[1]
-        wait_until(lambda end=link: end._slots_out._memory[0] == 1)
+        wait_until(partial(is_seen, link))
         link.send(f(0), (LARGE,))
         (doubled,) = link.recv(b(0), WAIT_S)
         assert slots_in_use(link) == 1, "leased by the peer"
