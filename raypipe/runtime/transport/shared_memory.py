@@ -86,7 +86,7 @@ class SendSegment:
         return None
 
     def put(self, message: frame.Frame) -> int:
-        """Copy the payload of a message into a free slot; return the slot's number, or 0 if there is none."""
+        """Copy the payload of a message into a free slot; return the slot's number, or 0 if no slot is free."""
         memory = self._memory
         slot = memory.find(b"\0", 1, SLOTS + 1) if memory[0] else -1
         if slot < 0 or message.payload_bytes > SLOT_BYTES:
@@ -104,7 +104,7 @@ class RecvSegment:
 
     @classmethod
     def accept(cls, sock: socket.socket) -> RecvSegment | None:
-        """Receive the descriptor of a segment and map it; return None if none came, or it cannot be mapped.
+        """Receive the descriptor of a segment and map it; return None without one, or if it cannot be mapped.
 
         The sender uses the segment only after it has been mapped here.
         """
@@ -186,5 +186,5 @@ class SharedMemoryChannel(SocketChannel):
         if slot == 0:
             return super().receive_payload(head)
         if self._slots_in is None or slot > SLOTS or head.payload_bytes > SLOT_BYTES:
-            raise LinkError(f"{head.action.words} is said to be in slot {slot} of a segment that has no such slot.")
+            raise LinkError(f"{head.action.words} refers to slot {slot} of a segment that has no such slot.")
         return RecvBuffer.over(head, self._slots_in.lease(slot, head.payload_bytes))
