@@ -80,8 +80,9 @@ class PipelineFields:
             discount_updates) if d is above 1, until update discount_updates. See docs/schedules.md for sources.
         discount_updates: number of updates after which the discount of the learning rate has faded, if stale_correction
             is "discount". PipeMare takes about a quarter of the updates before the first drop of the learning rate.
-        transport: transport of boundary tensors: "tcp" (sockets; "auto" is the same), "object_store" (Ray's),
-            "collective" (gloo; NCCL if workers compute on GPUs).
+        transport: transport of boundary tensors: "tcp" (sockets), "auto" (the same, and shared memory for large
+            messages between workers of one host), "object_store" (Ray's), "collective" (gloo; NCCL if workers compute
+            on GPUs).
         link_ports: (lowest, highest) TCP port for the links, for firewalls; each worker on a host takes one of its own.
             "auto" leaves the choice to the system.
         link_checksum: checksum of every message, to detect corrupted bits: "auto" on links that leave the host, "on" on

@@ -1,12 +1,13 @@
-"""Links between workers: three transports behind one channel contract (engine/messages/channel.py).
+"""Links between workers: the transports behind one channel contract (engine/messages/channel.py).
 
     "tcp"           connections of our own; Unix sockets on one machine     tcp.py: handshake.py, socket_channel.py
+    "auto"          the same; there, large payloads in shared memory        shared_memory.py
     "collective"    gloo groups of two; NCCL if workers compute on GPUs     process_group.py: process_group_channel.py
     "object_store"  objects in Ray's store, announced by actor calls        object_store.py
 
 A worker has one Endpoint (endpoint.py) for its whole life, through which it opens new channels whenever it is
-configured. All workers count these openings: the number of the present opening is the *generation* of the links. "auto"
-is "tcp", for the reasons in docs/design/0006-links.md.
+configured. All workers count these openings: the number of the present opening is the *generation* of the links. Why
+"auto" is what it is: docs/design/0006-links.md.
 
     queued_channel.py    the sending thread that the channels share
     listener.py          a worker's listening sockets, and the options of its connections
@@ -35,7 +36,7 @@ def make_endpoint(transport: str, host: str, ports: tuple[int, int] | None = Non
     if transport in ("auto", "tcp"):
         from raypipe.runtime.transport.tcp import SocketEndpoint
 
-        return SocketEndpoint(host, ports)
+        return SocketEndpoint(host, ports, share_memory=transport == "auto")
     if transport == "object_store":
         from raypipe.runtime.transport.object_store import ObjectStoreEndpoint
 

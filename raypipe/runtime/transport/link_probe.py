@@ -4,7 +4,7 @@
     bandwidth   messages of a few MiB one after the other; the median time between two answers, which is robust against
                 pauses of a machine
 
-The cluster should be idle. Messages use the same "tcp" links as a run.
+The cluster should be idle. Messages use the links of a run whose transport is "auto".
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Prober:
     def __init__(self, ports: tuple[int, int] | None) -> None:
         torch.set_num_threads(1)
         self._host = ray.util.get_node_ip_address()
-        self._endpoint: Endpoint = make_endpoint("tcp", self._host, ports)
+        self._endpoint: Endpoint = make_endpoint("auto", self._host, ports)
         self._channel: Channel | None = None
 
     def host(self) -> tuple[str, Any]:

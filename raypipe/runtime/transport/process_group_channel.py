@@ -92,7 +92,7 @@ class ProcessGroupChannel(SocketChannel):
 
     # The receiving thread.
 
-    def receive_payload(self, head: frame.Head, buffer: RecvBuffer) -> None:
+    def fill(self, head: frame.Head, buffer: RecvBuffer) -> None:
         self._transfer(self._group_in.recv, buffer.payload)
 
     def _transfer(self, method: Callable[[torch.Tensor], None], payload: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,8 +111,14 @@ class RecvBuffer(NamedTuple):
     def prepare(cls, head: frame.Head, memory: BufferPool) -> RecvBuffer:
         """Allocate memory and tensors for a message whose header has the shapes and types of ``head``."""
         coded = frame.is_coded(head)
-        payload = torch.empty(head.payload_bytes, dtype=torch.uint8) if coded else memory.take(head.payload_bytes)
-        tensors = None if coded else frame.decode(head, payload)
+        return cls.over(
+            head, torch.empty(head.payload_bytes, dtype=torch.uint8) if coded else memory.take(head.payload_bytes)
+        )
+
+    @classmethod
+    def over(cls, head: frame.Head, payload: torch.Tensor) -> RecvBuffer:
+        """Make a buffer of the memory of ``payload``: uint8, shape (head.payload_bytes,), without other users."""
+        tensors = None if frame.is_coded(head) else frame.decode(head, payload)
         return cls(head.records, raw_bytes(payload, head.payload_bytes), payload, tensors)
 
     def finish(self, head: frame.Head, memory: BufferPool, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
@@ -157,7 +163,10 @@ class SocketChannel(QueuedChannel):
 
     Attributes:
         kinds: "tcp" or "unix", for outgoing and incoming.
+        ahead_bytes: largest message for which memory is allocated before it arrives.
     """
+
+    ahead_bytes = AHEAD_BYTES
 
     def __init__(self, connections: Connections, checksum: str = "auto") -> None:
         name, form, self._out, self._in = connections
@@ -173,7 +182,11 @@ class SocketChannel(QueuedChannel):
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
-        self.write(self.sealed(message), *message.buffers)
+        self.write(self.sealed(message), *self.placed(message))
+
+    def placed(self, message: frame.Frame) -> Sequence[memoryview]:
+        """Return the bytes that follow the header of a message: its payload."""
+        return message.buffers
 
     def sealed(self, message: frame.Frame) -> bytes:
         """Return the header of a message, with checksums if the outgoing connection is checked."""
@@ -255,22 +268,27 @@ class SocketChannel(QueuedChannel):
         if not receive_exactly(self._in, memoryview(header)):
             return False
         head, payload_checksum = checked_frame.parse(memoryview(header), self.form, checked=self._checked[1])
-        buffer, self._buffer = self._buffer, None
-        if buffer is None or buffer.records != head.records:
-            buffer = RecvBuffer.prepare(head, self._pool)
-        if head.payload_bytes:
-            self.receive_payload(head, buffer)
+        buffer = self.receive_payload(head)
         arrived_at_s = time.time()
         checked_frame.check_payload(head, [buffer.memory], payload_checksum)
         if head.generation == self.form.generation:
             self.inbox.deliver(head, buffer.finish(head, self._pool, coded=self.coded), arrived_at_s)
-        if head.payload_bytes <= AHEAD_BYTES:
+        if head.payload_bytes <= self.ahead_bytes:
             # The next message is likely of the same shape: allocate for it now, while no thread waits.
             self._buffer = RecvBuffer.prepare(head, self._pool)
         return True
 
-    def receive_payload(self, head: frame.Head, buffer: RecvBuffer) -> None:
-        """Receive the payload of a message, after its header."""
+    def receive_payload(self, head: frame.Head) -> RecvBuffer:
+        """Receive the payload of a message, after its header; return the memory that holds it."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or buffer.records != head.records:
+            buffer = RecvBuffer.prepare(head, self._pool)
+        if head.payload_bytes:
+            self.fill(head, buffer)
+        return buffer
+
+    def fill(self, head: frame.Head, buffer: RecvBuffer) -> None:
+        """Receive a payload that is not empty into ``buffer``."""
         if not receive_exactly(self._in, buffer.memory):
             raise ConnectionError(f"it ended inside {head.action.words}")
 

@@ -42,6 +42,7 @@ from raypipe.runtime.transport.listener import (
     enlarge_buffers,
     same_machine,
 )
+from raypipe.runtime.transport.shared_memory import SharedMemoryChannel
 from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 
 RETRY_S = 0.02
@@ -109,14 +110,15 @@ def open_links(
 
 
 class SocketEndpoint:
-    """Endpoint of "tcp"."""
+    """Endpoint of "tcp", and with ``share_memory`` of "auto"; all workers of a run have the same one."""
 
-    def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
+    def __init__(self, host: str, ports: tuple[int, int] | None, *, share_memory: bool = False) -> None:
         self._listener = SocketListener(host, ports=ports)
         self.address = self._listener.address
+        self._channel = SharedMemoryChannel if share_memory else SocketChannel
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
-        return open_links(self._listener, opening)
+        return open_links(self._listener, opening, make=lambda _, ends: self._channel(ends, opening.checksum))
 
     def close(self) -> None:
         self._listener.close()

@@ -63,11 +63,14 @@ def open_both(
 
 
 def open_link(
-    max_tensors: int = 4, *, kind: str = "unix", secret: bytes = b"secret", checksum: str = "auto"
-) -> tuple[SocketChannel, SocketChannel]:
-    """Open a link over "tcp" or "unix"; return both ends."""
+    max_tensors: int = 4, *, kind: str = "unix", secret: bytes = b"secret", checksum: str = "auto",
+    channel: type[SocketChannel] = SocketChannel,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Open a link of such channels over "tcp" or "unix"; return both ends."""
     with SocketListener(HOST, unix=kind == "unix") as first, SocketListener(HOST, unix=kind == "unix") as second:
-        a, z = open_both(first, second, max_tensors=max_tensors, secret=secret, checksum=checksum)
+        a, z = open_both(
+            first, second, max_tensors=max_tensors, secret=secret, make=lambda _, ends: channel(ends, checksum)
+        )
     assert a.kinds == z.kinds == (kind, kind)
     return a, z
 
