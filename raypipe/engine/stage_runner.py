@@ -139,6 +139,7 @@ class StageRunner:
             reduction=run.settings.loss_reduction,
             owner=(stage, worker),
             token_column=run.token_column,
+            place=None if transfer.device.immediate else partial(transfer.named, what=TransferKind.COLUMNS),
         )
         self.buffers = StageBuffers(self._modes, state.buffers)
         recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
@@ -283,7 +284,7 @@ class StageRunner:
     def _forward(self, microbatch: int) -> None:
         inputs = self._arrived.pop(microbatch, _NOTHING)
         data = self.feed.microbatch(self._segment, microbatch, training=self._training)
-        columns = self._transfer.named(data.columns, TransferKind.COLUMNS)
+        columns = data.placed
         compute = self._bind(microbatch, inputs.weight_version)
         run = partial(self._compute_loss, compute, data, microbatch) if self.last else compute
         arguments, recompute = ForwardInputs(inputs, columns, self.buffers.of(training=self._training)), None
@@ -402,7 +403,7 @@ class StageRunner:
 
     def _compute_whole_loss(self, microbatch: int) -> None:
         """Compute the loss of the mini-batch from all outputs; in training, set the gradients of the outputs."""
-        waited_s = self.whole.gather(lambda index: self._transfer.named(self.feed.targets(index), TransferKind.COLUMNS))
+        waited_s = self.whole.gather(self.feed.targets)
         self.waited(waited_s)
         self.counters.busy_s -= waited_s  # within the forward of ``microbatch``
         loss_fn = self._loss[self._mode]

@@ -17,7 +17,7 @@ from tests.trainers import trainer_of
 
 STEPS, MICROBATCHES = 6, 8
 KINDS = ("waits", "events", "stream switches", "record_streams", "pinned allocations")
-CALLS = {1: (19, 48, 10, 20, 4), 2: (61, 187, 56, 65, 28)}
+CALLS = {1: (5, 27, 3, 6, 4), 2: (47, 159, 42, 51, 28)}
 """Calls of a step by number of stages, in the order of KINDS, on all devices together."""
 
 
