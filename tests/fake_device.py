@@ -68,7 +68,7 @@ class FakeDevice(Device):
         self.waits: set[str] = set()
         """Names of all waits that were asked for."""
         self.calls: Counter[str] = Counter()
-        """Calls by kind; "waits" are those of the host, for work that may be done by then."""
+        """Calls by kind. Waits are those of the host; after "stalls" among them the computing stream has no work."""
         names = (COMPUTE, *StreamName)
         self._queues: dict[str, deque[Callable[[], None] | Reached]] = {name: deque() for name in names}
         self._done = dict.fromkeys(names, 0)
@@ -113,6 +113,8 @@ class FakeDevice(Device):
                 if self.eager:
                     self._run_others(mark.stream)
                 self._run(mark)
+                if not self._queues[COMPUTE] and not threading.current_thread().name.startswith("raypipe-send"):
+                    self._count("stalls")
 
     def seconds(self, marks: Sequence[Reached]) -> list[float]:
         if marks:
