@@ -40,9 +40,8 @@ def fleet_of(
     case = CASES["mlp"]
     data = case.data(16 * STEPS)
     if refused is not None:
-        columns = open_data(data, seed=0).read(0, 16 * refused, 1, (0, 1))
-        row = columns[0]
-        data.tensors[0][(data.tensors[0] == row).all(1)] = torch.nan
+        columns: Any = open_data(data, seed=0).read(0, 16 * refused, 1, (0, 1))
+        data.tensors[0][(data.tensors[0] == columns[0]).all(1)] = torch.nan
     trainer = trainer_of(
         case.model(), loss_fn=case.loss_fn, optimizer=partial(torch.optim.SGD, lr=5e-2, momentum=0.9, fused=fused),
         train_data=data, num_stages=num_stages, minibatch_size=16, num_microbatches=MICROBATCHES,
