@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ class FakeDevice(Device):
         self.eager, self.without = eager, without
         self.waits: set[str] = set()
         """Names of all waits that were asked for."""
+        self.calls: Counter[str] = Counter()
+        """Calls by kind. Waits are those of the host; after "stalls" among them the computing stream has no work."""
         names = (COMPUTE, *StreamName)
         self._queues: dict[str, deque[Callable[[], None] | Reached]] = {name: deque() for name in names}
         self._done = dict.fromkeys(names, 0)
@@ -83,6 +85,7 @@ class FakeDevice(Device):
     @contextmanager
     def stream(self, name: StreamName) -> Iterator[None]:
         before, self._in.stream = self._current, name
+        self._count("stream switches")
         try:
             yield
         finally:
@@ -94,6 +97,7 @@ class FakeDevice(Device):
 
     def mark(self) -> Reached:
         with self._lock:
+            self._count("events")
             return Reached(self._current, self._done[self._current] + len(self._queues[self._current]))
 
     def wait(self, mark: Reached, why: str) -> None:
@@ -103,13 +107,18 @@ class FakeDevice(Device):
 
     def finish(self, mark: Reached, why: str) -> None:
         self.waits.add(why)
+        self._count("waits")
         if why != self.without:
             with self._lock:
                 if self.eager:
                     self._run_others(mark.stream)
                 self._run(mark)
+                if not self._queues[COMPUTE] and not threading.current_thread().name.startswith("raypipe-send"):
+                    self._count("stalls")
 
     def seconds(self, marks: Sequence[Reached]) -> list[float]:
+        if marks:
+            self.finish(marks[-1], "times are read once they have passed")
         return [time.monotonic()] * len(marks)
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,11 +126,13 @@ class FakeDevice(Device):
             return self._made(torch.empty(elements, dtype=dtype))
 
     def staging(self, nbytes: int) -> torch.Tensor:
+        self._count("pinned allocations")
         with _disable_current_modes():
             return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # as floats: NaN
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         assert self.holds(tensor), "streams share memory of the device"
+        self._count("record_streams")
         if self.without != "record_stream":
             self._owner[id(tensor.untyped_storage())][1].add(self._current)
 
@@ -150,6 +161,10 @@ class FakeDevice(Device):
                     _poison(into)
 
         self._queues[stream].append(work)
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self.calls[kind] += 1
 
     def peak_bytes(self) -> int:
         return sum(held().nbytes() for held, _ in list(self._owner.values()) if held() is not None)

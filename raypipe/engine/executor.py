@@ -6,25 +6,17 @@ Exceptions name the action that failed.
     row of the worker    0F0 3F0 3B0 0B0 ... 3REDUCE_GRAD 0REDUCE_GRAD | 0REDUCE_NORM 3REDUCE_NORM 0STEP 3STEP
                          StageRunner 0, StageRunner 3                      | Reduction: once for all stages
 
-If a worker fails in a synchronous step, all remaining workers make the step or none of them does. The norm of the whole
-model is complete only when every worker has all its gradients: each replica reports to its leader (first replica) that
-it is ready, and leaders publish their norms after that (``reduction``). So once any worker has made a step, all others
-have made it too, or are ready and can make it with the published norm. If no worker has made it, the step is repeated
-on unchanged parameters.
-
-    F F B B REDUCE_GRAD | REDUCE_NORM | STEP      |        0 made        1 made
-    0 made              | 0 made, ready           | 1 made
+worker_progress.py has the progress of workers after a failure.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -34,7 +26,8 @@ from raypipe.engine.codec import Codec
 from raypipe.engine.device.device import CPU, Device, TransferKind, held_bytes, ran_out
 from raypipe.engine.io.checkpoint import FreshOptions, load_stage, take_snapshot
 from raypipe.engine.io.checkpoint.snapshot import ShardWriter, read_mark
-from raypipe.engine.messages.channel import Channel, Message
+from raypipe.engine.messages.channel import Channel, Message, Payload
+from raypipe.engine.messages.frame import wait_for_copies
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.norms import to_report_norms
 from raypipe.engine.optim.state import StageState
@@ -42,7 +35,8 @@ from raypipe.engine.optim.update import Update
 from raypipe.engine.reduction import Reduction, all_reduces, last_backwards
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import channels_by_stage
-from raypipe.engine.stage_runner import StageRunner, Totals
+from raypipe.engine.stage_runner import StageRunner, Totals, Values
+from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
@@ -51,53 +45,8 @@ from raypipe.ir.timeline import Span
 from raypipe.ir.units import human_bytes
 from raypipe.user_lines import as_sentence
 
-
-class WorkerProgress(NamedTuple):
-    """Progress of a worker that was stopped.
-
-    Attributes:
-        steps: number of optimizer steps of the run that the worker has made, including skipped ones; None if it has
-            begun no step since it loaded its state.
-        ready: True if the worker has all gradients of the next step.
-        totals: gradient norm of the whole model and loss of the worker's last step, scalars in host memory.
-        overlapping: True if steps overlap, if stages clip by their own norms, or if the step in progress has changed
-            some of the worker's parameters. The workers then have no common step without a rollback.
-        changed: True if the step in progress has changed some of the worker's parameters.
-    """
-
-    steps: int | None = None
-    ready: bool = False
-    totals: tuple[torch.Tensor, torch.Tensor] | None = None
-    overlapping: bool = False
-    changed: bool = False
-
-
-def all_hold(workers: Sequence[WorkerProgress], step: int) -> bool:
-    """Return True if all workers hold the parameters after exactly ``step`` optimizer steps."""
-    return all(worker.steps == step and not worker.changed for worker in workers)
-
-
-def newest_common_step(
-    workers: Sequence[WorkerProgress], step: int
-) -> tuple[int, tuple[torch.Tensor, torch.Tensor] | None] | None:
-    """Find the newest step that all workers can reach without a rollback; None if there is no such step.
-
-    Args:
-        step: number of steps made by the workers whose ``steps`` is None.
-
-    Returns:
-        (number of steps made, ``totals`` of a worker that has made them). The totals are None if no worker has any.
-    """
-    if any(worker.overlapping for worker in workers):
-        return None
-    steps = [step if worker.steps is None else worker.steps for worker in workers]
-    newest = max(steps)
-    at_newest = (worker.totals for worker, count in zip(workers, steps, strict=True) if count == newest)
-    totals = next((x for x in at_newest if x is not None), None)
-    for worker, count in zip(workers, steps, strict=True):
-        if count < newest and not (count == newest - 1 and worker.ready and totals is not None):
-            return None
-    return newest, totals
+Reports = Callable[[], list[list[StepReport]]]
+"""Function that waits for a segment's values, and returns the reports of each stage of a worker by mini-batch."""
 
 
 class Executor:
@@ -146,6 +95,7 @@ class Executor:
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchanges, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: Totals | None = None
+        self._values: Values = list  # reads ``_totals``
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._stage_norms = False  # every stage clips by its own norm
         self._training, self._skipped = True, False
@@ -162,6 +112,9 @@ class Executor:
     @property
     def progress(self) -> WorkerProgress:
         """Progress of this worker. Must be read only while ``run`` is not active."""
+        with suppress(StageError):  # a step that was refused has changed something, see Update
+            for update in self._updates.values():
+                update.settle()
         with self.device.prepare_thread():
             norm, loss = (None, None) if self._last is None else self.transfer.to_host(self._last, TransferKind.NORMS)
         totals = None if norm is None or loss is None else (norm, loss)
@@ -224,12 +177,12 @@ class Executor:
         step = self._steps
         with self.device.prepare_thread():
             total, total_loss = self.transfer.to_device((norm, loss), TransferKind.NORMS)
-            self._totals = total, total_loss
+            self._totals, self._values = (total, total_loss), lambda: [float(norm), float(loss)]
             for update in self._updates.values():
-                self._skipped = update.step(step, total, total_loss, alone=False)
+                self._skipped = update.step(self._segment, step, total, total_loss, self._values, alone=False)
             times = self._begun_s or 0.0, time.monotonic()
             self._end_step(step)
-            return [[report] for report in self._reports(Order(self._segment), step, (), times)]
+            return [[report] for report in self._reports(Order(self._segment), step, (), lambda: times)()]
 
     def _end_step(self, step: int) -> None:
         self._steps, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
@@ -293,7 +246,15 @@ class Executor:
             for channel in self.channels.values():
                 channel.use(ahead, back)
 
-    def run(self, order: Order, row: Row, *, alone: bool = False) -> list[list[StepReport]]:
+    def reports_late(self, order: Order) -> bool:
+        """Return True if the reports of ``order`` should be taken after the next order, which keeps the device busy.
+
+        Where the state is saved they are taken at once, because they may raise the error of a refused step.
+        """
+        at_once = order.save_to or order.keep_copy or order.keep_spans or not order.training
+        return not (self.device.immediate or at_once)
+
+    def run(self, order: Order, row: Row, *, alone: bool = False) -> Reports:
         """Run the segment of ``order``; the caller must make the checkpoint and in-memory copy that ``order`` requests.
 
         Args:
@@ -301,7 +262,7 @@ class Executor:
             alone: True if every stage clips by its own norm, without waiting for others (``Wiring.alone``).
 
         Returns:
-            For each stage of the worker, a list with one report per mini-batch.
+            Function that returns the reports. It has waited already, and raises nothing, unless ``reports_late``.
 
         Raises:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
@@ -311,22 +272,35 @@ class Executor:
         if order.training:
             self.use_codecs(order.codecs)
         self._begin(segment, training=order.training, alone=alone)
-        reports: list[list[StepReport]] = [[] for _ in self.works]
+        begun: list[Callable[[], list[StepReport]]] = []
+
+        def reports() -> list[list[StepReport]]:
+            with self._named_failures():
+                return [list(of_stage) for of_stage in zip(*(of_minibatch() for of_minibatch in begun), strict=True)]
+
         try:
-            with self.device.prepare_thread(), torch.set_grad_enabled(order.training):
+            with self._named_failures(), self.device.prepare_thread(), torch.set_grad_enabled(order.training):
                 parts = _split_row(row, len(segment.microbatch_samples), len(self.works))
                 for minibatch, part in enumerate(_merge_parts(parts, segment.num_minibatches if order.training else 1)):
-                    for of_stage, report in zip(reports, self._run_minibatch(order, part, minibatch), strict=True):
-                        of_stage.append(report)
-        except (RaypipeError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # the user's code may raise one that is no Exception
-            raise self._failure(error) from error
+                    begun.append(self._run_minibatch(order, part, minibatch))
+                if not self.reports_late(order):
+                    found = reports()
+                    return lambda: found
         finally:
             self._action = None  # after a failure the worker must not seem to hang in this action
             for exchange in self._exchanges.values():
                 exchange.abandon()
         return reports
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        """Convert what is raised inside to an error that names the failed action."""
+        try:
+            yield
+        except (RaypipeError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the user's code may raise one that is no Exception
+            raise self._failure(error) from error
 
     def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
         """Prepare this worker's stages for the actions of a segment; for ``alone`` see ``run``."""
@@ -359,14 +333,14 @@ class Executor:
         failure.ran_out = RanOut(self.placement.worker, held)
         return failure
 
-    def _nonfinite_data(self, step: int) -> str:
+    def _nonfinite_data(self, segment: Segment, step: int) -> str:
         """Describe the first NaN or infinite value in a step's data; "" if all are finite or the data is unreadable."""
         mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
-            return describe_nonfinite(self._run.sources[mode], self._segment, step, self._columns[mode])
+            return describe_nonfinite(self._run.sources[mode], segment, step, self._columns[mode])
         return ""
 
-    def _run_minibatch(self, order: Order, row: Sequence[Action], minibatch: int) -> list[StepReport]:
+    def _run_minibatch(self, order: Order, row: Sequence[Action], minibatch: int) -> Callable[[], list[StepReport]]:
         segment = order.segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         if self._training:
@@ -391,36 +365,52 @@ class Executor:
         self._action = None
         if self._training:
             self._end_step(step)
-        return self._reports(order, step, done, self.device.seconds(marks))
+        return self._reports(order, step, done, partial(self.device.seconds, marks))
 
-    def _reports(self, order: Order, step: int, done: Sequence[Action], times: Sequence[float]) -> list[StepReport]:
-        """Create the reports of this worker's stages on one mini-batch, in which the actions ``done`` were run.
+    def _reports(
+        self, order: Order, step: int, done: Sequence[Action], times_of: Callable[[], Sequence[float]]
+    ) -> Callable[[], list[StepReport]]:
+        """Begin the reports of this worker's stages on one mini-batch, in which the actions ``done`` were run.
 
-        ``times`` has the begin of the first action, then the end of each action, in seconds of ``time.monotonic``.
+        ``times_of`` returns the begin of the first action, then the end of each action, in seconds of
+        ``time.monotonic``. The function that is returned may be called after the next mini-batch has begun.
         """
-        me, works = self.placement.worker, self.works
-        for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
-            if action.op in COMPUTE:
-                works[action.stage].counters.busy_s += end_s - begin_s
-        spans: list[Span] = []
-        if order.keep_spans or order.measure:
-            spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
-        norms = None
+        me, works, transfer, segment = self.placement.worker, self.works, self.transfer, self._segment
+        lrs = {stage: update.lr for stage, update in self._updates.items()}
+        checks, skipped = [update.check for update in self._updates.values()], self._skipped
+        counters = {stage: work.counters for stage, work in works.items()}
+        norms: Payload = ()
         # Norms of asynchronous stages are of different weight versions: they have no common total.
-        if self._norms is not None and self._segment.update_interval is None:
-            places, values = self.transfer.to_host(self._norms, TransferKind.NORMS)
-            assert places is not None
-            assert values is not None
-            norms = to_report_norms(places, values)
-        reports = []
+        if self._norms is not None and segment.update_interval is None:
+            norms = transfer.copying(self._norms, TransferKind.NORMS)
+        begun = {}
         for stage, work in works.items():
-            totals = self._totals if self._totals is not None else (None, work.loss())
-            own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
-            report = work.report(order, step, (times[0], times[-1]), totals, own, alone=self._stage_norms)
-            remark = "" if all(math.isfinite(loss) for loss, _ in report.averages) else self._nonfinite_data(step)
-            lr = self._updates[stage].lr
-            reports.append(replace(report, norms=norms, skipped=self._skipped, lr=lr, remark=remark))
-        return reports
+            known = self._totals is not None
+            values = self._values if known else transfer.reading((None, work.loss()), TransferKind.LOSS)
+            begun[stage] = work.report(order, step, values, alone=self._stage_norms)
+
+        def finished() -> list[StepReport]:
+            for check in checks:
+                check()
+            times = times_of()
+            for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
+                if action.op in COMPUTE:
+                    counters[action.stage].busy_s += end_s - begin_s
+            spans: list[Span] = []
+            if order.keep_spans or order.measure:
+                spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
+            wait_for_copies(norms)
+            of_parameters = to_report_norms(*norms) if norms else None  # type: ignore[arg-type]
+            reports = []
+            for stage, report_of in begun.items():
+                own = spans if len(begun) == 1 else [span for span in spans if span.action.stage == stage]
+                report = report_of((times[0], times[-1]), own)
+                finite = all(math.isfinite(loss) for loss, _ in report.averages)
+                remark = "" if finite else self._nonfinite_data(segment, step)
+                reports.append(replace(report, norms=of_parameters, skipped=skipped, lr=lrs[stage], remark=remark))
+            return reports
+
+        return finished
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
@@ -435,15 +425,19 @@ class Executor:
                     loss = self._reduction.loss(microbatch, losses)
                     own = self._updates[stage].own_norm()
                     norm, self._norms = (None, None) if own is None else own
-                    self._totals = norm, loss
+                    totals: Totals = norm, loss
                 else:
                     synchronous = self._segment.update_interval is None
-                    self._totals = self._reduction.norm(stage, microbatch, losses, with_frozen=synchronous)
+                    totals = self._reduction.norm(stage, microbatch, losses, with_frozen=synchronous)
+                if totals is not self._totals:  # the stages of a worker get the same
+                    self._totals, self._values = totals, self.transfer.reading(totals, TransferKind.NORMS)
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]
                 gather = partial(self._exchanges[stage].gather, microbatch)
-                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._stage_norms, gather=gather)
+                self._skipped = self._updates[stage].step(
+                    self._segment, step, *self._totals, self._values, alone=self._stage_norms, gather=gather
+                )
                 self._stepped += 1
             case _:
                 self.works[stage].do(action)

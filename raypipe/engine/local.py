@@ -18,7 +18,7 @@ import torch
 from raypipe.engine.decoding import DecodeProgram, StageDecoder, ThreadDecoding
 from raypipe.engine.device.device import CPU, Device, TransferKind
 from raypipe.engine.device.thread_pool import ThreadPool
-from raypipe.engine.executor import Executor, all_hold
+from raypipe.engine.executor import Executor, Reports
 from raypipe.engine.io.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
 from raypipe.engine.io.checkpoint.snapshot import entries_of
 from raypipe.engine.messages.transfer import DeviceTransfer
@@ -27,6 +27,7 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import Placement, channels_between
 from raypipe.engine.stage_runner import StageRunner
 from raypipe.engine.torch_settings import one_thread
+from raypipe.engine.worker_progress import all_hold
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
@@ -35,7 +36,7 @@ from raypipe.ir.timeline import Span
 
 SAVE_TIMEOUT_S = 3600.0
 
-_Outcome = tuple[int, list[list[StepReport]] | BaseException]
+_Outcome = tuple[int, Reports | BaseException]
 """(Index of a worker, reports of its run or the exception that ended the run)."""
 
 
@@ -104,13 +105,24 @@ class LocalFleet:
         Raises:
             StageError, LinkError: the first failure of a worker; the other workers are aborted at once.
         """
+        late: Reports | None = None  # reports of the segment before
         while (last or not self._halted) and (order := next(orders, None)) is not None:
-            reports = self._run_segment(order, schedules(order.rows))
+            before, late = late, None
+            try:
+                late = self._run_segment(order, schedules(order.rows))
+            finally:
+                if before is not None:
+                    yield before()
+            if any(executor.reports_late(order) for executor in self.executors):
+                continue
+            reports, late = late(), None
             if order.keep_spans:
                 self._spans = [span for stage in reports for report in stage for span in report.spans]
             if order.save_to:
                 self.save(order.save_to)
             yield reports
+        if late is not None:
+            yield late()
 
     def halt(self) -> None:
         """Let ``run`` end after the current segment. Later runs do nothing, unless ``last`` is True. Thread-safe."""
@@ -173,7 +185,7 @@ class LocalFleet:
             for channel in executor.channels.values():
                 channel.close()
 
-    def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
+    def _run_segment(self, order: Order, schedule: Schedule) -> Reports:
         def carry_out(index: int) -> _Outcome:
             try:
                 row, alone = schedule.row(index), schedule.wiring.alone(index)
@@ -186,23 +198,25 @@ class LocalFleet:
             by_worker, failure = self._gather(outcomes)
         if failure is not None:
             raise failure
-        by_holder = {
-            (stage, index): of_stage
-            for index, executor in enumerate(self.executors)
-            for stage, of_stage in zip(executor.works, by_worker[index], strict=True)
-        }
-        return [by_holder[holder] for holder in sorted(by_holder)]
 
-    def _gather(
-        self, outcomes: SimpleQueue[_Outcome]
-    ) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
+        def reports() -> list[list[StepReport]]:
+            by_holder = {
+                (stage, index): of_stage
+                for index, executor in enumerate(self.executors)
+                for stage, of_stage in zip(executor.works, by_worker[index](), strict=True)
+            }
+            return [by_holder[holder] for holder in sorted(by_holder)]
+
+        return reports
+
+    def _gather(self, outcomes: SimpleQueue[_Outcome]) -> tuple[dict[int, Reports], BaseException | None]:
         """Wait for the outcomes of all workers; after the first failure, abort all workers.
 
         Returns:
             (reports by worker, failure to raise). The failure is the first StageError, or else the first failure; None
             if no worker failed.
         """
-        by_worker: dict[int, list[list[StepReport]]] = {}
+        by_worker: dict[int, Reports] = {}
         failure: BaseException | None = None
         for _ in self.executors:
             index, outcome = _next(outcomes)

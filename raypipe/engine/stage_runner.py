@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -34,60 +33,19 @@ from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import StageBuffers, StageProgram
 from raypipe.engine.stage.user_metrics import UserMetrics
 from raypipe.engine.stage.weight_ring import WeightRing
+from raypipe.engine.step_counters import StepCounters
 from raypipe.errors import LinkError, RaypipeError
-from raypipe.ir.communication import MessageTimes, stage_sample
+from raypipe.ir.communication import stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op, lane_of
 from raypipe.ir.segment import Order, Segment
 from raypipe.ir.timeline import Span
 
 Tensors = tuple[torch.Tensor, ...]
+Values = Callable[[], list[float | None]]
+"""Function that waits for the values of scalars on the device; None for each that a worker lacks."""
 Totals = tuple[torch.Tensor | None, torch.Tensor | None]
 """(Gradient norm of the model, loss of a mini-batch), scalars on the device; None for each that a worker lacks."""
-
-
-@dataclass(slots=True)
-class StepCounters:
-    """Counters of one stage in one mini-batch.
-
-    Attributes:
-        peak_in_flight: maximum number of micro-batches whose activations were held at once.
-        times: times of received messages, by operation (RECV_F or RECV_B); empty if messages are not timed.
-        busy_s: seconds in actions that compute.
-        wait_s: seconds of waiting for messages of other stages and of replicas.
-        sent_bytes: bytes of sent messages, encoded: [to workers with later stages, to workers with earlier stages].
-        uncompressed_bytes: bytes of these messages before encoding.
-        exchanged_bytes: bytes sent to replicas of the stage.
-    """
-
-    peak_in_flight: int = 0
-    times: dict[Op, MessageTimes] = field(default_factory=dict)
-    busy_s: float = 0.0
-    wait_s: float = 0.0
-    sent_bytes: list[int] = field(default_factory=lambda: [0, 0])
-    uncompressed_bytes: list[int] = field(default_factory=lambda: [0, 0])
-    exchanged_bytes: int = 0
-
-    @classmethod
-    def of(cls, stage: int, in_flight: int, *, measure: bool) -> StepCounters:
-        """Create a mini-batch's counters, with ``in_flight`` micro-batches at its begin; ``measure`` times messages."""
-        if not measure:
-            return cls(in_flight)
-        ahead, back = MessageTimes(stage - 1, forward=True), MessageTimes(stage, forward=False)
-        return cls(in_flight, {Op.RECV_F: ahead, Op.RECV_B: back})
-
-    def sent(self, uncompressed_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
-        """Count the bytes of a message sent to a later stage (``ahead``) or to an earlier one."""
-        direction = 0 if ahead else 1
-        self.uncompressed_bytes[direction] += uncompressed_bytes
-        self.sent_bytes[direction] += wire_bytes
-
-    def received(self, op: Op, message: Message, *, crossed: bool) -> None:
-        """Add the times of a received message to ``times``; only if it came from another worker (``crossed``)."""
-        stamp = message.stamp
-        if self.times and crossed:
-            raw_bytes = sum(x.nbytes for x in message if x is not None)
-            self.times[op].add(stamp.wire_bytes, raw_bytes, stamp.sent_at_s, stamp.arrived_at_s)
 
 
 SPLIT_FIRST, SPLIT_EVERY = 4, 8
@@ -139,6 +97,7 @@ class StageRunner:
             reduction=run.settings.loss_reduction,
             owner=(stage, worker),
             token_column=run.token_column,
+            place=None if transfer.device.immediate else partial(transfer.named, what=TransferKind.COLUMNS),
         )
         self.buffers = StageBuffers(self._modes, state.buffers)
         recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
@@ -206,49 +165,57 @@ class StageRunner:
         self.counters.wait_s += seconds
 
     def report(
-        self, order: Order, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
-        *, alone: bool,
-    ) -> StepReport:  # fmt: skip
-        """Create this stage's report on the mini-batch that has just ended.
+        self, order: Order, step: int, values: Values, *, alone: bool
+    ) -> Callable[[tuple[float, float], Sequence[Span]], StepReport]:
+        """Begin this stage's report on the mini-batch that has just ended.
 
         Args:
-            during_s: begin and end of the mini-batch, in seconds of ``time.monotonic``.
-            totals: gradient norm and loss of the mini-batch.
-            spans: timed actions of this stage.
-            alone: True if ``totals`` has the gradient norm of this stage, False if it has the norm of the model.
+            values: reads the gradient norm and the loss of the mini-batch.
+            alone: True if the norm is that of this stage, False if it is the norm of the model.
+
+        Returns:
+            Function that waits for the values and creates the report, from the begin and end of the mini-batch, in
+            seconds of ``time.monotonic``, and from the timed actions of this stage. The next mini-batch may have begun.
 
         Raises:
             StageError: a buffer changed that replicas must have equal; see ``StageBuffers.check``.
         """
-        counters, (norm, loss) = self.counters, totals
-        loss_value, norm_value = self._transfer.read((loss, norm), TransferKind.LOSS)
-        split_s = self._transfer.two_parts_s(self._split_marks) if order.measure else None
+        counters, split_marks = self.counters, self._split_marks
         if self._training and len(self._placement.replicas) > 1 and not self.settings.replicated_buffers:
             self.buffers.check(self.stage)
-        return StepReport(
+        begun = partial(
+            StepReport,
             stage=self.stage,
             step=step,
             samples=self._segment.minibatch_samples,
             averages=self._averages() if self.last and self._placement.leads and not self._training else (),
             metrics=self._results(),
-            loss=loss_value,
-            grad_norm=None if alone else norm_value,
-            stage_grad_norm=norm_value if alone else None,
-            start_s=during_s[0],
-            end_s=during_s[1],
-            busy_s=counters.busy_s,
-            wait_s=counters.wait_s,
             sent_bytes=(counters.sent_bytes[0], counters.sent_bytes[1]),
             uncompressed_bytes=(counters.uncompressed_bytes[0], counters.uncompressed_bytes[1]),
             peak_in_flight=counters.peak_in_flight,
             weight_versions=self.ring.held,
-            spans=tuple(spans) if order.keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, split_s) if order.measure else None,
             messages=tuple(times for times in counters.times.values() if times.wire_bytes),
             worker=self.worker,
             tokens=self.feed.take_tokens(self._segment, step) if self._training else 0,
             exchanged_bytes=counters.exchanged_bytes,
         )
+
+        def finished(during_s: tuple[float, float], spans: Sequence[Span]) -> StepReport:
+            norm, loss = values()
+            split_s = self._transfer.two_parts_s(split_marks) if order.measure else None
+            return begun(
+                loss=loss,
+                grad_norm=None if alone else norm,
+                stage_grad_norm=norm if alone else None,
+                start_s=during_s[0],
+                end_s=during_s[1],
+                busy_s=counters.busy_s,
+                wait_s=counters.wait_s,
+                spans=tuple(spans) if order.keep_spans else (),
+                sample=stage_sample(self.stage, step, spans, split_s) if order.measure else None,
+            )
+
+        return finished
 
     def do(self, action: Action) -> None:
         """Run a forward, backward, send or receive; F and B also pass tensors between stages of the same worker."""
@@ -283,7 +250,7 @@ class StageRunner:
     def _forward(self, microbatch: int) -> None:
         inputs = self._arrived.pop(microbatch, _NOTHING)
         data = self.feed.microbatch(self._segment, microbatch, training=self._training)
-        columns = self._transfer.named(data.columns, TransferKind.COLUMNS)
+        columns = data.placed
         compute = self._bind(microbatch, inputs.weight_version)
         run = partial(self._compute_loss, compute, data, microbatch) if self.last else compute
         arguments, recompute = ForwardInputs(inputs, columns, self.buffers.of(training=self._training)), None
@@ -402,7 +369,7 @@ class StageRunner:
 
     def _compute_whole_loss(self, microbatch: int) -> None:
         """Compute the loss of the mini-batch from all outputs; in training, set the gradients of the outputs."""
-        waited_s = self.whole.gather(lambda index: self._transfer.named(self.feed.targets(index), TransferKind.COLUMNS))
+        waited_s = self.whole.gather(self.feed.targets)
         self.waited(waited_s)
         self.counters.busy_s -= waited_s  # within the forward of ``microbatch``
         loss_fn = self._loss[self._mode]

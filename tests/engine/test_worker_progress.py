@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.engine.executor import WorkerProgress, newest_common_step
 from raypipe.engine.optim.state import Settings
+from raypipe.engine.worker_progress import WorkerProgress, newest_common_step
 from raypipe.ir.segment import Segment
 from raypipe.planner.elastic import left
 from raypipe.planner.segments import train_segments

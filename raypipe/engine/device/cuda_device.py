@@ -73,7 +73,7 @@ class CudaDevice(Device):
         return torch.cuda.stream(self._streams[name])
 
     def mark(self) -> CudaMark:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # threads that wait leave the processor to others
         recorded_s = monotonic()
         event.record(torch.cuda.current_stream(self.place))
         return CudaMark(event, recorded_s)

@@ -11,7 +11,7 @@ CPU (``Device.immediate``), most methods return the same tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from raypipe.engine.codec import Codec
 from raypipe.engine.codec.codec import CodedTensor, applies, travels_coded, wire_bytes
 from raypipe.engine.device.device import Device, Mark, StreamName, TransferKind
 from raypipe.engine.messages.channel import Message, Payload
-from raypipe.engine.messages.frame import PendingCopy, key_of
+from raypipe.engine.messages.frame import PendingCopy, key_of, wait_for_copies
 from raypipe.engine.messages.record import densified, distinct_elements
 from raypipe.ir.schedule import Action
 
@@ -146,10 +146,8 @@ class DeviceTransfer:
 
     def to_host(self, tensors: Tensors, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
         """Copy tensors to host memory, and wait for the copies. On the CPU the same tensors are returned."""
-        if self.device.immediate or not any(tensor is not None for tensor in tensors):
-            return tuple(tensors)
-        copies = self._to_host(tensors, what, [None] * len(tensors))
-        copies.arrive()
+        copies = self.copying(tensors, what)
+        wait_for_copies(copies)
         return cast(tuple[torch.Tensor | None, ...], tuple(copies))
 
     def _to_host(
@@ -197,7 +195,26 @@ class DeviceTransfer:
 
     def read(self, scalars: Tensors, what: TransferKind) -> list[float | None]:
         """Read the values of scalar tensors with one transfer."""
-        return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
+        return self.reading(scalars, what)()
+
+    def reading(self, scalars: Tensors, what: TransferKind) -> Callable[[], list[float | None]]:
+        """Start to copy scalar tensors to host memory; return a function that waits for their values, in any thread."""
+        copies = self.copying(scalars, what)
+        values: list[float | None] = []
+
+        def read() -> list[float | None]:
+            if not values:
+                wait_for_copies(copies)
+                values.extend(None if x is None else float(cast(torch.Tensor, x)) for x in copies)
+            return values
+
+        return read
+
+    def copying(self, tensors: Tensors, what: TransferKind) -> Payload:
+        """Start to copy tensors to host memory; ``wait_for_copies`` waits. On the CPU the same tensors are returned."""
+        if self.device.immediate or not any(tensor is not None for tensor in tensors):
+            return tuple(tensors)
+        return self._to_host(tensors, what, [None] * len(tensors))
 
     def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
         """Return the seconds between the first two marks, and between the last two; None if ``marks`` is None."""

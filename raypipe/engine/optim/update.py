@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
-from raypipe.engine.device.device import TransferKind
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.norms import block_norms, each_norm, norm_of_blocks, total_norm
 from raypipe.engine.optim.slices import flat
@@ -43,7 +43,7 @@ class Update:
         weights: policy for weight versions, with the update intervals and each stage's share of the parameters. A stage
             that clips by its own norm has a limit proportional to the square root of its share.
         transfer: copies tensors between the device and host memory.
-        nonfinite_data: (step) -> sentence on the first NaN or infinite value in the step's data; "" if all are finite.
+        nonfinite_data: (segment, step) -> sentence on the first NaN or infinite value in the step's data, or "".
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Update:
         settings: Settings,
         weights: WeightPolicy,
         transfer: DeviceTransfer,
-        nonfinite_data: Callable[[int], str],
+        nonfinite_data: Callable[[Segment, int], str],
     ) -> None:
         program = self._program = sink.program
         self._state, self._sink, self._ring = state, sink, ring
@@ -73,6 +73,8 @@ class Update:
         self._skipped = 0  # skipped steps since the last one
         self._positions: tuple[list[int], torch.Tensor] | None = None  # positions, as a list and as on the device
         self._loss_scale = LossScale(state) if program.precision.scaled else None
+        self.check: Callable[[], object] = _nothing
+        """Raises the StageError of the last step if that step is checked late (see ``step``) and was refused."""
         self.lr: float | None = None
         """Learning rate of the optimizer's first group in the last step; None without one."""
         self.changed = False
@@ -168,16 +170,19 @@ class Update:
         return self._positions[1], torch.stack(in_order) if in_order else torch.empty(0, device=place)
 
     def step(
-        self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
-        gather: Callable[[], None] = lambda: None,
+        self, segment: Segment, step: int, total: torch.Tensor | None, loss: torch.Tensor | None,
+        values: Callable[[], list[float | None]], *, alone: bool, gather: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
         """Clip the gradients and step the optimizer, or skip the step if loss or norm is not finite.
 
-        Stages that train and get the same ``total`` and ``loss`` all step, all skip or all raise.
+        Stages that train and get the same ``total`` and ``loss`` all step, all skip or all raise. To read the two would
+        leave a device without work. If its optimizer can leave out a step by itself (``_masks``), they are read by
+        ``check`` instead, which the next step calls first: no later step changes the parameters of a refused one.
 
         Args:
             total: gradient norm; None if the update is deferred.
             loss: loss of the mini-batch so far; None if this stage does not have it.
+            values: reads (total, loss).
             alone: True if ``total`` is the norm of this stage, False if it is that of the whole model.
             gather: called after the step of a sharded optimizer, to receive the other replicas' slices.
 
@@ -187,39 +192,75 @@ class Update:
         Raises:
             StageError: loss or norm is not finite, and the step may not be skipped.
         """
-        if self._state.optimizer is not None:
-            self.lr = rate_of(self._state.optimizer.param_groups[0])
+        self.settle()
+        optimizer = self._state.optimizer
+        if optimizer is not None:
+            self.lr = rate_of(optimizer.param_groups[0])
         if total is None:
             self._advance_scheduler()
             return False
-        values = self._transfer.read((total, loss), TransferKind.NORMS)
-        finite = [value is None or math.isfinite(value) for value in values]
-        if self._overflowed(finite=finite[0]):
+        masks = not alone and self._masks()
+        check = partial(self._leaves_out, segment, step, values, alone=alone, late=masks)
+        if masks:
+            self.check = check
+        elif check():
             self._sink.reset()
             return True
-        if not all(finite):
-            self._skipped += self._skips
-            if not 0 < self._skipped < MOST_SKIPPED:
-                advice = self._nonfinite_data(step) or _ADVICE
-                raise StageError(_not_finite(step, self._program.index, values, alone, self._skipped, advice))
-            self._sink.reset()
-            return True
-        self._skipped = 0
         if self._limit is not None:
             limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
             self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
         self._state.wait_until_read()
         self.changed = True
         self._ring.advance()
-        if self._state.optimizer is not None:
-            with at_rate(self._state.optimizer, self._rate * self._discount), self._draws():
-                self._state.optimizer.step()
+        if optimizer is not None:
+            with (
+                at_rate(optimizer, self._rate * self._discount),
+                self._draws(),
+                masked(optimizer, (total, loss) if masks else ()),
+            ):
+                optimizer.step()
             if self._state.slices is not None:
                 self._state.slices.follow()
                 gather()
             self._ring.follow()
         self._advance_scheduler()
         self._sink.reset()
+        return False
+
+    def settle(self) -> None:
+        """Run ``check`` of the last step, once."""
+        check, self.check = self.check, _nothing
+        check()
+
+    def _masks(self) -> bool:
+        """Return True if the step may be checked late: on a device, with an optimizer that reads ``found_inf`` there.
+
+        Fused optimizers of torch do. Policies that count refused steps, and the loss scale, need the values at once.
+        """
+        if self._transfer.device.immediate or self._skips or self._loss_scale is not None:
+            return False
+        optimizer = self._state.optimizer
+        return optimizer is None or (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in optimizer.param_groups)
+        )
+
+    def _leaves_out(
+        self, segment: Segment, step: int, values: Callable[[], list[float | None]], *, alone: bool, late: bool
+    ) -> bool:
+        """Return True if the step is skipped, because loss or norm is not finite; raise StageError if it may not be."""
+        found = values()
+        finite = [value is None or math.isfinite(value) for value in found]
+        if self._overflowed(finite=finite[0]):
+            return True
+        if not all(finite):
+            self._skipped += self._skips
+            if not 0 < self._skipped < MOST_SKIPPED:
+                self.changed |= late  # the scheduler has stepped
+                advice = self._nonfinite_data(segment, step) or _ADVICE
+                raise StageError(_not_finite(step, self._program.index, found, alone, self._skipped, advice))
+            return True
+        self._skipped = 0
         return False
 
     def _draws(self) -> AbstractContextManager[object]:
@@ -268,11 +309,35 @@ class Update:
 
     def _scale(self, factor: torch.Tensor | float) -> None:
         slices = self._state.slices
-        for name, parameter in self._state.parameters.items():
-            if parameter.grad is not None and (slices is None or name not in slices.names):
-                parameter.grad.mul_(factor)
-        for gradient in slices.gradients() if slices is not None else ():
-            gradient.mul_(factor)
+        gradients = [
+            parameter.grad
+            for name, parameter in self._state.parameters.items()
+            if parameter.grad is not None and (slices is None or name not in slices.names)
+        ]
+        gradients += slices.gradients() if slices is not None else ()
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+
+def _nothing() -> None:
+    """Check no step."""
+
+
+@contextmanager
+def masked(optimizer: torch.optim.Optimizer, scalars: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Let steps of a fused optimizer change nothing if one of ``scalars``, on its device, is not finite.
+
+    torch.amp.GradScaler tells optimizers the same way.
+    """
+    if not scalars:
+        yield
+        return
+    finite = torch.stack([torch.isfinite(x) for x in scalars if x is not None])
+    optimizer.found_inf = finite.all().logical_not().to(torch.float32)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @contextmanager

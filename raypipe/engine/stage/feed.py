@@ -14,7 +14,7 @@ Every entry of the column counts as a token, including padding, which takes as m
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,14 @@ class MicrobatchData(NamedTuple):
     """Data columns of a micro-batch, and the weights of its loss.
 
     Attributes:
-        columns: tensors of shape (samples, ...) by column name.
+        columns: tensors of shape (samples, ...) in host memory by column name.
+        placed: the same on the device: views of one copy of the mini-batch.
         weights: weight of each part of the micro-batch's loss in the gradient of its update; most losses have one part.
         shares: weight of each part in the loss of the mini-batch. Equal to ``weights`` if the mini-batch is one update.
     """
 
     columns: Mapping[Any, torch.Tensor]
+    placed: Mapping[Any, torch.Tensor]
     weights: Weights = ()
     shares: Weights = ()
 
@@ -47,10 +49,13 @@ class _Minibatch(NamedTuple):
     """Data of a mini-batch, one entry per micro-batch as in MicrobatchData.
 
     Attributes:
+        whole: the columns of the mini-batch in host memory.
         items: number of items over which each part of the loss averages; in evaluation only.
     """
 
+    whole: Mapping[Any, torch.Tensor]
     parts: list[dict[Any, torch.Tensor]]
+    placed: list[dict[Any, torch.Tensor]]
     weights: Sequence[Weights] = ()
     shares: Sequence[Weights] = ()
     items: Weights = ()
@@ -69,6 +74,7 @@ class Feed:
         weighs: True on the last stage, which needs the losses' weights.
         owner: (stage, worker); each owner has a separate reader of a data stream.
         token_column: column of token ids; None counts no tokens.
+        place: copies columns to the device, in the thread that calls ``microbatch``; None if that is the CPU.
         reduction: average of the loss; its items are counted in the last target, or in the column "labels" if the model
             returns its own loss.
     """
@@ -83,7 +89,9 @@ class Feed:
         reduction: Reduction,
         owner: Any = None,
         token_column: Any = None,
+        place: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]] | None = None,
     ) -> None:
+        self._place = place
         self._sources = {mode: own_reader(source, (owner, mode)) for mode, source in sources.items()}
         self._end: tuple[int, int] | None = None  # epoch and offset after the newest mini-batch of training
         self._counted = _counted_columns(reduction, targets) if weighs else ()
@@ -124,7 +132,7 @@ class Feed:
         mode = "train" if training else "eval"
         columns = self._columns[mode]
         if not columns and not self._weighs:
-            return MicrobatchData({})
+            return MicrobatchData({}, {})
         minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
@@ -137,22 +145,22 @@ class Feed:
                     loaded = self._read(key, segment)
                 finally:
                     self.reading = False
+            if self._place is not None:
+                placed = _split(self._place(loaded.whole), segment.microbatch_samples)
+                loaded = loaded._replace(placed=placed)
             self._current = (key, loaded)
         if training:
             self._end = segment.epoch, key[2] + segment.minibatch_samples
-        parts, weights, shares, _ = self._current[1]
+        _, parts, placed, weights, shares, _ = self._current[1]
         if training and self._token_column in parts[index]:
             self._tokens[microbatch] = parts[index][self._token_column].numel()
-        return (
-            MicrobatchData(parts[index], weights[index], shares[index])
-            if self._weighs
-            else MicrobatchData(parts[index])
-        )
+        own = MicrobatchData(parts[index], placed[index])
+        return own._replace(weights=weights[index], shares=shares[index]) if self._weighs else own
 
     def targets(self, index: int) -> dict[Any, torch.Tensor]:
-        """Return the columns that the loss reads, of the micro-batch with this index in the mini-batch read last."""
+        """Return the columns that the loss reads, on the device, of a micro-batch of the mini-batch read last."""
         assert self._current is not None
-        return {name: self._current[1].parts[index][name] for name in self._targets}
+        return {name: self._current[1].placed[index][name] for name in self._targets}
 
     def take_tokens(self, segment: Segment, step: int) -> int:
         """Remove and return the number of tokens in a finished step's mini-batch; 0 if the stage reads no tokens."""
@@ -204,12 +212,9 @@ class Feed:
                 when = f"Step {step}" if mode == "train" else "Evaluation"
                 raise DataError(f"{when}: {error}") from None
             whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
-        parts: list[dict[Any, torch.Tensor]] = [{} for _ in sizes]
-        for name, tensor in whole.items():
-            for part, piece in zip(parts, tensor.split(sizes), strict=True):
-                part[name] = piece
+        parts = _split(whole, sizes)
         if not self._weighs:
-            return _Minibatch(parts)
+            return _Minibatch(whole, parts, parts)
         counted: Any = None
         if isinstance(self._reduction, LossCounts):
             counted = parts
@@ -217,9 +222,18 @@ class Feed:
             counted = whole[self._counted[-1]]
         if mode == "train":
             weights, shares = update_weights(self._reduction, sizes, counted, segment.interval)
-            return _Minibatch(parts, weights=weights, shares=shares)
+            return _Minibatch(whole, parts, parts, weights=weights, shares=shares)
         shares, items = evaluation_shares(self._reduction, sizes, counted)
-        return _Minibatch(parts, weights=shares, shares=shares, items=items)
+        return _Minibatch(whole, parts, parts, weights=shares, shares=shares, items=items)
+
+
+def _split(whole: Mapping[Any, torch.Tensor], sizes: Sequence[int]) -> list[dict[Any, torch.Tensor]]:
+    """Return the columns of each micro-batch, as views of those of the mini-batch."""
+    parts: list[dict[Any, torch.Tensor]] = [{} for _ in sizes]
+    for name, tensor in whole.items():
+        for part, piece in zip(parts, tensor.split(sizes), strict=True):
+            part[name] = piece
+    return parts
 
 
 def _counted_columns(reduction: Reduction, targets: Sequence[Any]) -> tuple[Any, ...]:

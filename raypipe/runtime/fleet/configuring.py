@@ -19,10 +19,10 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from raypipe.engine.executor import WorkerProgress
 from raypipe.engine.io.checkpoint.restore import FreshOptions
 from raypipe.engine.io.checkpoint.state_source import StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import CheckpointError
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import RowsKey

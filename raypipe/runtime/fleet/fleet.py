@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raypipe.engine.decoding import DecodeProgram
-from raypipe.engine.executor import all_hold
 from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.worker_progress import all_hold
 from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule

@@ -24,8 +24,8 @@ from typing import Any
 
 import ray
 
-from raypipe.engine.executor import newest_common_step
 from raypipe.engine.io.checkpoint.find_checkpoint import find_checkpoint, newest_step
+from raypipe.engine.worker_progress import newest_common_step
 from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
 from raypipe.ir.schedule import groups_in
 from raypipe.planner.elastic import counts_of, left, with_spares

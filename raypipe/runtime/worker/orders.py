@@ -30,10 +30,11 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
+from raypipe.engine.executor import Reports
 from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import Order
@@ -123,8 +124,15 @@ class OrderGate:
             self._queues[run].append(order)
             self._changed.notify_all()
 
-    def next(self, run: int) -> Order | None:
-        """Wait for the next order of this run, count it as begun, and return it; None at the end of the run."""
+    def next(self, run: int, idle: Callable[[], None] = lambda: None) -> Order | None:
+        """Wait for the next order of this run, count it as begun, and return it; None at the end of the run.
+
+        ``idle`` is called first if there is none yet.
+        """
+        with self._changed:
+            queued = self._may_go(run)
+        if not queued:
+            idle()
         with self._changed:
             self._changed.wait_for(lambda: self._may_go(run))
             ended = self._begun[run] >= self._limits.get(run, self._begun[run] + 1)
@@ -171,6 +179,7 @@ class WorkReports:
     def __init__(self) -> None:
         self._grown = threading.Condition()
         self._done: Window[list[list[StepReport]]] = Window(KEPT_REPORTS)
+        self._late: list[Reports] = []
         self.run = self._over = -1  # numbers of the run that began last, and that ended last
 
     @property
@@ -181,13 +190,28 @@ class WorkReports:
     def begin(self, run: int) -> None:
         """Begin call number ``run``, and drop the reports of the previous call."""
         with self._grown:
-            self.run, self._done = run, Window(KEPT_REPORTS)
+            self.run, self._done, self._late = run, Window(KEPT_REPORTS), []
 
     def add(self, reports: list[list[StepReport]]) -> None:
         """Add the reports of a segment: one list for each stage, with one report per mini-batch."""
         with self._grown:
             self._done.append(reports)
             self._grown.notify_all()
+
+    def follow(self, carry_out: Callable[[], Reports], *, late: bool) -> None:
+        """Run an order, then add the reports of the order before if they were late; keep the new ones if ``late``."""
+        try:
+            reports = carry_out()
+        finally:
+            self.flush()
+        self._late.append(reports)
+        if not late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait for the reports that were kept by ``follow``, and add them."""
+        while self._late:
+            self.add(self._late.pop()())
 
     def end(self, run: int) -> None:
         """Mark call number ``run`` as ended, and release the threads that wait for its reports."""

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,13 @@ import torch
 from raypipe.data.stream import Mark
 from raypipe.engine.copy import COMMON, CopyHeader
 from raypipe.engine.device.device import CPU, Device
-from raypipe.engine.executor import Executor, WorkerProgress
+from raypipe.engine.executor import Executor, Reports
 from raypipe.engine.io.checkpoint import FreshOptions, StateSource
 from raypipe.engine.io.checkpoint.snapshot import ShardWriter, entries_of
 from raypipe.engine.optim.state import StageState
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.stage import StageProgram
+from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
@@ -276,8 +278,9 @@ class _StageActor:
         executor = self._executor
         self._work.begin(run)
         try:
-            while (order := self._inflow.next(run)) is not None:
-                self._work.add(self._carry_out(executor, order))
+            while (order := self._inflow.next(run, self._work.flush)) is not None:
+                self._work.follow(partial(self._carry_out, executor, order), late=executor.reports_late(order))
+            self._work.flush()
         except RaypipeError as error:
             # The neighbours must not wait for messages that never come, but may finish earlier steps.
             executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
@@ -290,25 +293,21 @@ class _StageActor:
         """Return the reports of ``work(run)`` from segment ``since`` on; see WorkReports.since."""
         return self._work.since(run, since, wait_s)
 
-    def _carry_out(self, executor: Executor, order: Order) -> list[list[StepReport]]:
-        """Run an order's segment, begin the copy and the checkpoint that it requests, and return reports by stage."""
-        if order.segment.generation != self._generation:
-            raise StageError(
-                f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
-            )
+    def _carry_out(self, executor: Executor, order: Order) -> Reports:
+        """Run an order's segment, begin the copy and the checkpoint that it requests; return what reads the reports."""
+        if (plan := order.segment.generation) != self._generation:
+            raise StageError(f"A segment of plan {plan} came to a worker of plan {self._generation}.")
         row, alone = self._rows[order.rows]
         begin_s = time.monotonic()
-        reports = executor.run(order, row, alone=alone)
+        taken = executor.run(order, row, alone=alone)
+
         if order.keep_spans:
-            self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
-            reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
-        if order.save_to:
-            for writer in self._shards():
-                writer.begin(order.save_to)
-        reports = self._copies.noted(reports, begin_s)
+            self._spans = tuple(span for of_stage in taken() for report in of_stage for span in report.spans)
+        for writer in self._shards() if order.save_to else ():
+            writer.begin(order.save_to)
         if order.keep_copy:
             self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
-        return reports
+        return lambda: self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raypipe.config.ray import WorkerRange
-from raypipe.engine.executor import WorkerProgress
+from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import LeaseError, PlanError, StageLostError
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.timeline import Span, Timeline
