@@ -143,7 +143,6 @@ FOUND = {
     TransferKind.OUTPUTS: (COPIED, READ),
     TransferKind.INPUT_GRADS: (COPIED, READ),
     TransferKind.NORMS: (COPIED, READ),
-    TransferKind.LOSS: (READ,),
     TransferKind.SNAPSHOT: (READ,),
     TransferKind.PARAMETERS: (STAGED,),
 }
@@ -151,6 +150,7 @@ FOUND = {
 MISSING = [
     *(("run", f"{what}: {why}") for what, reasons in FOUND.items() for why in reasons),
     ("run", "record_stream"),
+    ("evaluation", f"{TransferKind.LOSS}: {READ}"),
     ("evaluation", f"{TransferKind.METRICS}: {COPIED}"),
     ("evaluation", f"{TransferKind.METRICS}: {READ}"),
     ("a state that goes back", f"{TransferKind.RESTORED}: {COMPUTED_WITH}"),
