@@ -73,7 +73,7 @@ _TRACING = threading.Lock()
 """Lock of calls that may trace: torch traces one function at a time in a process, and LocalFleet has many threads."""
 
 
-def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> Mapping[str, StageFunction]:
+def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> dict[str, StageFunction]:
     """Return a stage's functions by mode ("train", "eval") on its device; "train" is compiled unless backend="off"."""
     by_mode = {mode: placed(function, transfer) for mode, function in program.modes.items()}
     if backend != "off":
