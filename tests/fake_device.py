@@ -315,7 +315,10 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     named = zip(func._schema.arguments, args, strict=False)
     by_name = {argument.name: argument for argument in func._schema.arguments}
     pairs = [*named, *((by_name[name], value) for name, value in kwargs.items())]
-    return [x for a, value in pairs if a.alias_info is not None and a.alias_info.is_write for x in _tensors(value)]
+    written = [value for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
+    if func is torch.ops.aten.native_batch_norm.default and args[5]:  # whose schema does not say so
+        written += args[3:5]
+    return list(_tensors(written))
 
 
 def _poison(tensor: torch.Tensor) -> None:

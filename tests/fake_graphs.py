@@ -74,11 +74,8 @@ class Tape:
         def noted(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            if holds(x):
-                return self._address(x)
-            if x.dim() or any(x is y for y in changed):
-                raise RuntimeError(f"{NOT_RECORDED}: {func} of host memory of shape {tuple(x.shape)}")
-            return x.clone()
+            # What a stage makes outside of its thread counts as host memory; a GPU takes scalars from there.
+            return self._address(x) if holds(x) or x.dim() or any(x is y for y in changed) else x.clone()
 
         into = [self._address(x) for x in fresh]
         self._steps.append(Step(func, pytree.tree_map(noted, args), pytree.tree_map(noted, dict(kwargs)), into))

@@ -132,7 +132,7 @@ class StageRunner:
         self._modes = modes_of(program, transfer, run.compile_stages)
         recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
         if run.cuda_graphs and not recomputes:
-            self._modes["train"] = StageGraphs(self._modes["train"], stage, transfer.device, self.sink, last=self.last)
+            self._modes["train"] = StageGraphs(self._modes["train"], stage, transfer.device, self.sink)
         self._loss = {mode: placed_loss(loss, transfer) for mode, loss in program.loss_by_mode.items()}
         self._splits = run.compile_stages == "off" and not run.cuda_graphs
         self.feed = Feed(
@@ -335,12 +335,9 @@ class StageRunner:
         return compute
 
     def _compute_loss(
-        self,
-        compute: Callable[[ForwardInputs], Tensors],
-        data: MicrobatchData,
-        microbatch: int,
+        self, compute: Callable[[ForwardInputs], Tensors], data: MicrobatchData, microbatch: int,
         arguments: ForwardInputs,
-    ) -> Tensors:
+    ) -> Tensors:  # fmt: skip
         """Run the last stage by ``compute``; return loss parts, or outputs if ``whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
         if not self.whole.used:

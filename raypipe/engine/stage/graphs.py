@@ -3,8 +3,8 @@
 A graph reads and writes the same addresses every time, so each micro-batch between its forward and the end of its
 backward has a slot, with inputs, outputs, activations and gradients of its own:
 
-    slot 0    F0 ------ B0   F2 ------ B2        F: copy inputs and columns | replay | copy outputs, which are sent
-    slot 1         F1 ------ B1   F3 ------ B3   B: copy output gradients | replay | copy input gradients
+    slot 0    F0 ------ B0   F2 ------ B2        F: inputs and columns are copied in | replay
+    slot 1         F1 ------ B1   F3 ------ B3   B: output gradients are copied in | replay | input gradients, out
 
     first micro-batch of a shape          runs eagerly, which also warms up kernels and libraries
     first forward in a slot               is recorded, then replayed
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypipe.engine.device.device import Device
+from raypipe.engine.device.device import Device, ran_out
 from raypipe.engine.messages.transfer import apart, fill, memory_like
 from raypipe.engine.stage.backward import gradients
 from raypipe.engine.stage.gradients import GradientSink
@@ -75,16 +75,15 @@ class StageGraphs:
     Args:
         function: the stage's function, which runs eagerly.
         stage: number of the stage, for messages.
-        last: True if losses follow the outputs, which else are sent and so are copied out of their slot.
     """
 
-    def __init__(self, function: StageFunction, stage: int, device: Device, sink: GradientSink, *, last: bool) -> None:
+    def __init__(self, function: StageFunction, stage: int, device: Device, sink: GradientSink) -> None:
         if not device.graphs:
             raise StageError(
                 f"cuda_graphs=True: stage {stage} is on a device without graphs ({device.title}). Set use_gpu=True in "
                 "ScalingConfig, or cuda_graphs=False."
             )
-        self._function, self._stage, self._device, self._sink, self._last = function, stage, device, sink, last
+        self._function, self._stage, self._device, self._sink = function, stage, device, sink
         self._pool: Any = None
         self._elements = -1
         self._recorded_for: tuple[Any, ...] = ()
@@ -104,7 +103,7 @@ class StageGraphs:
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
         arguments = (*inputs, *columns)
-        wanted = _layout(arguments), [x.data_ptr() for x in (*parameters, *buffers)]
+        wanted = _layout(arguments), _addresses((*parameters, *buffers))
         if key.step != self._step:
             self._step, self._free = key.step, list(self._slots)
         if wanted != self._recorded_for:
@@ -126,8 +125,12 @@ class StageGraphs:
         return outputs
 
     def outputs(self, slot: _Slot) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of a forward that was replayed, as they may leave their slot."""
-        return tuple(x.detach() if self._last else apart(x) for x in slot.outputs)
+        """Return the outputs of a forward that was replayed, as they may leave their slot.
+
+        If a backward follows, whoever receives them has done so before it.
+        """
+        stays = any(x.requires_grad for x in slot.outputs)
+        return tuple(x.detach() if stays else apart(x) for x in slot.outputs)
 
     def backward(self, slot: _Slot, output_grads: _Optional) -> _Optional:
         """Run a backward; return the gradients of the inputs, and add those of parameters to their sums."""
@@ -177,9 +180,11 @@ class StageGraphs:
         try:
             return self._device.record(run, self._pool)
         except RuntimeError as error:
+            if ran_out(error):
+                raise
             raise StageError(
-                f"cuda_graphs=True: the work of stage {self._stage} cannot be recorded: {error}. A graph repeats kernels "
-                "only, so forward and its operations must read no value on the host, nor choose sizes by values. Set "
+                f"cuda_graphs=True: the work of stage {self._stage} cannot be recorded: {error}. A graph repeats "
+                "kernels only, so forward must read no value on the host, nor choose sizes by values. Set "
                 "cuda_graphs=False, or leave such an operation out."
             ) from error
 
@@ -205,6 +210,10 @@ class _Replayed(torch.autograd.Function):
 
 def _layout(tensors: _Optional) -> list[Any]:
     return [None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
 def _fill(into: _Optional, values: _Optional) -> None:
