@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raypipe.engine.device.cuda_device import CudaDevice
+from tests.exactness import unequal
 from tests.gpu.test_compiled import ON_GPU
 from tests.runs.test_compiled import Narrow, Wide, trained
 from tests.runs.test_cuda_graphs import RUNS, run, same
-from tests.exactness import unequal
 
 
 @pytest.fixture(autouse=True)

@@ -122,8 +122,8 @@ class CudaDevice(Device):
     def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads of this process, such as senders, wait for events meanwhile.
-        how = {"pool": pool, "stream": self._recorder, "capture_error_mode": "thread_local"}
-        with _ONE_RECORDING, torch.cuda.graph(graph, **how):
+        recording = torch.cuda.graph(graph, pool=pool, stream=self._recorder, capture_error_mode="thread_local")
+        with _ONE_RECORDING, recording:
             result = run()
         return graph.replay, result
 

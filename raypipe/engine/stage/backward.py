@@ -57,9 +57,7 @@ def gradients(
         One gradient per leaf; None for a leaf that the roots do not depend on.
     """
     if _run is None:
-        return torch.autograd.grad(  # type: ignore[arg-type]
-            list(roots), list(leaves), list(output_grads), allow_unused=True, retain_graph=keep_graph
-        )
+        return torch.autograd.grad(list(roots), list(leaves), list(output_grads), keep_graph, allow_unused=True)  # type: ignore[arg-type]
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
     grads: Sequence[torch.Tensor | None] = _run(
         tuple(roots), tuple(output_grads), keep_graph, False, tuple(leaves), True, False

@@ -174,7 +174,8 @@ class GradientSink:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Let every sum exist inside the context, where a graph of additions is recorded; restore them afterwards."""
-        before, self._sums = self._sums, [None] * len(self._sites)
+        none: list[torch.Tensor | None] = [None] * len(self._sites)
+        before, self._sums = self._sums, none
         for position in self._trained_at:
             self._total(position)
         try:

@@ -33,8 +33,9 @@ from raypipe.engine.messages.transfer import apart, fill, memory_like
 from raypipe.engine.stage.backward import gradients
 from raypipe.engine.stage.gradients import GradientSink
 from raypipe.engine.stage.randomness import RandomKey
-from raypipe.engine.stage.stage import StageFunction
+from raypipe.engine.stage.stage import Site, StageFunction
 from raypipe.errors import StageError
+from raypipe.ir.precision import Precision
 
 _T = TypeVar("_T")
 _Optional = Sequence[torch.Tensor | None]
@@ -77,6 +78,15 @@ class StageGraphs:
         stage: number of the stage, for messages.
     """
 
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int
+    precision: Precision
+    changing_buffers: tuple[str, ...]
+    tried_constant: tuple[str, ...]
+
     def __init__(self, function: StageFunction, stage: int, device: Device, sink: GradientSink) -> None:
         if not device.graphs:
             raise StageError(
@@ -91,7 +101,7 @@ class StageGraphs:
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # the attributes above
         return getattr(self._function, name)
 
     def __call__(
