@@ -54,7 +54,8 @@ def fleet_of(
 ) -> LocalFleet:  # fmt: skip
     made = captured(name, precision)
     programs = made.programs(equal_parameters(made.graph, stages).cuts)
-    source, settings = open_data(case(name).data(samples), seed=0), Settings(0, "mean", clip, 60.0)
+    source, reduction = open_data(case(name).data(samples), seed=0), "valid_tokens" if name == "masked" else "mean"
+    settings = Settings(0, reduction, clip, 60.0)
     with device_of if isinstance(device_of, Devices) else nullcontext():
         return LocalFleet(
             RunSetup(OPTIMIZERS[optimizer], None, {"train": source}, settings, cuda_graphs=graphs),

@@ -137,7 +137,8 @@ class StageGraphs:
     def outputs(self, slot: _Slot) -> tuple[torch.Tensor, ...]:
         """Return the outputs of a forward that was replayed, as they may leave their slot.
 
-        If a backward follows, whoever receives them has done so before it.
+        If a backward follows, they have been received before it. Else they are copied, because links between devices
+        send them from where they are.
         """
         stays = any(x.requires_grad for x in slot.outputs)
         return tuple(x.detach() if stays else apart(x) for x in slot.outputs)
