@@ -49,10 +49,10 @@ def run(
         fleet.stop()
 
 
-def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
+def gone_back(device_of: Callable[[int], Device], *, graphs: bool = False) -> list[torch.Tensor]:
     """Parameters after a step, a copy of the state, another step, back to the copy, and that step again."""
     name, adamw = "tied-sequential", partial(torch.optim.AdamW, lr=5e-2)
-    fleet, rows = _fleet(device_of, name, adamw), _rows(name)
+    fleet, rows = _fleet(device_of, name, adamw, graphs=graphs), _rows(name)
     first, second = _segments(2)
     sources = []
     try:
@@ -92,14 +92,14 @@ def evaluate(device_of: Callable[[int], Device]) -> dict[str, float]:
 
 def _fleet(
     device_of: Callable[[int], Device], name: str, optimizer: Any, max_grad_norm: float | None = None,
-    codecs: Codecs = PLAIN, metrics: Any = None,
+    codecs: Codecs = PLAIN, metrics: Any = None, *, graphs: bool = False,
 ) -> LocalFleet:  # fmt: skip
     """A worker for each of three stages; evaluations are of 20 samples."""
     made, data = captured(name)[1], case(name).data
     sources = {"train": open_data(data(SHAPE.samples), seed=0), "eval": open_data(data(20), seed=0)}
     settings = Settings(0, "mean", max_grad_norm, 30.0)
     return LocalFleet(
-        RunSetup(optimizer, None, sources, settings, metrics=metrics or {}),
+        RunSetup(optimizer, None, sources, settings, metrics=metrics or {}, cuda_graphs=graphs),
         GenerationSetup(programs(name, STAGES), single_homes(range(STAGES)), codecs=codecs),
         {**made.parameters, **made.buffers},
         device_of,

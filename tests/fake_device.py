@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,8 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from raypipe.engine.codec.cuda import THREADS, grid_of, kernel_name
 from raypipe.engine.device.device import Device, StreamName
 from tests.emulators.cuda import Emulated
+from tests.fake_graphs import NOT_RECORDED, Tape, refuse_unrecordable
 
 __all__ = ["FakeDevice", "Reached"]
+
+_T = TypeVar("_T")
 
 COMPUTE = "compute"
 _ONE_KERNEL = threading.Lock()
@@ -57,6 +60,7 @@ class FakeDevice(Device):
 
     place = torch.device("cpu")
     immediate = False
+    graphs = True
     title = "a fake device"
     memory_bytes: int | None = None
 
@@ -75,6 +79,8 @@ class FakeDevice(Device):
         self._in = threading.local()  # the thread's stream
         self._lock = threading.RLock()
         self._owner: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+        self.recorded = self.replayed = 0
+        """Graphs that were made, and how often one was queued."""
 
     @contextmanager
     def prepare_thread(self) -> Iterator[None]:
@@ -105,7 +111,41 @@ class FakeDevice(Device):
         if why != self.without:
             self._queues[self._current].append(mark)
 
+    @property
+    def tape(self) -> Tape | None:
+        """Of the thread's recording; None outside of one."""
+        return getattr(self._in, "tape", None)
+
+    def new_pool(self) -> object:
+        return object()
+
+    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+        assert self.tape is None, "a recording inside of a recording"
+        tape = self._in.tape = Tape()
+        try:
+            result = run()
+        finally:
+            self._in.tape = None
+        self.recorded += 1
+
+        def replay() -> None:
+            stream, used = self._current, tape.used()
+
+            def work() -> None:
+                with torch.no_grad(), _disable_current_modes(), _below_autograd():
+                    tape.play(used)
+                    if not all(self._may_use(x, stream) for x in used.values()):
+                        for x in used.values():
+                            x.fill_(0xFF)
+
+            self._queues[stream].append(work)
+            self.replayed += 1
+
+        return replay, result
+
     def finish(self, mark: Reached, why: str) -> None:
+        if self.tape is not None:
+            raise RuntimeError(f"{NOT_RECORDED}: the host waits for the device")
         self.waits.add(why)
         self._count("waits")
         if why != self.without:
@@ -193,6 +233,9 @@ class FakeDevice(Device):
             for x in fresh:
                 self._made(x)
         generator = kwargs.get("generator")
+        if self.tape is not None:
+            self.tape.add(func, args, kwargs, fresh, changed, self.holds)
+            return outputs
         if generator is not None:
             kwargs = {**kwargs, "generator": generator.clone_state()}
         stream, used = self._current, list(_tensors((args, kwargs)))
@@ -248,8 +291,12 @@ class _Late(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(self._device.holds(x) for x in _tensors((args, kwargs))):
+        used = list(_tensors((args, kwargs)))
+        makes = self._device.tape is not None and not used  # memory of the graph, not of the host
+        if not makes and not any(self._device.holds(x) for x in used):
             return func(*args, **kwargs)
+        if self._device.tape is not None:
+            refuse_unrecordable(func, args, kwargs)
         assert func is not torch.ops.aten._local_scalar_dense.default, READ
         return self._device.queue(func, args, kwargs)
 
@@ -283,7 +330,10 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     named = zip(func._schema.arguments, args, strict=False)
     by_name = {argument.name: argument for argument in func._schema.arguments}
     pairs = [*named, *((by_name[name], value) for name, value in kwargs.items())]
-    return [x for a, value in pairs if a.alias_info is not None and a.alias_info.is_write for x in _tensors(value)]
+    written = [value for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
+    if func is torch.ops.aten.native_batch_norm.default and args[5]:  # whose schema does not say so
+        written += args[3:5]
+    return list(_tensors(written))
 
 
 def _poison(tensor: torch.Tensor) -> None:

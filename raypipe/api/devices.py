@@ -69,8 +69,16 @@ def on_devices(pipeline: PipelineConfig, resources: Mapping[str, float]) -> Pipe
 
     Args:
         resources: resources of one worker.
+
+    Raises:
+        ConfigError: CUDA graphs are wanted, and workers use no GPU.
     """
     share = gpu_share(resources)
+    if pipeline.cuda_graphs and not share:
+        raise ConfigError(
+            "cuda_graphs=True has no effect without GPUs, and use_gpu is False. Set use_gpu=True in ScalingConfig, or "
+            "cuda_graphs=False."
+        )
     if not share or pipeline.memory_limit_bytes != "auto" or pipeline.partitioner == "parameters" or why_not():
         return pipeline
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

@@ -159,6 +159,23 @@ def _per_replica_with(name: str, config: PipelineFields) -> bool:
     return _per_replica(config) and getattr(config, name) not in ("auto", False)
 
 
+_NO_GRAPHS: tuple[tuple[str, Callable[[PipelineFields], bool], str, str], ...] = (
+    ("schedule", lambda c: not _kind(c).synchronous, ", whose steps move weights to other addresses",
+     "Set a synchronous schedule, such as '1f1b', or cuda_graphs=False"),
+    ("schedule", lambda c: _kind(c).splits_backward, ", which runs a backward in two parts: a graph of it is one piece",
+     "Set schedule='slack' or '1f1b', or cuda_graphs=False"),
+    ("num_replicas", replicated, ": replicas exchange gradients during a backward, which a graph would not",
+     "Set num_replicas=1, or cuda_graphs=False"),
+    ("num_lanes", laned, ": several sums of gradients take turns, and a graph adds to one",
+     "Set num_lanes=1, or cuda_graphs=False"),
+    ("compile_stages", lambda c: c.compile_stages != "off", ": a compiled backward frees what a graph keeps",
+     "Set compile_stages='off', or cuda_graphs=False"),
+    ("recompute", lambda c: c.recompute not in ("auto", "never"), ": a graph keeps its activations, so none are saved",
+     "Set recompute='never', or cuda_graphs=False"),
+)  # fmt: skip
+"""(Other field, whether it conflicts with CUDA graphs, reason, fix)."""
+
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "link_ports", _unused("link_ports", "transport", lambda c: c.transport not in ("auto", "tcp")),
@@ -205,6 +222,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "compile_stages", _unused("compile_stages", "schedule", lambda c: _kind(c).splits_backward),
         "is not possible with {}, which runs a backward in two parts: that of a compiled stage is one piece",
         "Set schedule='slack' or '1f1b', or compile_stages='off'",
+    ),
+    *(
+        Exclusion("cuda_graphs", _unused("cuda_graphs", other, unfit), f"is not possible with {{}}{reason}", fix)
+        for other, unfit, reason, fix in _NO_GRAPHS
     ),
     Exclusion(
         "replicated_buffers", _unused("replicated_buffers", "num_replicas", lambda c: not replicated(c)),

@@ -117,6 +117,10 @@ class PipelineFields:
             except for some sums of gradients (docs/design/0002). "off" compiles nothing. Schedules that split backwards
             are refused, and schedule="auto" is "slack". A stage that draws random numbers (dropout) is not compiled, as
             the plan notes; nor is an nn.Sequential. The first step of every size of micro-batch takes seconds more.
+        cuda_graphs: True records the forwards and backwards of the stages as CUDA graphs, so that each is one launch
+            instead of one per kernel; it changes no bit. It needs GPUs, a synchronous schedule that does not split
+            backwards, and a traced model without dropout, torch.cond and reads of values (docs/design/0085). Only
+            the largest shape of a micro-batch is recorded; a smaller last one runs as without.
         max_grad_norm: clips the gradient norm of the whole model, which makes every step a barrier over all stages;
             None does not clip. If updates come more often than once per num_stages micro-batches, each stage clips its
             own norm to this times the root of its share of the parameters.
@@ -195,6 +199,7 @@ class PipelineFields:
     recompute: str | Sequence[str | bool | int] = "auto"
     precision: str = "fp32"
     compile_stages: str = "off"
+    cuda_graphs: bool = False
     max_grad_norm: float | None = None
     retune_interval_steps: int | Auto = "auto"
     link_drift_threshold: float | Auto = "auto"

@@ -123,6 +123,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     | _each(_integer(0), "a list of stages by number"),
     "precision": _one_of(*SUPPORTED["precision"]),
     "compile_stages": _one_of("off", "inductor", "aot_eager"),
+    "cuda_graphs": _FLAG,
     "max_grad_norm": _NONE | _number(0),
     "retune_interval_steps": _AUTO | _integer(0),
     "link_drift_threshold": _AUTO | _number(0),

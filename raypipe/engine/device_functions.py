@@ -20,7 +20,7 @@ import ast
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 
 from raypipe.engine.device.device import TransferKind
 from raypipe.engine.messages.transfer import DeviceTransfer
-from raypipe.engine.stage.generated_source import Region, compiled
+from raypipe.engine.stage.generated_source import Region, compiled, foreign_operations
 from raypipe.engine.stage.minibatch_loss import LossTail
 from raypipe.engine.stage.stage import GraphFunction, StageFunction, StageProgram
 from raypipe.errors import StageError
@@ -73,7 +73,7 @@ _TRACING = threading.Lock()
 """Lock of calls that may trace: torch traces one function at a time in a process, and LocalFleet has many threads."""
 
 
-def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> Mapping[str, StageFunction]:
+def modes_of(program: StageProgram, transfer: DeviceTransfer, backend: str) -> dict[str, StageFunction]:
     """Return a stage's functions by mode ("train", "eval") on its device; "train" is compiled unless backend="off"."""
     by_mode = {mode: placed(function, transfer) for mode, function in program.modes.items()}
     if backend != "off":
@@ -101,6 +101,16 @@ def why_not_compiled(function: StageFunction) -> str:
         return "it draws random numbers (dropout)"
     if regions := [one.kind for name, one in function.names.items() if name in used and isinstance(one, Region)]:
         return f"it has a {regions[0]} (vmap, torch.cond, torch.autograd.Function)"
+    return ""
+
+
+def why_no_graphs(function: StageFunction) -> str:
+    """Explain why a stage's forward cannot be recorded as a graph of the device; "" if it may be."""
+    if reason := why_not_compiled(function):
+        return reason
+    assert isinstance(function, GraphFunction)
+    if operations := foreign_operations(function.source):
+        return f"it calls {next(iter(operations))}, which may read values on the host"
     return ""
 
 

@@ -44,7 +44,7 @@ class RunSetup:
         worker_price_per_hour: price of one worker, for the driver's cost meter; None counts no costs.
         metrics: evaluation metrics by name; the last stage computes them.
         token_column: data column of token ids, for counting tokens; None if there is no such column.
-        compile_stages: see PipelineConfig.
+        compile_stages, cuda_graphs: see PipelineConfig.
         torch_settings: global torch settings of the planning process, for worker processes; empty if the workers are
             threads of the planning process.
         working_folder: working folder of the planning process; "" if the workers are its threads. See
@@ -68,6 +68,7 @@ class RunSetup:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     token_column: Any = None
     compile_stages: str = "off"
+    cuda_graphs: bool = False
     torch_settings: TorchSettings = field(default_factory=TorchSettings)
     working_folder: str = ""
 

@@ -26,6 +26,7 @@ from raypipe.engine.stage.activation_checkpointing import ForwardInputs, Recompu
 from raypipe.engine.stage.activation_stash import ActivationStash
 from raypipe.engine.stage.feed import Feed, MicrobatchData
 from raypipe.engine.stage.gradients import GradientSink
+from raypipe.engine.stage.graphs import StageGraphs
 from raypipe.engine.stage.losses import LossTerm, counting, loss_parts, summed, weighted
 from raypipe.engine.stage.minibatch_loss import MinibatchOutputs, OutputExchange
 from raypipe.engine.stage.placement import Placement
@@ -87,8 +88,11 @@ class StageRunner:
         self.sink, self.ring = _sink_and_ring(program, state, run, setup, placement)
         self._stash = ActivationStash(self.sink, self.ring, sends_input_grads=stage > program.first_trainable)
         self._modes = modes_of(program, transfer, run.compile_stages)
+        recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
+        if run.cuda_graphs and not recomputes:
+            self._modes["train"] = StageGraphs(self._modes["train"], stage, transfer.device, self.sink)
         self._loss = {mode: placed_loss(loss, transfer) for mode, loss in program.loss_by_mode.items()}
-        self._splits = run.compile_stages == "off"
+        self._splits = run.compile_stages == "off" and not run.cuda_graphs
         self.feed = Feed(
             run.sources,
             {m: (*f.columns, *(program.metric_reads.columns if m == "eval" else ())) for m, f in self._modes.items()},
@@ -100,7 +104,6 @@ class StageRunner:
             place=None if transfer.device.immediate else partial(transfer.named, what=TransferKind.COLUMNS),
         )
         self.buffers = StageBuffers(self._modes, state.buffers)
-        recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
         self._recomputation = Recomputation(stage, program.train.changing_buffers) if recomputes else None
         evaluates = placement.leads and self.last and "eval" in run.sources
         self._metrics = UserMetrics(run.metrics) if evaluates and run.metrics else None
@@ -299,12 +302,9 @@ class StageRunner:
         return compute
 
     def _compute_loss(
-        self,
-        compute: Callable[[ForwardInputs], Tensors],
-        data: MicrobatchData,
-        microbatch: int,
+        self, compute: Callable[[ForwardInputs], Tensors], data: MicrobatchData, microbatch: int,
         arguments: ForwardInputs,
-    ) -> Tensors:
+    ) -> Tensors:  # fmt: skip
         """Run the last stage by ``compute``; return loss parts, or outputs if ``whole`` is used; update metrics."""
         outputs = parts = compute(arguments)
         if not self.whole.used:
@@ -455,8 +455,8 @@ def _sink_and_ring(
 ) -> tuple[GradientSink, WeightRing]:
     """Create the gradient accumulators and the ring of weight versions of a stage."""
     weights, replicas = setup.weights, len(placement.replicas)
-    apart = run.settings.codec_sums != "none" or weights.puts_off
-    sink = GradientSink(program, state.parameters, placement.lanes, exchanged=replicas > 1, apart=apart)
+    apart, fixed = run.settings.codec_sums != "none" or weights.puts_off, run.cuda_graphs
+    sink = GradientSink(program, state.parameters, placement.lanes, exchanged=replicas > 1, apart=apart, fixed=fixed)
     predicts = weights.correction == "predict"
     lookahead = weights.delay(program.index, program.first_trainable) if predicts else 0.0
     kept = weights.rule, weights.capacity(program.index), weights.ahead, replicas, lookahead

@@ -253,7 +253,7 @@ def refuse_stateful_data(source: Source) -> None:
 
 
 def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
-    """Replace minibatch_size="auto" by a DataLoader's batch size, and schedule="auto" by "slack" for compiled stages.
+    """Replace minibatch_size="auto" by a DataLoader's batch size, and schedule="auto" by "slack" for whole backwards.
 
     Raises:
         ConfigError: the DataLoader's batch size is not the configured minibatch_size.
@@ -261,7 +261,8 @@ def resolve_defaults(train_data: Any, pipeline: PipelineConfig) -> PipelineConfi
     size = batch_size_of(train_data, pipeline.minibatch_size)
     if size != pipeline.minibatch_size:
         pipeline = replace(pipeline, minibatch_size=size)
-    if pipeline.compile_stages != "off" and pipeline.schedule == "auto" and not laned(pipeline):
+    whole = pipeline.compile_stages != "off" or pipeline.cuda_graphs
+    if whole and pipeline.schedule == "auto" and not laned(pipeline):
         # As "auto", without "zb-h1", which splits backwards.
         return replace(pipeline, schedule="gpipe" if pipeline.loss_over == "minibatch" else "slack")
     return pipeline

@@ -156,7 +156,7 @@ class Job:
         setup = RunSetup(
             arguments.optimizer, arguments.lr_scheduler, sources, self.settings, self.persistent, place,
             metrics=arguments.metrics or {}, token_column=token_column(sources["train"].columns, self.example),
-            compile_stages=self.pipeline.compile_stages,
+            compile_stages=self.pipeline.compile_stages, cuda_graphs=self.pipeline.cuda_graphs,
         )  # fmt: skip
         if links is None:
             return setup

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.engine.device_functions import notes_of
+from raypipe.engine.device_functions import notes_of, why_no_graphs
 from raypipe.engine.optim.state import Settings
 from raypipe.engine.stage.minibatch_loss import WholeMinibatch
 from raypipe.errors import CaptureError, ConfigError, DataError, PlanError
@@ -134,6 +134,8 @@ def prepare(
     if arguments.metrics and "eval" in opened.sources:
         _try_metrics(arguments.metrics, opened, planned.plan)
     job = _noting_compiled(_job(arguments, opened, pipeline, basis, planned, reduction))
+    if pipeline.cuda_graphs:
+        _refuse_graphs(job)
     notes = _notes(job, counted)
     notes += profiled.notes if here and rates and profiled else ()  # with the device of the seconds
     return reduce(Job.noting, filter(None, notes), job)
@@ -388,3 +390,25 @@ def _noting_compiled(job: Job) -> Job:
             "give a model without dropout that is no nn.Sequential."
         )
     return reduce(Job.noting, [COMPILED.format(backend=backend), *notes], job)
+
+
+def _refuse_graphs(job: Job) -> None:
+    """Raise PlanError if a stage of the plan cannot be recorded as CUDA graphs."""
+    for program in job.programs:
+        if reason := why_no_graphs(program.train):
+            raise PlanError(
+                f"cuda_graphs=True is not possible: stage {program.index} cannot be recorded, because {reason}. Set "
+                "cuda_graphs=False, or give a traced model without dropout, torch.cond and custom operations."
+            )
+    if varying := job.opened.sizes.varying:
+        column, dimension = min(varying, key=str)
+        raise PlanError(
+            f"cuda_graphs=True is not possible with this data: size {dimension} of column {column!r} differs between "
+            "mini-batches, and a graph has one shape. Pad to one length, as collate_fn=raypipe.data.Pad(length) does, "
+            "or set cuda_graphs=False."
+        )
+    if any(job.plan.recompute):
+        raise PlanError(
+            "cuda_graphs=True is not possible with this plan, which recomputes activations: a graph keeps them. Take "
+            "smaller micro-batches (num_microbatches), set recompute='never', or cuda_graphs=False."
+        )

@@ -15,6 +15,7 @@ import pyarrow.fs
 import pytest
 import ray.train
 import torch
+from ray.train import ScalingConfig
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -41,7 +42,9 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
     if pipeline is not None and pipeline.eval_interval_steps:
         more["eval_data"] = DATA
     on_workers = pipeline is not None and pipeline.weights_on == "workers"  # which takes a function without weights
-    traced = pipeline is not None and pipeline.compile_stages != "off"  # which takes no nn.Sequential
+    traced = pipeline is not None and (pipeline.compile_stages != "off" or pipeline.cuda_graphs)  # no nn.Sequential
+    if pipeline is not None and pipeline.cuda_graphs:
+        more["scaling_config"] = ScalingConfig(num_workers=2, use_gpu=True)
     return PipelineTrainer(
         nets.sequential if on_workers else nets.Mlp() if traced else nets.sequential(),
         loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
@@ -116,6 +119,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "recompute": ({}, ["never", "always", ["never", "always"], [True, False]]),
     "precision": ({}, list(SUPPORTED["precision"])),
     "compile_stages": ({}, ["off", "inductor", "aot_eager"]),
+    "cuda_graphs": ({"schedule": "1f1b"}, [False, True]),
     "weights_on": ({}, ["client", "workers"]),
     "max_grad_norm": ({}, [None, 0.5, 2]),
     "retune_interval_steps": ({}, ["auto", 0, 7]),

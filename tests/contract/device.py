@@ -228,6 +228,35 @@ class DeviceContract:
         device.finish(copied, "test: read once it is copied")
         assert host.tolist() == [4000.0]
 
+    def test_recorded_work_is_repeated_on_the_same_memory(self, device: Device, crossing: DeviceTransfer) -> None:
+        if not device.graphs:
+            pytest.skip("it records no graphs")
+        (x, total) = crossing.to_device((torch.ones(100), torch.zeros(100)), WHAT)
+        assert x is not None
+        assert total is not None
+
+        def work() -> torch.Tensor:
+            doubled = x * 2  # memory of the graph that nobody keeps
+            total.add_(doubled)
+            return doubled.sum()
+
+        work()  # kernels are loaded
+        replay, found = device.record(work, device.new_pool())
+        for times in (2, 3):
+            x.fill_(float(times))
+            self.busy(device)
+            replay()
+            assert crossing.read((found,), WHAT) == [200.0 * times]
+        (back,) = crossing.to_host((total,), WHAT)
+        assert torch.equal(back, torch.full((100,), 2.0 + 4.0 + 6.0))  # type: ignore[arg-type]
+
+    def test_what_the_host_reads_is_not_recorded(self, device: Device, crossing: DeviceTransfer) -> None:
+        if not device.graphs:
+            pytest.skip("it records no graphs")
+        (x,) = crossing.to_device((torch.ones(100),), WHAT)
+        with pytest.raises(RuntimeError, match="captur"):
+            device.record(lambda: x.sum().item(), device.new_pool())  # type: ignore[union-attr]
+
     def test_the_peak_counts_what_is_held(self, device: Device) -> None:
         held = device.empty(1 << 20, torch.float32)
         held.fill_(1.0)

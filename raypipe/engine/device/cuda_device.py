@@ -5,17 +5,18 @@
     copy_in     a stream of its own    |  torch's caching allocator reuses memory of one stream in the order of that
     copy_out    a stream of its own    |  stream; ``record_stream`` registers its use in the others
 
-No call waits for the whole device: ``finish`` waits for one event. Events measure seconds relative to each other;
-``host_offset_s`` maps them to the host's clock. CUDA graphs are not supported.
+No call but ``record`` waits for the whole device: ``finish`` waits for one event. Events measure seconds relative to
+each other; ``host_offset_s`` maps them to the host's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +24,10 @@ from raypipe.engine.codec import cuda
 from raypipe.engine.device.device import Device, StreamName
 from raypipe.errors import ConfigError
 from raypipe.ir.units import human_bytes
+
+_T = TypeVar("_T")
+_ONE_RECORDING = threading.Lock()
+"""Lock of recordings: each waits for its whole device, which fails while another thread records there."""
 
 CONTEXT_BYTES = 768 << 20
 """Estimate of the GPU memory in bytes that a process uses besides its tensors: CUDA's context, kernels, workspaces."""
@@ -48,6 +53,7 @@ class CudaDevice(Device):
     """
 
     immediate = False
+    graphs = True
     encode = staticmethod(cuda.encode)
     decode = staticmethod(cuda.decode)
 
@@ -63,6 +69,7 @@ class CudaDevice(Device):
             torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, self.place)
         self.codes = find_spec("cupy") is not None
         self._streams = {name: torch.cuda.Stream(self.place) for name in StreamName}
+        self._recorder = torch.cuda.Stream(self.place)
         self._origin: tuple[CudaMark, float] | None = None  # the last mark that was timed, and when it was reached
 
     def prepare_thread(self) -> AbstractContextManager[None]:
@@ -108,6 +115,17 @@ class CudaDevice(Device):
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.place))
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": other threads of this process, such as senders, wait for events meanwhile.
+        recording = torch.cuda.graph(graph, pool=pool, stream=self._recorder, capture_error_mode="thread_local")
+        with _ONE_RECORDING, recording:
+            result = run()
+        return graph.replay, result
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.place)

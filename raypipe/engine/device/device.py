@@ -19,15 +19,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from raypipe.engine.codec import host
+
+_T = TypeVar("_T")
 
 Mark = Any
 """Point in the queued work of a stream, such as a CUDA event. Only the device that recorded it can interpret it."""
@@ -71,6 +73,7 @@ class Device:
         title: human-readable name.
         codes: True if ``encode`` and ``decode`` run on the device; False if links encode in host memory.
         memory_bytes: bytes that a worker's tensors may use on the device; None if unknown.
+        graphs: True if the device can record work as a graph (``new_pool``, ``record``).
     """
 
     place = torch.device("cpu")
@@ -78,6 +81,7 @@ class Device:
     title = "CPU"
     codes = False
     memory_bytes: int | None = None
+    graphs = False
 
     def prepare_thread(self) -> AbstractContextManager[None]:
         """Limit torch to one intra-op thread in this thread; return a context that makes this device current in it."""
@@ -128,6 +132,25 @@ class Device:
     def decode(self, name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
         """Fill ``flat`` from ``wire`` in the current stream; both are in device memory. See ``codec.host.decode``."""
         host.decode(name, wire, flat)
+
+    def new_pool(self) -> Any:
+        """Create a pool for the memory of graphs that are never replayed at the same time."""
+        raise NotImplementedError("this device records no graphs")
+
+    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+        """Record the device work of ``run()`` as a graph, instead of doing it.
+
+        Memory that ``run`` allocates and that is still referenced when it returns belongs to the graph; the rest is
+        reused by later graphs of the pool.
+
+        Returns:
+            (function that queues the recorded work in the current stream, result of ``run``, whose tensors are filled
+            by that function). The work reads and writes the same addresses every time.
+
+        Raises:
+            RuntimeError: ``run`` reads a value on the host or waits for the device; or what ``run`` raises.
+        """
+        raise NotImplementedError("this device records no graphs")
 
     def peak_bytes(self) -> int:
         """Return the peak bytes of tensors on the device; on the CPU, the bytes of this process now, 0 if unknown."""

@@ -247,6 +247,25 @@ def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
     return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
 
 
+def memory_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+    """Allocate memory of the device for tensors of this layout, as ``apart`` copies them; keep ``requires_grad``."""
+    flat, plain = _flat(tensor)
+    memory = device.empty(flat.numel(), flat.dtype).as_strided(plain.shape, plain.stride())
+    return memory.requires_grad_(tensor.requires_grad)
+
+
+def fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor into another one of the same layout, which may overlap; autograd counts no change of the target."""
+    (flat, _), (elements, _) = _flat(target.data), _flat(tensor.detach())
+    flat.copy_(elements)
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of the device to new memory there; shape and strides are kept, gaps are not."""
+    flat, plain = _flat(tensor.detach())
+    return flat.clone().as_strided(plain.shape, plain.stride())
+
+
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (distinct elements of a tensor, shape (elements,); the tensor, packed if it has gaps or overlaps)."""
     plain = densified(tensor)

@@ -43,21 +43,24 @@ def gradients(
     roots: Sequence[torch.Tensor | GradientEdge],
     output_grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | GradientEdge],
+    *,
+    keep_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """Compute the gradients of sum(roots * output_grads) with respect to ``leaves``.
 
     Args:
         roots, leaves: tensors or edges of the graph, where gradients enter the graph (roots) and are taken (leaves).
-        output_grads: one per root, of its shape and dtype. The roots' graph is freed.
+        output_grads: one per root, of its shape and dtype.
+        keep_graph: True keeps the roots' graph for another backward; else it is freed.
 
     Returns:
         One gradient per leaf; None for a leaf that the roots do not depend on.
     """
     if _run is None:
-        return torch.autograd.grad(list(roots), list(leaves), list(output_grads), allow_unused=True)  # type: ignore[arg-type]
+        return torch.autograd.grad(list(roots), list(leaves), list(output_grads), keep_graph, allow_unused=True)  # type: ignore[arg-type]
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
     grads: Sequence[torch.Tensor | None] = _run(
-        tuple(roots), tuple(output_grads), False, False, tuple(leaves), True, False
+        tuple(roots), tuple(output_grads), keep_graph, False, tuple(leaves), True, False
     )
     return grads
 

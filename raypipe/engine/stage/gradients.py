@@ -21,7 +21,8 @@ replicas of stage 0, and one worker for stage 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -48,6 +49,7 @@ class GradientSink:
     Args:
         exchanged: True if replicas exchange gradients, so that hooks add smaller gradients too (EARLY_BYTES).
         apart: True if lanes must not share accumulators, because their sums are rounded or an update may be deferred.
+        fixed: True if each sum keeps its address, because graphs of the device add to it; with one lane only.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class GradientSink:
         *,
         exchanged: bool = False,
         apart: bool = False,
+        fixed: bool = False,
     ) -> None:
-        self.program, self.lanes = program, lanes
+        self.program, self.lanes, self._fixed = program, lanes, fixed
         self._parameters = parameters
         self._sites = program.train.sites
         self._trained_at = [
@@ -141,8 +144,15 @@ class GradientSink:
         if sums[0]:
             torch._foreach_add_(*sums)
 
-    def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add a large leaf's gradient, as its hook; return ``nothing`` instead, so that torch frees the gradient."""
+    def _take(
+        self, position: int, nothing: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Add a large leaf's gradient, as its hook; return ``nothing`` instead, so that torch frees the gradient.
+
+        The gradient is None if a graph of the device has added it.
+        """
+        if gradient is None:
+            return None
         total, is_new = self._total(position)
         if is_new:
             total.copy_(gradient)
@@ -160,6 +170,28 @@ class GradientSink:
             return total, False
         total = self._sums[position] = self._free(position)
         return total, True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let every sum exist inside the context, where a graph of additions is recorded; restore them afterwards."""
+        none: list[torch.Tensor | None] = [None] * len(self._sites)
+        before, self._sums = self._sums, none
+        for position in self._trained_at:
+            self._total(position)
+        try:
+            yield
+        finally:
+            self._sums = before
+
+    def open(self, uses: Sequence[int]) -> None:
+        """Begin the sums of these uses, given by index in ``trained``, to which a graph is about to add.
+
+        -0.0 is the number to which any other one can be added without a change, -0.0 included.
+        """
+        new = [total for use in uses for total, is_new in (self._total(self._trained_at[use]),) if is_new]
+        if new:
+            torch._foreach_zero_(new)
+            torch._foreach_neg_(new)
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -212,9 +244,10 @@ class GradientSink:
 
     def _free(self, position: int) -> torch.Tensor:
         """Return memory for the gradient sum of a use, reused memory if possible; its values are undefined."""
-        if kept := self._kept[position]:
-            return kept.pop()
-        return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
+        kept = self._kept[position]
+        if not kept:
+            kept.append(torch.empty_like(self._parameters[self._sites[position].parameter].detach()))
+        return kept[0] if self._fixed else kept.pop()
 
     def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
         """List the gradient sums of parameters that one of ``stages`` holds too, after ``close``.
@@ -254,6 +287,6 @@ class GradientSink:
         """
         for position, site in enumerate(self._sites):
             total = self._sums[position]
-            if total is not None and site.parameter not in self.program.shared_with:
+            if total is not None and not self._fixed and site.parameter not in self.program.shared_with:
                 self._kept[position].append(total)
             self._sums[position] = None
