@@ -157,7 +157,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
     assert same(run(devices, graphs=True, **RUNS[name]), plainly(**RUNS[name]))
     assert all(0 < device.recorded <= 8 for device in devices.made), "a forward and a backward for each in flight"
     microbatches = STEPS * SHAPES["even"].microbatches
-    if "shape" not in RUNS[name]:
+    if name not in ("smaller ones", "no valid target"):  # where some micro-batches are eager or have no backward
         for device in devices.made:  # eager: the first micro-batch, and the first backward in each slot
             both = 2 * (microbatches - 1) - device.recorded // 2
             assert device.replayed in (both, microbatches - 1), "a frozen first stage has no backward"
