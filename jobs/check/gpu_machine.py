@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part: "passed", "FAILED", "TIMED OUT" or "not run"."""
+    """Outcome of a part: "passed", "FAILED", "TIMED OUT" or "not run"."""
 
     part: str
     word: str
@@ -181,7 +181,7 @@ def carry_all_out(parts: Sequence[Part], out: Path, stem: str, *, cpu: bool = Fa
 
 
 def facts(*, cpu: bool) -> int:
-    """Print the machine and its packages; return 1 if torch cannot use a GPU that is asked for."""
+    """Print the machine and its packages; return 1 if torch cannot use a GPU that it should."""
     for command in (["nvidia-smi"], ["sh", "-c", "ls /dev/nvidia*; nproc; free -g"]):
         try:
             print(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout)

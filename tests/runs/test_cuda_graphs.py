@@ -252,7 +252,7 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
     "the host reads a value": (_around("__init__", _read), TWO),
     "a graph draws": (_around("__init__", _drawn), TWO),
     "parameters have moved": (
-        lambda patch: patch.setattr(graphs, "_addresses", lambda tensors: []), TWO | {"moves": True}
+        lambda patch: patch.setattr(graphs, "_addresses", lambda tensors: []), TWO | {"moves": True, "steps": 4}
     ),
     "another shape is replayed": (
         lambda patch: patch.setattr(graphs, "_layout", lambda tensors: []), TWO | {"shape": "ragged-microbatch"}

@@ -17,8 +17,8 @@ class BatchedMuon(torch.optim.Muon):
     """Muon (Jordan et al. 2024) with Nesterov momentum; every learning rate is scaled by 0.2 sqrt(longer side)."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update all matrices that have gradients."""
+    def step(self, closure: Any = None) -> Any:
+        """Update all matrices that have gradients; ``closure`` is not called."""
         by_shape: dict[torch.Size, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -27,6 +27,7 @@ class BatchedMuon(torch.optim.Muon):
         for held in by_shape.values():
             updates = []
             for p, group in held:
+                assert p.grad is not None
                 buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 updates.append(p.grad.lerp(buffer, group["momentum"]))

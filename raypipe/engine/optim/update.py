@@ -327,7 +327,7 @@ def _nothing() -> None:
 def masked(optimizer: torch.optim.Optimizer, scalars: Sequence[torch.Tensor | None]) -> Iterator[None]:
     """Let steps of a fused optimizer change nothing if one of ``scalars``, on its device, is not finite.
 
-    torch.amp.GradScaler tells optimizers the same way.
+    torch.amp.GradScaler uses the same attributes of optimizers.
     """
     if not scalars:
         yield

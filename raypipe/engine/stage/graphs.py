@@ -129,7 +129,7 @@ class StageGraphs:
             self._record_backward(slot, slot.output_grads)
         _fill(slot.arguments, arguments)
         slot.forward()
-        outputs: tuple[torch.Tensor, ...] = _Replayed.apply(self, slot, *parameters, *inputs)  # type: ignore[no-untyped-call]
+        outputs: tuple[torch.Tensor, ...] = _Replayed.apply(self, slot, *parameters, *inputs)
         if not any(x.requires_grad for x in outputs):
             self._free.append(slot)  # no backward follows
         return outputs

@@ -127,7 +127,7 @@ class OrderGate:
     def next(self, run: int, idle: Callable[[], None] = lambda: None) -> Order | None:
         """Wait for the next order of this run, count it as begun, and return it; None at the end of the run.
 
-        ``idle`` is called first if there is none yet.
+        ``idle`` is called first if no order has arrived.
         """
         with self._changed:
             queued = self._may_go(run)
