@@ -61,6 +61,8 @@ def test_gaps_are_of_equal_seeds_and_best_choices_of_optimizers_as_good_as_adamw
         kind("flush", "sgd"): {0: 3.0},
         kind("2bw", "sgd"): {0: 3.0},
         kind("pipedream", "sgd"): {1: 9.0},
+        kind("flush", "nadam"): {0: 1.9, 1: 2.0},
+        kind("2bw", "nadam"): {0: 1.9, 1: 2.0},
     }
     choosing = {
         kind("flush", "adamw"): {100: 2.0},
@@ -68,6 +70,8 @@ def test_gaps_are_of_equal_seeds_and_best_choices_of_optimizers_as_good_as_adamw
         kind("2bw", "adamw"): {100: 2.3},
         kind("2bw", "adamw", "predict"): {100: 2.4},
         kind("2bw", "sgd"): {100: 3.0},
+        kind("flush", "nadam"): {100: 2.05},
+        kind("2bw", "nadam"): {100: 2.05},
     }
     figures = bench.figures_of(runs, choosing)
     assert figures["loss_text_flush_adamw"] == pytest.approx(2.1)
@@ -94,7 +98,7 @@ def test_muon_for_several_matrices_at_once_is_torchs_up_to_bfloat16() -> None:
     shapes = [(16, 48), (48, 16), (16, 16), (16, 16)]
     both = [[nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2)]
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
-    ours, theirs = BatchedMuon(both[0], **options), torch.optim.Muon(both[1], **options)
+    ours, theirs = BatchedMuon(both[0], options["lr"]), torch.optim.Muon(both[1], **options)
     for _ in range(5):
         for p, q in zip(*both, strict=True):
             p.grad = torch.randn(p.shape)

@@ -144,6 +144,6 @@ TASKS = {
         loss_fn=loss_fn,
         steps=150,
         rate=2e-3,
-        codecs=both("none", "int8") | {"int4_int8": ("int4", "int8")} | both("int4", "tah4"),
+        codecs=both("none", "int8") | {"tah3_int8": ("tah3", "int8")} | both("int4", "tah4", "tah3"),
     ),
 }

@@ -1,7 +1,7 @@
 """torch.optim.Muon with its Newton-Schulz iteration in float32, for matrices of one shape at once.
 
 torch's iteration multiplies in bfloat16, one matrix at a time: thirty times the seconds of float32 on a processor
-without units for bfloat16. tests/jobs/test_convergence.py compares the two.
+without units for bfloat16. tests/jobs/test_bench_convergence.py compares the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ __all__ = ["BatchedMuon"]
 
 
 class BatchedMuon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024) with Nesterov momentum; every learning rate is scaled by 0.2 sqrt(longer side)."""
+    """Muon (Jordan et al. 2024) with Nesterov momentum; every learning rate is scaled by 0.2 sqrt(longer side).
+
+    Args:
+        groups: matrices, or groups of them with options such as ``lr``.
+        rate: learning rate of groups that have none.
+    """
+
+    def __init__(self, groups: Any, rate: float) -> None:
+        super().__init__(groups, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

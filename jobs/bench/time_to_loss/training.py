@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import raypipe
 from jobs.bench.convergence import delayed
 from jobs.bench.convergence.bench import rate_factor
+from jobs.bench.convergence.muon import BatchedMuon
 from jobs.bench.convergence.tasks import PARTS, TASKS, Task
 from raypipe.engine.messages.channel import InMemoryChannel, Message
 from raypipe.engine.stage_runner import StageRunner
@@ -48,13 +49,11 @@ class Way(NamedTuple):
     """Way to train.
 
     Attributes:
-        optimizer: "adamw", or "muon", which has AdamW beside it.
         slack: slack of the schedule by hop; empty for the default.
         correction: ``stale_correction``.
     """
 
     schedule: str
-    optimizer: str
     rate: float
     slack: tuple[int, ...] = ()
     correction: str = "none"
@@ -96,19 +95,17 @@ class KeepingOptimizer:
 
     Args:
         named: parameters of the stage by name.
-        muon: True for Muon on the matrices between the first and the last part beside AdamW, False for AdamW alone.
         rate: learning rate of all parameters.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], rate: float, *, muon: bool) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], rate: float) -> None:
         self._named = dict(named)
         matrices = {name for name, p in self._named.items() if p.ndim == 2 and 0 < int(name.split(".")[0]) < PARTS - 1}
-        inner = matrices if muon else set()
-        others = [p for name, p in self._named.items() if name not in inner]
+        others = [p for name, p in self._named.items() if name not in matrices]
         self.held: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=rate, fused=True)]
-        if inner:
-            own = [p for name, p in self._named.items() if name in inner]
-            self.held.append(torch.optim.Muon(own, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        if matrices:
+            own = [p for name, p in self._named.items() if name in matrices]
+            self.held.append(BatchedMuon(own, rate))
         self.updates, self.kept = 0, list[dict[str, torch.Tensor]]()
 
     def step(self) -> None:
@@ -133,7 +130,7 @@ def train(way: Way, device: Device, seed: int, updates: int, num_steps: int) -> 
     rows = TensorDataset(*map(torch.cat, zip(*batches, strict=True)))
 
     def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> KeepingOptimizer:
-        optimizers.append(KeepingOptimizer(named, way.rate, muon=way.optimizer == "muon"))
+        optimizers.append(KeepingOptimizer(named, way.rate))
         return optimizers[-1]
 
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as folder, _emulated(device) as clock:
@@ -182,7 +179,7 @@ def arithmetic(way: Way, seed: int, updates: int) -> list[float]:
     steppers = []
     for stage, own in enumerate(stages):
         named = [(f"{at}.{name}", p) for at, part in own for name, p in part.named_parameters()]
-        held = KeepingOptimizer(named, way.rate, muon=way.optimizer == "muon").held
+        held = KeepingOptimizer(named, way.rate).held
         for group in (group for one in held for group in one.param_groups):
             group["stage"] = stage
         steppers += held

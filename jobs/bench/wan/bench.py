@@ -38,7 +38,7 @@ PERMITTED = {
     "any_kfkb": (LOSSY, LOSSY, "kfkb"),
 }
 """Permitted codecs of activations and of gradients, and the schedule, by name of a plan. "auto" is what
-``codec_forward="auto"`` and ``codec_backward="auto"`` permit; "any" is what takes the fewest bytes."""
+``codec_forward="auto"`` and ``codec_backward="auto"`` permit; "any" permits every codec."""
 BYTES, SECONDS = 1024, 8
 """Divisors of bytes and of the wire's seconds in metered runs."""
 LEFT_OUT = 2
