@@ -172,6 +172,8 @@ _NO_GRAPHS: tuple[tuple[str, Callable[[PipelineFields], bool], str, str], ...] =
      "Set compile_stages='off', or cuda_graphs=False"),
     ("recompute", lambda c: c.recompute not in ("auto", "never"), ": a graph keeps its activations, so none are saved",
      "Set recompute='never', or cuda_graphs=False"),
+    ("retune_microbatches", lambda c: bool(c.retune_microbatches), ": a graph has one size of micro-batch",
+     "Set retune_microbatches=False, or cuda_graphs=False"),
 )  # fmt: skip
 """(Other field, whether it conflicts with CUDA graphs, reason, fix)."""
 

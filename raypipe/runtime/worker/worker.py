@@ -300,14 +300,19 @@ class _StageActor:
         row, alone = self._rows[order.rows]
         begin_s = time.monotonic()
         taken = executor.run(order, row, alone=alone)
-
         if order.keep_spans:
             self._spans = tuple(span for of_stage in taken() for report in of_stage for span in report.spans)
         for writer in self._shards() if order.save_to else ():
             writer.begin(order.save_to)
-        if order.keep_copy:
-            self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
-        return lambda: self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
+
+        def reports() -> list[list[StepReport]]:
+            return self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
+
+        if not order.keep_copy:
+            return reports
+        noted = reports()  # before the copy that begins now, which goes on in the next segment
+        self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
+        return lambda: noted
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:

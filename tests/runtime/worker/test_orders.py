@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from raypipe.errors import LeaseError
+from raypipe.errors import LeaseError, StageError
 from raypipe.ir.segment import Order, Segment
-from raypipe.runtime.worker.orders import Fence, OrderGate, Window
+from raypipe.runtime.worker.orders import Fence, OrderGate, Window, WorkReports
 
 pytestmark = pytest.mark.core
 
@@ -79,3 +80,35 @@ def test_without_a_bound_items_stay_until_they_are_taken() -> None:
         window.take(5)
     assert [window.take(9_998), window.take(9_999)] == [9_998, 9_999]
     assert (window.first, window.end) == (10_000, 10_000)
+
+
+def test_late_reports_keep_their_order_and_survive_a_failure() -> None:
+    def reports(number: int) -> Any:
+        return lambda: lambda: [[number]]
+
+    def fails() -> Any:
+        raise StageError("x")
+
+    work = WorkReports()
+    work.begin(0)
+    work.follow(reports(1), late=True)
+    assert work.since(0, 0, 0.0) == []
+    work.follow(reports(2), late=True)
+    assert work.since(0, 0, 0.0) == [[[1]]]
+    with pytest.raises(StageError):
+        work.follow(fails, late=True)
+    assert work.since(0, 0, 0.0) == [[[1]], [[2]]]
+
+
+def test_late_reports_are_taken_if_no_order_waits() -> None:
+    gate, idle = OrderGate(), list[int]()
+    gate.put(0, ORDER)
+    assert gate.next(0, lambda: idle.append(0)) is ORDER
+    assert idle == []
+
+    def put() -> None:
+        idle.append(1)
+        gate.put(1, ORDER)
+
+    assert gate.next(1, put) is ORDER
+    assert idle == [1]
