@@ -8,7 +8,8 @@
 
 Needs neither Ray nor a virtual environment. The output of all parts, a line for each test as it ends, goes into one
 text; that text, summaries, junit reports and figures go into the folder of --out: $OUT, by default build/gpu. At the
-end it prints which parts passed, failed or timed out, and which tests failed.
+end it prints which parts passed, failed or timed out, and which tests failed or were skipped. The part "machine" is
+always first: if torch cannot use the GPU, no other part is run.
 
 Exit status 0 if all parts passed, else 1.
 """
@@ -71,7 +72,7 @@ class Outcome:
 
 def pytest_of(name: str, *files: str, workers: int = 1, seconds: float = 60) -> tuple[str, ...]:
     """Return arguments of pytest: a line for each test, reasons at the end, and a junit report."""
-    options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    options = ["-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
     options += [f"--junitxml=OUT/{name}.xml", f"--timeout={seconds:g}"]
     if find_spec("xdist"):
         options += ["-n", str(workers)] if workers > 1 else ["-n", "0"]
@@ -102,6 +103,7 @@ PARTS = (
         (BENCH[0], *CPU, "--steps", "1", "--json", "OUT/full.json"),
     ),
     Part("compiled", 2, 60, pytest_of("compiled", "tests/gpu/test_compiled.py")),
+    Part("graphs", 2, 60, pytest_of("graphs", "tests/gpu/test_graphs.py")),
     Part("codec", 2, 60, ("jobs/bench/codec", "--quick", "--no-record", "--json", "OUT/codec.json")),
 )  # fmt: skip
 
@@ -126,11 +128,15 @@ def carry_out(part: Part, out: Path, log: IO[str], *, cpu: bool = False) -> Outc
     try:
         word = "FAILED" if process.wait(limit_s) else "passed"
     except subprocess.TimeoutExpired:
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:  # ends also what an ended part left behind, and a part that this program does not outlive
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
     reader.join(GRACE_S)  # a process that left the group may hold the pipe for longer
     return Outcome(part.name, word, round(time.monotonic() - begin_s, 1), limit_s, process.returncode)
 
@@ -147,12 +153,9 @@ def said(log: IO[str], line: str) -> None:
     log.flush()
 
 
-FAILED = re.compile(r"^(?:\[gw\d+\].*?(?:FAILED|ERROR) (tests/\S+)|(tests/\S+) (?:FAILED|ERROR)\b)")
-
-
-def failed_in(lines: Iterable[str]) -> list[str]:
-    """List the tests that lines of ``pytest -v`` call failed, each once."""
-    found = (FAILED.match(line) for line in lines)
+def named_in(lines: Iterable[str], words: str = "FAILED|ERROR") -> list[str]:
+    """List the tests whose outcome is one of ``words`` in lines of ``pytest -v``, each once."""
+    found = (re.match(rf"^(?:\[gw\d+\].*?(?:{words}) (tests/\S+)|(tests/\S+) (?:{words})\b)", line) for line in lines)
     return list(dict.fromkeys(one[1] or one[2] for one in found if one))
 
 
@@ -171,11 +174,13 @@ def carry_all_out(parts: Sequence[Part], out: Path, stem: str, *, cpu: bool = Fa
                 done.append(carry_out(part, out, log, cpu=cpu))
             (out / f"{stem}.json").write_text(json.dumps([asdict(one) for one in done], indent=1))
         log.seek(0)
-        failed = failed_in(log.read().splitlines())
+        lines = log.read().splitlines()
         said(log, "")
         for one in done:
             said(log, f"{one.part:<10}{one.word:<10}{one.seconds:7.1f} s of {one.limit_s:g}")
-        for test in failed:
+        for test in named_in(lines, "SKIPPED"):
+            said(log, f"skipped: {test}")
+        for test in named_in(lines):
             said(log, f"failed: {test}")
     return done
 
@@ -216,6 +221,9 @@ def main(given: Sequence[str] | None = None) -> int:
         return facts(cpu=cpu)
     parts = [part for part in PARTS if part.name in (options.only or [part.name])]
     parts = [part for part in parts if options.part in (None, part.half)]
+    if parts and parts[0] is not PARTS[0]:
+        parts.insert(0, PARTS[0])  # without a GPU tests are skipped and benchmarks measure nothing, so both pass
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     done = carry_all_out(parts, options.out.resolve(), f"check-{options.part or 'all'}", cpu=cpu)
     print(f"in {options.out}")
     return int(any(one.word != "passed" for one in done))

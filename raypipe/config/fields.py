@@ -154,8 +154,8 @@ class PipelineFields:
         verify: "first_step" runs two micro-batches through the model and through its stages before training begins, and
             refuses the run if loss, gradients or buffers differ; this process needs about twice the memory of the
             model. "off" trains the captured stages without that check; if loss_reduction is given too, a model of 2**24
-            parameters or more whose forward changes no buffer is not computed before the first step at all, which then
-            raises what a trial of two rows would have (docs/design/0056).
+            parameters or more whose forward changes no buffer is not computed before the first step at all; that step
+            or the first evaluation raises what a trial of two rows would have (docs/design/0056).
         weights_on: place where the initial weights of a new run are made. "client": this process builds the model and
             holds it. "workers": the model, a function, is built here without memory for its parameters, and each worker
             fills those of its own stages: from ``init_from``, which then names safetensors files that all workers can

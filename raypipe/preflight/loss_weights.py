@@ -176,8 +176,6 @@ def find_reduction(
     if field in ("mean", "per_microbatch"):
         if trials and several:
             _refuse_sum(field, trials[0])
-        if several and not trials and loss_fn is None and terms is not None and terms.sums:
-            raise _refusal_of_sum(field, "by its graph")
         return LossReduction("mean", _OWN.format(weighed="samples") if field == "per_microbatch" else "")
     if field != "auto":
         return LossReduction(field)
@@ -259,7 +257,8 @@ def _trials_of_loss(
     A loss_fn is tried on random outputs. The graph of a model's own loss shows what that averages over.
     """
     if loss_fn is None:
-        return ([], "") if captured.terms is not None and not captured.terms.unknown else None
+        terms = captured.terms  # the graph of a mean over rows may end in a sum: only numbers show it
+        return ([], "") if terms is not None and not terms.unknown and not terms.sums else None
     try:
         tried = try_on_random_outputs(captured, rows, seed)
     except CaptureError:
@@ -349,20 +348,14 @@ def _refuse_sum(field: Any, tried: Tried) -> None:
 
     if fits("sum") and not fits("mean"):
         grouping = tried.groupings[0]
-        raise _refusal_of_sum(
-            field,
-            f"over {sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over "
+        raise ConfigError(
+            f"loss_reduction={field!r} is for a loss that averages over samples, but this one adds up: over "
+            f"{sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over "
             f"{' and '.join(map(str, grouping.sizes))} of them "
-            f"{' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}",
+            f"{' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}. The gradient would shrink with the "
+            "number of micro-batches. Set loss_reduction='sum', leave it out, or let the loss average "
+            "(reduction='mean')."
         )
-
-
-def _refusal_of_sum(field: Any, seen: str) -> ConfigError:
-    return ConfigError(
-        f"loss_reduction={field!r} is for a loss that averages over samples, but this one adds up: {seen}. The "
-        "gradient would shrink with the number of micro-batches. Set loss_reduction='sum', leave it out, or let the "
-        "loss average (reduction='mean')."
-    )
 
 
 def _weighted_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> LossReduction:

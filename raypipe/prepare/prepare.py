@@ -129,7 +129,7 @@ def prepare(
     sizes = (opened.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
     if opened.captured.one_size is not None:
         refuse_other_sizes(opened.captured.one_size, {k: x.num_samples for k, x in opened.sources.items()}, *sizes[1:])
-    if not is_tried_without_model(opened.model, opened.captured, pipeline):
+    if planned.plan.microbatch_size > 1 or not is_tried_without_model(opened.model, opened.captured, pipeline):
         rehearse_single(opened.model, opened.captured, opened.example, *sizes)
     if arguments.metrics and "eval" in opened.sources:
         _try_metrics(arguments.metrics, opened, planned.plan)

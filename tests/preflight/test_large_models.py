@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
@@ -102,10 +102,11 @@ def test_what_a_small_model_is_refused_for_a_large_one_is_too(
             trainer(model, reading(model) if loss_fn == "reading" else loss_fn, target, **LARGE).plan()
 
 
-def test_a_loss_of_the_models_own_that_adds_up_is_refused_by_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_the_models_own_that_adds_up_over_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_on_rows, "LARGE", 1)
-    with pytest.raises(ConfigError, match="this one adds up: by its graph"):
+    with pytest.raises(ConfigError, match="this one adds up: over"):
         trainer(Net(nn.CrossEntropyLoss(reduction="sum")), **LARGE).plan()
+    trainer(Net(lambda o, y: (o - one_hot(y, 3)).square().mean(0).sum()), **LARGE).plan()
     trainer(Net(nn.CrossEntropyLoss(reduction="sum")), **LARGE | {"loss_reduction": "sum"}).plan()
 
 

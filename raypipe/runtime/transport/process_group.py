@@ -23,7 +23,7 @@ Use this transport on a trusted network. The groups' own ports cannot be confine
 An NCCL communicator is made without blocking, on one named device; a thread that waits for a transfer polls an event
 of its stream and the link's abort flag. On abort, a separate thread aborts the communicator, which may take a while,
 and no later link waits for it. NCCL refuses two ranks on one GPU, unless their processes have different NCCL_HOSTIDs:
-tests/gpu/test_nccl.py joins two that way. **Never run on two GPUs**.
+tests/gpu/test_nccl.py is to join two that way. **Never run on a GPU**.
 """
 
 from __future__ import annotations

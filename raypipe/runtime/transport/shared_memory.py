@@ -108,7 +108,7 @@ class RecvSegment:
 
         The sender uses the segment only after it has been mapped here.
         """
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             _, descriptors, _, _ = socket.recv_fds(sock, len(_SOCKET), 1, socket.MSG_CMSG_CLOEXEC)
             for descriptor in descriptors:
                 try:
