@@ -76,6 +76,7 @@ def test_commands_name_files_that_are_there() -> None:
         assert f"tests/gpu/{file.name}" in named
 
 
+@pytest.mark.long
 def test_all_of_it_without_a_gpu(tmp_path: Path) -> None:
     begin_s = time.monotonic()
     done = subprocess.run(
