@@ -38,15 +38,12 @@ from raypipe.engine.stage.placement import channels_by_stage
 from raypipe.engine.stage_runner import StageRunner, Totals, Values
 from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import Reports, StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Order, Segment
 from raypipe.ir.timeline import Span
 from raypipe.ir.units import human_bytes
 from raypipe.user_lines import as_sentence
-
-Reports = Callable[[], list[list[StepReport]]]
-"""Function that waits for a segment's values, and returns the reports of each stage of a worker by mini-batch."""
 
 
 class Executor:

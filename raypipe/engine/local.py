@@ -18,7 +18,7 @@ import torch
 from raypipe.engine.decoding import DecodeProgram, StageDecoder, ThreadDecoding
 from raypipe.engine.device.device import CPU, Device, TransferKind
 from raypipe.engine.device.thread_pool import ThreadPool
-from raypipe.engine.executor import Executor, Reports
+from raypipe.engine.executor import Executor
 from raypipe.engine.io.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
 from raypipe.engine.io.checkpoint.snapshot import entries_of
 from raypipe.engine.messages.transfer import DeviceTransfer
@@ -29,7 +29,7 @@ from raypipe.engine.stage_runner import StageRunner
 from raypipe.engine.torch_settings import one_thread
 from raypipe.engine.worker_progress import all_hold
 from raypipe.errors import CheckpointError, StageError
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import Reports, StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Span

@@ -124,6 +124,10 @@ class StepReport:
     remark: str = ""
 
 
+Reports = Callable[[], list[list[StepReport]]]
+"""Function that waits for a segment's values, and returns the reports of each stage of a worker by mini-batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """Record of one step of the whole pipeline: a line of the progress display, a row of metrics.parquet.

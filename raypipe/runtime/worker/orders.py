@@ -34,9 +34,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from raypipe.engine.executor import Reports
 from raypipe.errors import LeaseError, RaypipeError
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import Reports, StepReport
 from raypipe.ir.segment import Order
 
 

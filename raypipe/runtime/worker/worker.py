@@ -36,7 +36,7 @@ import torch
 from raypipe.data.stream import Mark
 from raypipe.engine.copy import COMMON, CopyHeader
 from raypipe.engine.device.device import CPU, Device
-from raypipe.engine.executor import Executor, Reports
+from raypipe.engine.executor import Executor
 from raypipe.engine.io.checkpoint import FreshOptions, StateSource
 from raypipe.engine.io.checkpoint.snapshot import ShardWriter, entries_of
 from raypipe.engine.optim.state import StageState
@@ -44,7 +44,7 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.stage import StageProgram
 from raypipe.engine.worker_progress import WorkerProgress
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import Reports, StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import Order, RowsKey
 from raypipe.ir.timeline import Span
