@@ -417,6 +417,9 @@ def test_a_choice_within_a_region_is_refused(switches: bool, precision: str, tmp
         made.plan()
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="torch has no LSTM in bf16 on this processor"
+)
 @pytest.mark.parametrize("kind", ["gru", "finfo", "zeros"])
 def test_what_follows_an_lstm_meets_its_real_type(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
