@@ -11,7 +11,7 @@ grows with each new driver of the run: a driver with a lower term than an earlie
            --reports(since) ---------->  return step reports
            --abort(reason) ----------->  end every wait of the running segment
            --heartbeat(lease_s) ------>  renew the lease
-           --reached, come_to(step) -->  after a failure: bring all workers to one step, see engine/executor.py
+           --reached, come_to(step) -->  after a failure: bring all workers to one step, see worker_progress.py
 
     next driver --charter ------------>  return what a driver needs to continue the run
                 --fence(term) -------->  obey this driver, and refuse earlier ones
@@ -268,11 +268,7 @@ class _StageActor:
         self._inflow.finish_after(run, count)
 
     def work(self, term: int, run: int) -> None:
-        """Run queued orders until None comes, or ``finish_after`` or ``abort`` ends the call.
-
-        Args:
-            run: number of this call; the driver's other calls refer to it.
-        """
+        """Run queued orders until None comes, or ``finish_after`` or ``abort`` ends call number ``run``."""
         self._fence.check(term)
         assert self._executor is not None, "configure() comes first"
         executor = self._executor
