@@ -82,7 +82,13 @@ class Executor:
         }
         self._updates = {
             stage: Update(
-                work.state, work.sink, work.ring, settings, setup.weights, self.transfer, self._nonfinite_data
+                work.state,
+                work.sink,
+                work.ring,
+                settings,
+                setup.weights,
+                self.transfer,
+                partial(self._nonfinite_data, "train"),
             )
             for stage, work in self.works.items()
         }
@@ -330,9 +336,8 @@ class Executor:
         failure.ran_out = RanOut(self.placement.worker, held)
         return failure
 
-    def _nonfinite_data(self, segment: Segment, step: int) -> str:
+    def _nonfinite_data(self, mode: str, segment: Segment, step: int) -> str:
         """Describe the first NaN or infinite value in a step's data; "" if all are finite or the data is unreadable."""
-        mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
             return describe_nonfinite(self._run.sources[mode], segment, step, self._columns[mode])
         return ""
@@ -403,7 +408,7 @@ class Executor:
                 own = spans if len(begun) == 1 else [span for span in spans if span.action.stage == stage]
                 report = report_of((times[0], times[-1]), own)
                 finite = all(math.isfinite(loss) for loss, _ in report.averages)
-                remark = "" if finite else self._nonfinite_data(segment, step)
+                remark = "" if finite else self._nonfinite_data("eval", segment, step)
                 reports.append(replace(report, norms=of_parameters, skipped=skipped, lr=lrs[stage], remark=remark))
             return reports
 

@@ -109,10 +109,14 @@ class LocalFleet:
         while (last or not self._halted) and (order := next(orders, None)) is not None:
             before, late = late, None
             try:
-                late = self._run_segment(order, schedules(order.rows))
-            finally:
-                if before is not None:
-                    yield before()
+                outcome: Reports | Exception = self._run_segment(order, schedules(order.rows))
+            except Exception as error:  # noqa: BLE001  (Ctrl-C must end the run at once)
+                outcome = error
+            if before is not None:
+                yield before()
+            if isinstance(outcome, Exception):
+                raise outcome
+            late = outcome
             if any(executor.reports_late(order) for executor in self.executors):
                 continue
             reports, late = late(), None

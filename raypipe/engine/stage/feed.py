@@ -136,6 +136,7 @@ class Feed:
         minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
+            self._current = None  # frees the columns of the mini-batch before, which the device has whole
             loaded = self._ahead.pop(key, None)
             if isinstance(loaded, Exception):
                 raise loaded

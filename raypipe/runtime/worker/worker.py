@@ -11,7 +11,7 @@ grows with each new driver of the run: a driver with a lower term than an earlie
            --reports(since) ---------->  return step reports
            --abort(reason) ----------->  end every wait of the running segment
            --heartbeat(lease_s) ------>  renew the lease
-           --reached, come_to(step) -->  after a failure: bring all workers to one step, see engine/executor.py
+           --reached, come_to(step) -->  after a failure: bring all workers to one step, see worker_progress.py
 
     next driver --charter ------------>  return what a driver needs to continue the run
                 --fence(term) -------->  obey this driver, and refuse earlier ones
@@ -268,11 +268,7 @@ class _StageActor:
         self._inflow.finish_after(run, count)
 
     def work(self, term: int, run: int) -> None:
-        """Run queued orders until None comes, or ``finish_after`` or ``abort`` ends the call.
-
-        Args:
-            run: number of this call; the driver's other calls refer to it.
-        """
+        """Run queued orders until None comes, or ``finish_after`` or ``abort`` ends call number ``run``."""
         self._fence.check(term)
         assert self._executor is not None, "configure() comes first"
         executor = self._executor
@@ -300,14 +296,19 @@ class _StageActor:
         row, alone = self._rows[order.rows]
         begin_s = time.monotonic()
         taken = executor.run(order, row, alone=alone)
-
         if order.keep_spans:
             self._spans = tuple(span for of_stage in taken() for report in of_stage for span in report.spans)
         for writer in self._shards() if order.save_to else ():
             writer.begin(order.save_to)
-        if order.keep_copy:
-            self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
-        return lambda: self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
+
+        def reports() -> list[list[StepReport]]:
+            return self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
+
+        if not order.keep_copy:
+            return reports
+        noted = reports()  # before the copy that begins now, which goes on in the next segment
+        self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
+        return lambda: noted
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
