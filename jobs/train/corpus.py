@@ -17,13 +17,14 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["Corpus", "bigram_cross_entropy_nats", "bigram_entropy_nats", "build_corpus"]
+__all__ = ["Corpus", "bigram_cross_entropy_nats", "bigram_entropy_nats", "build_corpus", "corpus_texts"]
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _HELD_OUT_OF_256 = 26  # one file in ten
@@ -61,6 +62,18 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
     """
     if "://" in str(folder):
         raise ValueError(f"{folder} is a URI, and the corpus is written to a folder: give one that all nodes can read.")
+    train_text, heldout_text = corpus_texts(max_bytes)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    corpus = Corpus(root / "train.parquet", root / "heldout.parquet", context, train_text, heldout_text)
+    _write(corpus.train, train_text, context)
+    _write(corpus.heldout, heldout_text, context)
+    return corpus
+
+
+@cache
+def corpus_texts(max_bytes: int) -> tuple[bytes, bytes]:
+    """Read (text for training, text held out) as ``build_corpus`` writes them, once in a process."""
     splits: dict[bool, list[bytes]] = {True: [], False: []}
     # Each split has its share, so that a small corpus has held-out text too.
     left = {True: max_bytes // 10, False: max_bytes - max_bytes // 10}
@@ -73,13 +86,7 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
         seen.add(text)
         splits[held_out].append(text[: left[held_out]] + _END_OF_FILE)
         left[held_out] -= len(text[: left[held_out]])
-    train_text, heldout_text = b"".join(splits[False]), b"".join(splits[True])
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus(root / "train.parquet", root / "heldout.parquet", context, train_text, heldout_text)
-    _write(corpus.train, train_text, context)
-    _write(corpus.heldout, heldout_text, context)
-    return corpus
+    return b"".join(splits[False]), b"".join(splits[True])
 
 
 def bigram_cross_entropy_nats(train: bytes, heldout: bytes) -> float:

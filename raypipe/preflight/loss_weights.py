@@ -350,10 +350,9 @@ def _refuse_sum(field: Any, tried: Tried) -> None:
         grouping = tried.groupings[0]
         raise ConfigError(
             f"loss_reduction={field!r} is for a loss that averages over samples, but this one adds up: over "
-            f"{sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over "
-            f"{' and '.join(map(str, grouping.sizes))} of them "
-            f"{' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}. The gradient would shrink with the "
-            "number of micro-batches. Set loss_reduction='sum', leave it out, or let the loss average "
+            f"{sum(grouping.sizes)} rows it is {tried.whole.value:.5g}, over {' and '.join(map(str, grouping.sizes))} "
+            f"of them {' and '.join(f'{loss.value:.5g}' for loss in grouping.losses)}. The gradient would shrink with "
+            "the number of micro-batches. Set loss_reduction='sum', leave it out, or let the loss average "
             "(reduction='mean')."
         )
 

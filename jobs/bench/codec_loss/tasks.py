@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from jobs.train.corpus import build_corpus
+from jobs.train.corpus import corpus_texts
 from jobs.train.lm import GPT, VOCABULARY, loss_fn, warmup_then_cosine
 
 __all__ = ["TASKS", "Task"]
@@ -54,14 +53,6 @@ def both(*names: str) -> dict[str, Codecs]:
 
 
 @cache
-def _source() -> tuple[bytes, bytes]:
-    """Return the source of a part of the standard library: text for training and text held out."""
-    with tempfile.TemporaryDirectory(prefix="codec-loss-") as folder:
-        corpus = build_corpus(folder, max_bytes=CORPUS_BYTES)
-    return corpus.train_text, corpus.heldout_text
-
-
-@cache
 def _prose() -> tuple[bytes, bytes]:
     """Return the language reference that pydoc shows; every tenth topic is held out."""
     texts = [topics[name].encode() for name in sorted(topics)]
@@ -76,7 +67,7 @@ def _rows(text: bytes, most: int | None = None) -> torch.Tensor:
 
 
 def _byte_rows() -> tuple[TensorDataset, TensorDataset]:
-    train, held = _source()
+    train, held = corpus_texts(CORPUS_BYTES)
     first, second = (TensorDataset(rows[:, :-1], rows[:, 1:]) for rows in (_rows(train), _rows(held, HELD_OUT_ROWS)))
     return first, second
 
@@ -107,7 +98,7 @@ def _gpt2() -> Any:
 def _pretrained_weights() -> dict[str, torch.Tensor]:
     """Train a small GPT-2 on source by plain PyTorch."""
     torch.manual_seed(0)
-    model, rows = _gpt2().train(), _rows(_source()[0])
+    model, rows = _gpt2().train(), _rows(corpus_texts(CORPUS_BYTES)[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAINING_RATE)
     drawn = torch.Generator().manual_seed(0)
     for step in range(PRETRAINING_STEPS):

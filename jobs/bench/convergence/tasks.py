@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from jobs.train.corpus import bigram_entropy_nats, build_corpus
+from jobs.train.corpus import bigram_entropy_nats, corpus_texts
 from jobs.train.lm import VOCABULARY, Block, loss_fn
 
 __all__ = ["PARTS", "TASKS", "Batch", "Task"]
@@ -112,16 +111,9 @@ def _digits() -> tuple[Batch, Batch]:
 
 
 @cache
-def _texts() -> tuple[bytes, bytes]:
-    with tempfile.TemporaryDirectory(prefix="bench-convergence-") as folder:
-        corpus = build_corpus(folder, max_bytes=CORPUS_BYTES)
-    return corpus.train_text, corpus.heldout_text
-
-
-@cache
 def _text(context: int, heldout_rows: int) -> tuple[Batch, Batch]:
     found = []
-    for text in _texts():
+    for text in corpus_texts(CORPUS_BYTES):
         codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         rows = (len(codes) - 1) // context
         inputs, targets = (codes[first : first + rows * context].view(rows, context) for first in (0, 1))
@@ -133,7 +125,7 @@ def _text(context: int, heldout_rows: int) -> tuple[Batch, Batch]:
 def _below_bigrams(share: float) -> Callable[[], float]:
     """Return the loss after that share of the way from a uniform prediction to the bigram entropy of the text."""
     chance = math.log(VOCABULARY)
-    return lambda: chance - share * (chance - bigram_entropy_nats(_texts()[1]))
+    return lambda: chance - share * (chance - bigram_entropy_nats(corpus_texts(CORPUS_BYTES)[1]))
 
 
 ADAPTIVE, MUON = (0.005, 0.01), (0.01, 0.02)

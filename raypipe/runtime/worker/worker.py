@@ -302,13 +302,13 @@ class _StageActor:
             writer.begin(order.save_to)
 
         def reports() -> list[list[StepReport]]:
-            return self._copies.noted([[replace(r, spans=()) for r in of_stage] for of_stage in taken()], begin_s)
+            found = [[replace(r, spans=()) if r.spans else r for r in of_stage] for of_stage in taken()]
+            return self._copies.noted(found, begin_s)
 
-        if not order.keep_copy:
-            return reports
-        noted = reports()  # before the copy that begins now, which goes on in the next segment
-        self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
-        return lambda: noted
+        if order.keep_copy:
+            noted = reports()  # before the copy that begins now, which goes on in the next segment
+            self._copies.take(order.segment.first_step + order.segment.num_minibatches, mark=self._mark)
+        return (lambda: noted) if order.keep_copy else reports
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
