@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from raypipe import errors
-from raypipe.engine.codec import NONE, Codec, cuda
+from raypipe.engine.codec import NONE, Codec
 from raypipe.engine.codec.codec import CodedTensor
 from raypipe.engine.device.cuda_device import CudaDevice
 from raypipe.engine.device.device import CPU, Device, TransferKind
@@ -217,10 +217,10 @@ class Served:
                     (gradient,) = taken_in.message(channel.recv(b(m), WAIT_S), TransferKind.OUTPUT_GRADS)
                     hidden.backward(gradient)
                 else:
-                    (hidden,) = taken_in.message(channel.recv(f(m), WAIT_S), TransferKind.INPUTS)
-                    assert hidden is not None
-                    second_half(hidden, weight).backward()
-                    channel.send(b(m), (hidden.grad,))
+                    (given,) = taken_in.message(channel.recv(f(m), WAIT_S), TransferKind.INPUTS)
+                    assert given is not None
+                    second_half(given, weight).backward()
+                    channel.send(b(m), (given.grad,))
                 updated(weight)
             self.device.finish(self.device.mark(), "the last step")
         return weight.detach()

@@ -137,7 +137,7 @@ class CudaDevice(Device):
         import cupy
 
         array = cupy.ndarray((memory.size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        return torch.from_dlpack(array)  # type: ignore[no-any-return]
+        return torch.from_dlpack(array)
 
     def staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -10,8 +10,9 @@ between devices:
     receiver            header <==socket== | payload <==group== | finished | decode --> inbox --> recv()
 
 The header gives the size of the payload before a receive is posted; deadlines, goodbyes, reasons of an abort and the
-end of a process are handled by ``socket_channel``. A group only moves bytes in one direction (``PayloadGroup``; gloo's
-and NCCL's are in process_group.py, that over memory of both ends in device_memory.py). Each direction has its own group, so that neither waits for the other.
+end of a process are handled by ``socket_channel``. A group only moves bytes in one direction (``PayloadGroup``): gloo's
+and NCCL's are in process_group.py, the one over memory that both ends open is in device_memory.py. Each direction has
+its own group, so that neither waits for the other.
 """
 
 from __future__ import annotations

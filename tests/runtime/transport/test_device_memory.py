@@ -1,4 +1,4 @@
-"""Links through memory of two devices that each other's process opens: the contract, and what goes wrong without a step.
+"""Links through device memory that both ends open: the contract, and what goes wrong where a step is left out.
 
 The devices are fake, with memory that two processes can map and copies that are made as late as waits allow.
 """
@@ -142,7 +142,9 @@ def another_size(group: SlotGroup, slot: int, part: torch.Tensor) -> torch.Tenso
     return group._memory[slot * (SLOT_BYTES if group._owner else SLOT_BYTES - 64) :][: part.numel()]
 
 
-@pytest.mark.parametrize(("name", "fault"), [("_write_slot", another_slot), ("_slot", another_offset), ("_slot", another_size)])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("_write_slot", another_slot), ("_slot", another_offset), ("_slot", another_size)]
+)
 def test_a_wrong_slot_offset_or_size_changes_bits(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> None:
     devices = FakeDevice(eager=False), FakeDevice(eager=False)
     with linked(*devices) as pair:
