@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -45,8 +44,8 @@ _PROOF_BYTES = 16
 _OFFER = struct.Struct(f"<{_PROOF_BYTES}sH")  # random bytes at the begin of the memory; size of the handle
 _CANNOT = (ImportError, MemoryError, OSError, RuntimeError)
 
-_LENT: list[tuple[int, torch.Tensor]] = []
-"""Memory of ended links that the peer has not closed, and the descriptor at which its end shows."""
+_LENT: dict[int, torch.Tensor] = {}
+"""Memory of ended links that their senders have not closed, by the lease of each."""
 _LOCK = threading.Lock()
 
 
@@ -79,6 +78,7 @@ class SlotGroup:
             return None
         near, far = socket.socketpair()
         read, write = os.pipe()
+        os.set_blocking(read, False)
         group = cls(device, memory, near, read, owner=True)
         try:
             socket.send_fds(sock, [_OFFER.pack(proof, len(handle))], [far.fileno(), write])
@@ -145,7 +145,7 @@ class SlotGroup:
         self._bell.close()
         if memory is not None and self._owner:
             with _LOCK:
-                _LENT.append((self._lease, memory))
+                _LENT[self._lease] = memory
         elif memory is not None:
             del memory
             with contextlib.suppress(OSError):
@@ -181,10 +181,11 @@ class SlotGroup:
 def reclaim() -> None:
     """Free the memory of ended links whose senders have closed it or died."""
     with _LOCK:
-        lent = dict(_LENT)
-        for lease in select.select(list(lent), [], [], 0)[0] if lent else ():
-            os.close(lease)
-            _LENT.remove((lease, lent[lease]))
+        for lease in list(_LENT):
+            with contextlib.suppress(BlockingIOError):
+                os.read(lease, 1)
+                os.close(lease)
+                del _LENT[lease]
 
 
 def share_slots(ends: Connections, device: Device, timeout_s: float) -> tuple[PayloadGroup, PayloadGroup] | None:
@@ -201,25 +202,26 @@ def share_slots(ends: Connections, device: Device, timeout_s: float) -> tuple[Pa
     """
     reclaim()
     out, into = ends.outgoing, ends.incoming
-    groups: list[SlotGroup | None] = []
+    incoming = outgoing = None
     agreed = False
     try:
         for sock in (out, into):
             sock.settimeout(timeout_s)
-        groups.append(SlotGroup.offer(out, device))
-        groups.append(SlotGroup.accept(into, device))
-        incoming, outgoing = groups
-        out.sendall(bytes([None not in groups]))
+        incoming = SlotGroup.offer(out, device)
+        outgoing = SlotGroup.accept(into, device)
+        out.sendall(bytes([incoming is not None and outgoing is not None]))
         verdict = bytearray(1)
         if not receive_exactly(into, memoryview(verdict)):
             raise ConnectionError("it closed the link")
         for sock in (out, into):
             sock.settimeout(None)
-        agreed = None not in groups and bool(verdict[0])
-        return (outgoing, incoming) if agreed else None  # type: ignore[return-value]
+        if incoming is None or outgoing is None or not verdict[0]:
+            return None
+        agreed = True
+        return outgoing, incoming
     except OSError as error:
-        raise LinkError(f"{ends.name}: no device memory was shared with the peer: {error}.") from error
+        raise LinkError(f"{ends.name}: the peer ended while memory of devices was shared: {error}.") from error
     finally:
-        for group in () if agreed else groups:
-            if group is not None:
+        for group in (incoming, outgoing):
+            if group is not None and not agreed:
                 group.close()

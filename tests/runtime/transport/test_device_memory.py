@@ -6,6 +6,7 @@ The devices are fake, with memory that two processes can map and copies that are
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ import torch
 
 from raypipe.engine.codec import cuda
 from raypipe.engine.device.device import Device
+from raypipe.engine.messages.frame import FrameFormat
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Op
 from raypipe.runtime.transport import device_memory, make_endpoint
-from raypipe.runtime.transport.device_memory import EMPTIED, FILLED, READ, SLOTS, WRITTEN, SlotGroup
+from raypipe.runtime.transport.device_memory import (
+    EMPTIED,
+    FILLED,
+    READ,
+    SLOTS,
+    WRITTEN,
+    SlotGroup,
+    reclaim,
+    share_slots,
+)  # fmt: skip
 from raypipe.runtime.transport.process_group_channel import DeviceGroupChannel
 from raypipe.runtime.transport.shared_memory import SharedMemoryChannel
+from raypipe.runtime.transport.socket_channel import Connections
 from tests.contract.channel import Pair, b, f
 from tests.contract.two_processes import KERNELS, DeviceMemoryBetweenProcesses, on
 from tests.emulators.cuda import emulated
@@ -203,6 +215,22 @@ def test_if_one_end_cannot_both_go_through_the_host(kind: type[FakeDevice]) -> N
         use_and_close([pair])
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_peer_that_ends_or_is_silent_meanwhile_ends_the_opening(*, silent: bool) -> None:
+    ahead, back = socket.socketpair(), socket.socketpair()
+    ends = Connections("link", FrameFormat(0, 1), ahead[0], back[1])
+    if not silent:
+        ahead[1].close()
+        back[0].close()
+    before = maps()
+    with pytest.raises(LinkError, match="link: the peer ended while"):
+        share_slots(ends, FakeDevice(eager=False), 0.05)
+    for sock in (*ahead, *back):
+        sock.close()
+    reclaim()
+    wait_until(lambda: maps() == before)
+
+
 # What remains.
 
 
@@ -217,9 +245,9 @@ def test_memory_is_freed_once_both_ends_have_closed_it() -> None:
     first, second = open_link(FakeDevice(eager=False), FakeDevice(eager=False))
     assert maps() == before + 4, "two directions with two ends"
     first.close()
-    device_memory.reclaim()
+    reclaim()
     assert len(device_memory._LENT) == 1, "the sender at the other end may still write"
     second.close()
-    assert device_memory._LENT == []
+    assert device_memory._LENT == {}
     wait_until(lambda: maps() == before)
     wait_until(lambda: len(list(descriptors.iterdir())) <= files)
