@@ -12,7 +12,6 @@ each other; ``host_offset_s`` maps them to the host's clock.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from raypipe.engine.codec import cuda
+from raypipe.engine.device import cuda_ipc
 from raypipe.engine.device.device import Device, StreamName
 from raypipe.errors import ConfigError
 from raypipe.ir.units import human_bytes
@@ -39,10 +39,6 @@ class CudaMark(NamedTuple):
 
     event: torch.cuda.Event
     recorded_s: float
-
-
-class _Opened:
-    """Owner of memory of another process, which is closed when the last tensor over it is freed."""
 
 
 class CudaDevice(Device):
@@ -116,28 +112,10 @@ class CudaDevice(Device):
         return tensor.device.type == "cuda"
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
-        # Not torch's storage._share_cuda_(): its counters are a file in /dev/shm that a killed process leaves there.
-        import cupy
-
-        with cupy.cuda.Device(self.place.index):
-            memory = cupy.cuda.Memory(nbytes)
-            return self._over(memory), cupy.cuda.runtime.ipcGetMemHandle(memory.ptr)
+        return cuda_ipc.share(self.place.index, nbytes)
 
     def open_shared(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        import cupy
-
-        with cupy.cuda.Device(self.place.index):  # whose peer access to the owner's device this enables
-            address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-            opened = _Opened()
-            weakref.finalize(opened, _close_shared, address, self.place.index).atexit = False
-            return self._over(cupy.cuda.UnownedMemory(address, nbytes, opened, self.place.index))
-
-    def _over(self, memory: Any) -> torch.Tensor:
-        """Make a uint8 tensor of this device over memory of CuPy, which the tensor keeps alive."""
-        import cupy
-
-        array = cupy.ndarray((memory.size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        return torch.from_dlpack(array)
+        return cuda_ipc.open_shared(self.place.index, handle, nbytes)
 
     def staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -158,14 +136,6 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.place)
-
-
-def _close_shared(address: int, index: int) -> None:
-    """Close memory of another process that was opened at an address of this GPU."""
-    import cupy
-
-    with cupy.cuda.Device(index):
-        cupy.cuda.runtime.ipcCloseMemHandle(address)
 
 
 def why_not(index: int = 0) -> str:
