@@ -50,7 +50,7 @@ class Step(NamedTuple):
 def with_states(
     tree: Any, of: Callable[[torch.Generator], torch.Generator] = torch.Generator.clone_state
 ) -> Any:  # fmt: skip
-    """Arguments of an operation with others for their generators: by default, with copies that keep the state of now."""
+    """Arguments of an operation with other generators: by default with copies, which keep the state of now."""
     return pytree.tree_map(lambda x: of(x) if isinstance(x, torch.Generator) else x, tree)
 
 
@@ -58,7 +58,7 @@ class Tape:
     """The operations of one graph, which may draw from these generators."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._generators = {x._cdata: x for x in generators}  # in an operation another object has the same generator
+        self._generators = {_impl_of(x): x for x in generators}
         self._before = [x.get_state() for x in self._generators.values()]
         self._steps: list[Step] = []
         self._memory: list[tuple[weakref.ref[Any], int]] = []
@@ -71,7 +71,7 @@ class Tape:
             shapes = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
         if func in _READS or shapes:
             raise RuntimeError(f"{NOT_RECORDED}: {func} is read by the host")
-        given = [x._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        given = [_impl_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
         if draws_randomness(func, args, kwargs) and not (given and self._generators.keys() >= set(given)):
             raise RuntimeError(f"{NOT_RECORDED}: {func} draws from a generator that is not registered")
 
@@ -116,7 +116,7 @@ class Tape:
 
         for step in self._steps:
             args, kwargs = (
-                with_states(pytree.tree_map(there, x, is_leaf=_is_address), lambda x: states[x._cdata])
+                with_states(pytree.tree_map(there, x, is_leaf=_is_address), lambda x: states[_impl_of(x)])
                 for x in (step.args, step.kwargs)
             )
             given = {_place(x) for x in _tensors((args, kwargs))}
@@ -141,6 +141,11 @@ def _bytes(storage: Any, nbytes: int) -> torch.Tensor:
 
 def _is_address(x: Any) -> bool:
     return isinstance(x, Address)
+
+
+def _impl_of(x: torch.Generator) -> int:
+    """Of the generator, for which every operation gets a new object."""
+    return x._cdata  # type: ignore[attr-defined]
 
 
 def _place(x: torch.Tensor) -> int:

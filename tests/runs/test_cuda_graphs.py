@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -175,6 +176,22 @@ def test_gradients_that_hooks_add_are_recorded(monkeypatch: pytest.MonkeyPatch) 
     assert same(run(Devices(), graphs=True, **TWO), wanted)
 
 
+def test_output_gradients_of_another_layout_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other one has gaps, as those of tensors have that the loss concatenates."""
+    wanted, gaps, graphs_of_a_slot = plainly(**TWO), cycle((False, True)), set()
+
+    def spread(run: Any, self: Any, slot: Any, output_grads: Any) -> Any:
+        if next(gaps):
+            output_grads = [x if x is None else torch.cat((x, x), -1)[..., : x.shape[-1]] for x in output_grads]
+        found = run(self, slot, output_grads)
+        graphs_of_a_slot.add(len(slot.backwards))
+        return found
+
+    _around("backward", spread)(monkeypatch)
+    assert same(run(Devices(), graphs=True, **TWO), wanted)
+    assert graphs_of_a_slot == {1, 2}
+
+
 def test_a_state_that_goes_back_is_read_where_it_is() -> None:
     plain = gone_back(lambda worker: CPU)
     assert same(gone_back(lambda worker: FakeDevice(eager=False), graphs=True), plain)
@@ -275,14 +292,14 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
     "a backward draws": (_around("_gradients", _drawn_back), TWO),
     "a generator is not registered": (_around("_record", lambda record, self, run, drawn=(): record(self, run)), NOISY),
     "a generator is seeded in a recording": (_seeded_inside, NOISY),
-    "draws are not seeded anew": (_around("seed", lambda seed, key: None, GraphKey), NOISY),
-    "draws have the seeds of another micro-batch": (_around("seed", lambda seed, key: seed(
+    "draws are not seeded anew": (_around("seed_generators", lambda seed, key: None, GraphKey), NOISY),
+    "draws have the seeds of another micro-batch": (_around("seed_generators", lambda seed, key: seed(
         GraphKey(RandomKey(*key)._replace(microbatch=1), key.generators)), GraphKey), NOISY),
     "parameters have moved": (
         lambda patch: patch.setattr(graphs, "_addresses", lambda tensors: []), TWO | {"moves": True, "steps": 4}
     ),
     "another shape is replayed": (
-        lambda patch: patch.setattr(graphs, "_layout", lambda tensors: []), TWO | {"shape": "ragged-microbatch"}
+        lambda patch: patch.setattr(graphs, "_layout", lambda tensors: ()), TWO | {"shape": "ragged-microbatch"}
     ),
 }  # fmt: skip
 

@@ -143,7 +143,7 @@ class StageGraphs:
             self._free.append(self._new_slot(parameters, buffers, arguments, len(inputs), drawing))
         slot = self._free.pop()
         _fill(slot.arguments, arguments)
-        drawing.seed()
+        drawing.seed_generators()
         slot.forward()
         outputs: tuple[torch.Tensor, ...] = _Replayed.apply(self, slot, *parameters, *inputs)
         if not any(x.requires_grad for x in outputs):

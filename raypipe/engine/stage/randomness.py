@@ -140,7 +140,7 @@ class GraphKey(RandomKey):
 
     Attributes:
         generators: generator of each draw, by its number. A forward that runs eagerly creates and seeds those that are
-            missing. None can be created or seeded in a recording, so ``seed`` does it before each replay.
+            missing. None can be created or seeded in a recording; ``seed_generators`` does the latter before a replay.
     """
 
     generators: dict[int, torch.Generator]
@@ -150,7 +150,7 @@ class GraphKey(RandomKey):
         made.generators = generators
         return made
 
-    def seed(self) -> None:
+    def seed_generators(self) -> None:
         """Seed all generators for the draws of this key."""
         for index, generator in self.generators.items():
             generator.manual_seed(_seed(self, index))
