@@ -1,7 +1,7 @@
 # make train     install, then train a small language model on Ray actors
 # make quick     install, then lint, the core tier and the tests of what changed since BASE (default: main), in 3 minutes
 # make test      install, then every tier of tests without its long tests (TIERS="lint core" for some)
-# make test-long install, then the long tests of every tier (TIERS="ray" for some)
+# make test-long install, then the long tests of every tier (TIERS="ray" for some, SHARE=2/3 for the second third of them)
 # make test-gpu  the tests that need an NVIDIA GPU, with a torch for CUDA in .venv; make bench-gpu measures there
 # make gpu-lease both in 15 minutes, with python3 as it is: docs/gpu.md (PART=1 for the first half, DEVICE=cpu to try it)
 # make test-torch VERSION=2.11  the tests that compute, and those that need a GPU, with another torch (TIERS="ray" for some)
@@ -42,7 +42,7 @@ test: install
 	$(RUN) tests/tiers.py $(TIERS) $(if $(MUST_RUN),--must-run)
 
 test-long: install
-	$(RUN) tests/tiers.py --long $(TIERS) $(if $(MUST_RUN),--must-run)
+	$(RUN) tests/tiers.py --long $(TIERS) $(if $(MUST_RUN),--must-run) $(if $(SHARE),--part $(SHARE))
 
 # With the packages that are there: an install would put the pinned torch for CPUs over one for CUDA.
 test-gpu:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Generator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -90,6 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
     parser.addoption("--complaints", default="", help="file for what is held against the whole session, a line each")
     parser.addoption("--forked-workers", action="store_true", help="Ray's workers do not import torch anew")
+    parser.addoption("--part", default="", metavar="K/N", help="the Kth of N parts of the tests, chosen by their names")
     parser.addoption("--must-run", action="store_true", help="what a machine lacks the rights for fails, not skips")
 
 
@@ -120,8 +122,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test has the mark of its tier, and ``long`` if it is; those marked ``last`` come last.
+
+    With --part K/N, one test in N is kept. Which one depends on the test's name only.
 
     The engine's tests go to workers of pytest-xdist file by file, because those of a file use the same captures; a row
     of the zoo has a capture of its own.
@@ -140,6 +144,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ):
                 item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(root))))
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    if part := config.getoption("--part"):
+        mine, parts = map(int, part.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != mine % parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(autouse=True)

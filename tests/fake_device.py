@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from raypipe.engine.codec.cuda import THREADS, grid_of, kernel_name
 from raypipe.engine.device.device import Device, StreamName
 from tests.emulators.cuda import Emulated
-from tests.fake_graphs import NOT_RECORDED, Tape, refuse_unrecordable
+from tests.fake_graphs import NOT_RECORDED, Tape, with_states
 
 __all__ = ["FakeDevice", "Reached"]
 
@@ -121,21 +121,24 @@ class FakeDevice(Device):
     def new_pool(self) -> object:
         return object()
 
-    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+    def record(
+        self, run: Callable[[], _T], pool: Any, generators: Iterable[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], _T]:
         assert self.tape is None, "a recording inside of a recording"
-        tape = self._in.tape = Tape()
+        tape = self._in.tape = Tape(generators)
         try:
             result = run()
         finally:
             self._in.tape = None
+        tape.refuse_seeding()
         self.recorded += 1
 
         def replay() -> None:
-            stream, used = self._current, tape.used()
+            stream, used, states = self._current, tape.used(), tape.states()
 
             def work() -> None:
                 with torch.no_grad(), _disable_current_modes(), _below_autograd():
-                    tape.play(used)
+                    tape.play(used, states)
                     if not all(self._may_use(x, stream) for x in used.values()):
                         for x in used.values():
                             x.fill_(0xFF)
@@ -235,6 +238,9 @@ class FakeDevice(Device):
             return self._queue(func, args, kwargs)
 
     def _queue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        meant = with_states((args, kwargs))
+        if self.tape is not None:  # where nothing is drawn
+            meant, (args, kwargs) = (args, kwargs), meant
         with _disable_current_modes(), _below_autograd():
             changed = _changed(func, args, kwargs)
             copies = {id(x): x.clone() for x in changed}
@@ -248,12 +254,10 @@ class FakeDevice(Device):
                 return outputs  # a view
             for x in fresh:
                 self._made(x)
-        generator = kwargs.get("generator")
+        args, kwargs = meant
         if self.tape is not None:
             self.tape.add(func, args, kwargs, fresh, changed, self.holds)
             return outputs
-        if generator is not None:
-            kwargs = {**kwargs, "generator": generator.clone_state()}
         stream, used = self._current, list(_tensors((args, kwargs)))
 
         def work() -> None:
@@ -315,7 +319,7 @@ class _Late(TorchDispatchMode):
         if not makes and not any(self._device.holds(x) for x in used):
             return func(*args, **kwargs)
         if self._device.tape is not None:
-            refuse_unrecordable(func, args, kwargs)
+            self._device.tape.refuse_unrecordable(func, args, kwargs)
         assert func is not torch.ops.aten._local_scalar_dense.default, READ
         return self._device.queue(func, args, kwargs)
 

@@ -4,13 +4,14 @@
     replayed      the same operations on the memory at these addresses, whatever is in it now
     given away    memory of the graph that nobody kept, or memory from outside that was freed: NaN before every replay
 
-As on a GPU, a value in host memory is the one of the recording, and what the host has to read or to draw is refused.
+As on a GPU, a value in host memory is the one of the recording, and what the host has to read is refused. So are draws
+from generators that are not registered; the others have the state of the generator at the replay.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from raypipe.engine.stage.randomness import draws_randomness
 
-__all__ = ["NOT_RECORDED", "Tape", "refuse_unrecordable"]
+__all__ = ["NOT_RECORDED", "Tape", "with_states"]
 
 NOT_RECORDED = "operation not permitted when stream is capturing"
 """As CUDA says it."""
@@ -46,24 +47,43 @@ class Step(NamedTuple):
     fresh: Sequence[Address]
 
 
-def refuse_unrecordable(func: Any, args: Any, kwargs: Any) -> None:
-    """What a GPU cannot record: it makes the host wait, or draws from a generator that belongs to no graph."""
-    shapes = torch.Tag.dynamic_output_shape in func.tags
-    if func is _aten.index.Tensor:  # only a mask makes the size depend on values
-        shapes = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-    if func in _READS or shapes:
-        raise RuntimeError(f"{NOT_RECORDED}: {func} is read by the host")
-    if draws_randomness(func, args, kwargs):
-        raise RuntimeError(f"{NOT_RECORDED}: {func} may draw from a generator of the host")
+def with_states(
+    tree: Any, of: Callable[[torch.Generator], torch.Generator] = torch.Generator.clone_state
+) -> Any:  # fmt: skip
+    """Arguments of an operation with other generators: by default with copies, which keep the state of now."""
+    return pytree.tree_map(lambda x: of(x) if isinstance(x, torch.Generator) else x, tree)
 
 
 class Tape:
-    """The operations of one graph."""
+    """The operations of one graph, which may draw from these generators."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._generators = {_impl_of(x): x for x in generators}
+        self._before = [x.get_state() for x in self._generators.values()]
         self._steps: list[Step] = []
         self._memory: list[tuple[weakref.ref[Any], int]] = []
         self._number: dict[int, int] = {}
+
+    def refuse_unrecordable(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What a GPU cannot record: it makes the host wait, or draws from a generator that is not of this graph."""
+        shapes = torch.Tag.dynamic_output_shape in func.tags
+        if func is _aten.index.Tensor:  # only a mask makes the size depend on values
+            shapes = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if func in _READS or shapes:
+            raise RuntimeError(f"{NOT_RECORDED}: {func} is read by the host")
+        given = [_impl_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        if draws_randomness(func, args, kwargs) and not (given and self._generators.keys() >= set(given)):
+            raise RuntimeError(f"{NOT_RECORDED}: {func} draws from a generator that is not registered")
+
+    def refuse_seeding(self) -> None:
+        """Called when the recording ends."""
+        now = (x.get_state() for x in self._generators.values())
+        if not all(map(torch.equal, now, self._before)):
+            raise RuntimeError(f"{NOT_RECORDED}: a generator is seeded")
+
+    def states(self) -> dict[int, torch.Generator]:
+        """Generators for a replay: copies of those of the graph, as they are now."""
+        return {number: x.clone_state() for number, x in self._generators.items()}
 
     def add(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], fresh: Sequence[torch.Tensor],
@@ -85,8 +105,8 @@ class Tape:
         with _disable_current_modes():
             return {number: _bytes(ref(), nbytes) for number, (ref, nbytes) in enumerate(self._memory)}
 
-    def play(self, memory: Mapping[int, torch.Tensor]) -> None:
-        """Carry out all operations on this memory."""
+    def play(self, memory: Mapping[int, torch.Tensor], states: Mapping[int, torch.Generator]) -> None:
+        """Carry out all operations on this memory, with these generators for those of the graph."""
 
         def there(x: Any) -> Any:
             if not isinstance(x, Address):
@@ -95,7 +115,10 @@ class Tape:
             return torch.empty(0, dtype=x.dtype).set_(storage, x.offset, x.shape, x.strides)  # type: ignore[call-overload]
 
         for step in self._steps:
-            args, kwargs = (pytree.tree_map(there, x, is_leaf=_is_address) for x in (step.args, step.kwargs))
+            args, kwargs = (
+                with_states(pytree.tree_map(there, x, is_leaf=_is_address), lambda x: states[_impl_of(x)])
+                for x in (step.args, step.kwargs)
+            )
             given = {_place(x) for x in _tensors((args, kwargs))}
             made = [x for x in _tensors(step.func(*args, **kwargs)) if _place(x) not in given]
             for address, x in zip(step.fresh, made, strict=bool(step.fresh)):
@@ -118,6 +141,11 @@ def _bytes(storage: Any, nbytes: int) -> torch.Tensor:
 
 def _is_address(x: Any) -> bool:
     return isinstance(x, Address)
+
+
+def _impl_of(x: torch.Generator) -> int:
+    """Of the generator, for which every operation gets a new object."""
+    return x._cdata  # type: ignore[attr-defined]
 
 
 def _place(x: torch.Tensor) -> int:

@@ -119,8 +119,8 @@ class PipelineFields:
             the plan notes; nor is an nn.Sequential. The first step of every size of micro-batch takes seconds more.
         cuda_graphs: True records the forwards and backwards of the stages as CUDA graphs, so that each is one launch
             instead of one per kernel; it changes no bit. It needs GPUs, a synchronous schedule that does not split
-            backwards, and a traced model without dropout, torch.cond and reads of values (docs/design/0085). Only
-            the largest shape of a micro-batch is recorded; a smaller last one runs as without.
+            backwards, and a traced model without torch.cond and reads of values (docs/design/0085). Only the largest
+            shape of a micro-batch is recorded; a smaller last one runs as without.
         max_grad_norm: clips the gradient norm of the whole model, which makes every step a barrier over all stages;
             None does not clip. If updates come more often than once per num_stages micro-batches, each stage clips its
             own norm to this times the root of its share of the parameters.

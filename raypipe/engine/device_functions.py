@@ -94,11 +94,16 @@ def compiled_stage(function: StageFunction, backend: str) -> StageFunction:
 
 def why_not_compiled(function: StageFunction) -> str:
     """Explain why torch.compile does not compile a stage's function; "" if it does."""
+    if isinstance(function, GraphFunction) and "key" in _names_used(function.source):
+        return "it draws random numbers (dropout)"
+    return _why_opaque(function)
+
+
+def _why_opaque(function: StageFunction) -> str:
+    """Explain which Python code runs in a stage's forward besides operations; "" if none does."""
     if not isinstance(function, GraphFunction):
         return "it consists of children of an nn.Sequential, which are not traced"
     used = _names_used(function.source)
-    if "key" in used:
-        return "it draws random numbers (dropout)"
     if regions := [one.kind for name, one in function.names.items() if name in used and isinstance(one, Region)]:
         return f"it has a {regions[0]} (vmap, torch.cond, torch.autograd.Function)"
     return ""
@@ -106,7 +111,7 @@ def why_not_compiled(function: StageFunction) -> str:
 
 def why_no_graphs(function: StageFunction) -> str:
     """Explain why a stage's forward cannot be recorded as a graph of the device; "" if it may be."""
-    if reason := why_not_compiled(function):
+    if reason := _why_opaque(function):
         return reason
     assert isinstance(function, GraphFunction)
     if operations := foreign_operations(function.source):

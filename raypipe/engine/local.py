@@ -6,7 +6,9 @@ intra-op thread, as in an actor, because sums over several threads round differe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,7 @@ from raypipe.engine.stage.placement import Placement, channels_between
 from raypipe.engine.stage_runner import StageRunner
 from raypipe.engine.torch_settings import one_thread
 from raypipe.engine.worker_progress import all_hold
-from raypipe.errors import CheckpointError, StageError
+from raypipe.errors import CheckpointError, LinkError, StageError
 from raypipe.ir.report import Reports, StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Order, RowsKey
@@ -75,6 +77,9 @@ class LocalFleet:
             mine = setup if placement.leads else _with_own_functions(setup, placement)
             self.executors.append(Executor(run, mine, worker, states, channels[worker], transfer.device))
         self._pool: ThreadPool[_Outcome] = ThreadPool("raypipe worker", len(self.executors))
+        self._running: deque[tuple[Order, SimpleQueue[_Outcome]]] = deque()  # segments that have begun
+        self._failed: set[int] = set()  # workers that run nothing until the next call of ``run``
+        self._limit = ExitStack()  # one thread while segments run
         writing = self.executors if run.place is not None else []
         self._writers = [writer for executor in writing for writer in executor.shard_writers()]
 
@@ -92,7 +97,10 @@ class LocalFleet:
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Run segments one by one, until there are no more requests or ``halt`` is called.
+        """Run segments until there are no more requests or ``halt`` is called.
+
+        A segment begins when the one before has ended on all workers. Where an asynchronous schedule goes on without
+        draining, it begins on each worker when that worker has ended the one before: two segments are in flight then.
 
         Args:
             orders: requests, each to run one segment.
@@ -105,17 +113,29 @@ class LocalFleet:
         Raises:
             StageError, LinkError: the first failure of a worker; the other workers are aborted at once.
         """
+
+        def begin() -> bool:
+            if (self._halted and not last) or (order := next(orders, None)) is None:
+                return False
+            self._begin(order, schedules(order.rows))
+            return True
+
         late: Reports | None = None  # reports of the segment before
-        while (last or not self._halted) and (order := next(orders, None)) is not None:
+        self._failed.clear()
+        while self._running or begin():
+            if len(self._running) == 1 and self._goes_on(self._running[0][0]):
+                begin()
             before, late = late, None
             try:
-                outcome: Reports | Exception = self._run_segment(order, schedules(order.rows))
+                order, outcome = self._end()
             except Exception as error:  # noqa: BLE001  (Ctrl-C must end the run at once)
-                outcome = error
+                failure: Exception | None = error
+            else:
+                failure = None
             if before is not None:
                 yield before()
-            if isinstance(outcome, Exception):
-                raise outcome
+            if failure is not None:
+                raise failure
             late = outcome
             if any(executor.reports_late(order) for executor in self.executors):
                 continue
@@ -127,6 +147,12 @@ class LocalFleet:
             yield reports
         if late is not None:
             yield late()
+
+    def _goes_on(self, order: Order) -> bool:
+        """Return True if workers begin the segment after ``order`` without waiting for each other."""
+        segment = order.segment
+        flows = order.training and segment.update_interval is not None and not segment.phase.ends_empty
+        return flows and all(executor.device.immediate for executor in self.executors)
 
     def halt(self) -> None:
         """Let ``run`` end after the current segment. Later runs do nothing, unless ``last`` is True. Thread-safe."""
@@ -181,6 +207,7 @@ class LocalFleet:
     def stop(self) -> None:
         """End the threads, wait for checkpoint files being written, and close data and channels; safe to call twice."""
         self._pool.close()
+        self._limit.close()
         for writer in self._writers:
             writer.close()
         for executor in self.executors:
@@ -189,17 +216,35 @@ class LocalFleet:
             for channel in executor.channels.values():
                 channel.close()
 
-    def _run_segment(self, order: Order, schedule: Schedule) -> Reports:
+    def _begin(self, order: Order, schedule: Schedule) -> None:
+        """Queue a segment on every worker."""
+        failed = self._failed
+
         def carry_out(index: int) -> _Outcome:
+            if index in failed:
+                return index, LinkError("An earlier segment failed.")
             try:
                 row, alone = schedule.row(index), schedule.wiring.alone(index)
                 return index, self.executors[index].run(order, row, alone=alone)
             except BaseException as error:  # noqa: BLE001  (raised in the caller's thread)
+                failed.add(index)
                 return index, error
 
-        with one_thread():
-            outcomes = self._pool.submit([partial(carry_out, index) for index in range(len(self.executors))])
-            by_worker, failure = self._gather(outcomes)
+        if not self._running:
+            self._limit.enter_context(one_thread())
+        outcomes = self._pool.submit([partial(carry_out, index) for index in range(len(self.executors))])
+        self._running.append((order, outcomes))
+
+    def _end(self) -> tuple[Order, Reports]:
+        """Wait for the oldest segment; return its order and what reads its reports, or raise its failure."""
+        order, outcomes = self._running[0]
+        by_worker, failure = self._gather(outcomes)
+        self._running.popleft()
+        if failure is not None:
+            while self._running:
+                self._gather(self._running.popleft()[1])
+        if not self._running:
+            self._limit.close()
         if failure is not None:
             raise failure
 
@@ -211,7 +256,7 @@ class LocalFleet:
             }
             return [by_holder[holder] for holder in sorted(by_holder)]
 
-        return reports
+        return order, reports
 
     def _gather(self, outcomes: SimpleQueue[_Outcome]) -> tuple[dict[int, Reports], BaseException | None]:
         """Wait for the outcomes of all workers; after the first failure, abort all workers.

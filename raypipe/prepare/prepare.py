@@ -398,7 +398,7 @@ def _refuse_graphs(job: Job) -> None:
         if reason := why_no_graphs(program.train):
             raise PlanError(
                 f"cuda_graphs=True is not possible: stage {program.index} cannot be recorded, because {reason}. Set "
-                "cuda_graphs=False, or give a traced model without dropout, torch.cond and custom operations."
+                "cuda_graphs=False, or give a traced model without torch.cond and custom operations."
             )
     if varying := job.opened.sizes.varying:
         column, dimension = min(varying, key=str)

@@ -253,6 +253,37 @@ class DeviceContract:
         (back,) = crossing.to_host((total,), WHAT)
         assert torch.equal(back, torch.full((100,), 2.0 + 4.0 + 6.0))  # type: ignore[arg-type]
 
+    def test_a_recorded_draw_has_the_seed_of_its_generator_at_the_replay(
+        self, device: Device, crossing: DeviceTransfer
+    ) -> None:
+        if not device.graphs:
+            pytest.skip("it records no graphs")
+        (x,) = crossing.to_device((torch.empty(1000),), WHAT)
+        assert x is not None
+        generators = [torch.Generator(device.place) for _ in range(2)]
+
+        def drawn() -> torch.Tensor:
+            return torch.empty_like(x).uniform_(generator=generators[0]) + x.bernoulli_(generator=generators[1])
+
+        def seeded(first: int, second: int) -> None:
+            generators[0].manual_seed(first)
+            generators[1].manual_seed(second)
+
+        eager = []
+        for seeds in ((1, 2), (3, 4), (1, 4)):
+            seeded(*seeds)
+            eager.append(drawn())
+        replay, found = device.record(drawn, device.new_pool(), generators)
+        replayed = []
+        for seeds in ((1, 2), (3, 4), (1, 4)):
+            self.busy(device)
+            seeded(*seeds)
+            replay()
+            replayed.append(found.clone())
+        wanted, got = crossing.to_host(eager, WHAT), crossing.to_host(replayed, WHAT)
+        assert all(map(torch.equal, got, wanted))  # type: ignore[arg-type]
+        assert len({tuple(draw.tolist()) for draw in wanted}) == 3  # type: ignore[union-attr]
+
     def test_what_the_host_reads_is_not_recorded(self, device: Device, crossing: DeviceTransfer) -> None:
         if not device.graphs:
             pytest.skip("it records no graphs")

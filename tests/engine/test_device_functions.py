@@ -10,11 +10,12 @@ from torch import nn
 
 from raypipe.capture import Capture, capture
 from raypipe.engine.device.device import TransferKind
-from raypipe.engine.device_functions import placed, placed_loss
+from raypipe.engine.device_functions import placed, placed_loss, why_no_graphs, why_not_compiled
 from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.stage.randomness import RandomKey
 from raypipe.engine.stage.stage import GraphFunction
 from raypipe.planner.partition.chain import equal_parameters
+from tests.exactness import programs
 from tests.fake_device import FakeDevice
 
 META = torch.device("meta")
@@ -97,3 +98,11 @@ def test_weights_of_classes_go_to_the_device_with_the_loss() -> None:
     assert not crossing.device.holds(loss.loss_fn.weight)  # type: ignore[attr-defined, union-attr]
     copied = crossing.copied({"weight": there.loss_fn.weight}, TransferKind.SNAPSHOT)  # type: ignore[union-attr]
     assert torch.equal(copied["weight"], WEIGHTS)
+
+
+def test_python_code_is_not_recorded_but_draws_are() -> None:
+    drawing, sequential = (programs(name, 1)[0].train for name in ("noisy", "dropout-sequential"))
+    assert why_not_compiled(drawing) == "it draws random numbers (dropout)"
+    assert why_no_graphs(drawing) == ""
+    assert "nn.Sequential" in why_no_graphs(sequential)
+    assert any("torch.cond" in why_no_graphs(function) for function in stages(chooses=True))

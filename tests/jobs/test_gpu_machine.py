@@ -1,4 +1,4 @@
-"""The check of a GPU machine: what it says of its parts; and all of it on a machine without a GPU."""
+"""The check of a GPU machine: what it says of its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -76,17 +75,12 @@ def test_commands_name_files_that_are_there() -> None:
         assert f"tests/gpu/{file.name}" in named
 
 
-@pytest.mark.long
-def test_all_of_it_without_a_gpu(tmp_path: Path) -> None:
-    begin_s = time.monotonic()
+def test_the_command_says_what_a_machine_without_a_gpu_is(tmp_path: Path) -> None:
+    """``make gpu-lease DEVICE=cpu`` runs all parts, in most of an hour on two cores."""
     done = subprocess.run(
-        [sys.executable, "jobs/check/gpu_machine.py", "--device", "cpu", "--out", str(tmp_path)],
-        cwd=gpu_machine.ROOT, env=os.environ, capture_output=True, text=True, timeout=3600,
+        [sys.executable, "jobs/check/gpu_machine.py", "--device", "cpu", "--only", "machine", "--out", str(tmp_path)],
+        cwd=gpu_machine.ROOT, env=os.environ, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
-    found = json.loads((tmp_path / "check-all.json").read_text())
-    assert {one["part"]: one["word"] for one in found} == {part.name: "passed" for part in PARTS}, done.stdout[-3000:]
+    (found,) = json.loads((tmp_path / "check-all.json").read_text())
+    assert (found["part"], found["word"]) == ("machine", "passed"), done.stdout[-3000:]
     assert done.returncode == 0
-    assert "test_two_hundred_steps_are_those_of_one_process PASSED" in done.stdout
-    for name in ("quick", "full"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())["figures"]["stage_over_plain"] > 0
-    print(f"{time.monotonic() - begin_s:.0f} s")

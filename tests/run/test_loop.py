@@ -16,6 +16,8 @@ from raypipe.engine.io.checkpoint import checkpoint_name, find_checkpoint
 from raypipe.engine.io.storage import Place
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import CheckpointError, StageError, StageLostError
+from raypipe.ir.report import Reports
+from raypipe.ir.segment import Order
 from raypipe.planner.segments import Position
 from raypipe.report.run_facts import timelines_of
 from raypipe.run import checkpoints
@@ -209,6 +211,40 @@ def test_a_node_is_left_between_steps_and_no_bit_changes(schedule: str, tmp_path
         for found in (journal, alone)
     )
     assert records == expected
+
+
+class Followed(LocalFleet):
+    """Fleet whose last worker ends a step of an asynchronous schedule after the first one has begun the next step."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.followed: list[bool] = []
+        begun = [threading.Event() for _ in range(STEPS)]
+        first, last = self.executors[0].run, self.executors[-1].run
+
+        def begin(order: Order, *row: Any, **alone: Any) -> Reports:
+            begun[order.segment.first_step].set()
+            return first(order, *row, **alone)
+
+        def end(order: Order, *row: Any, **alone: Any) -> Reports:
+            reports = last(order, *row, **alone)
+            if not order.segment.phase.ends_empty:
+                self.followed.append(begun[order.segment.first_step + 1].wait(timeout=60))
+            return reports
+
+        self.executors[0].run, self.executors[-1].run = begin, end  # type: ignore[method-assign]
+
+
+def test_a_worker_begins_an_asynchronous_step_while_others_are_in_the_one_before(tmp_path: Path) -> None:
+    fleets = list[Followed]()
+
+    def fleet(*given: Any) -> Followed:
+        fleets.append(Followed(*given))
+        return fleets[0]
+
+    looped(trainer(tmp_path, "run", "noisy", schedule="2bw", verify="off"), STEPS, fleet)
+    assert fleets[0].followed
+    assert all(fleets[0].followed)
 
 
 class Lost(LocalFleet):

@@ -11,8 +11,7 @@ each other; ``host_offset_s`` maps them to the host's clock.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from time import monotonic
@@ -22,13 +21,11 @@ import torch
 
 from raypipe.engine.codec import cuda
 from raypipe.engine.device import cuda_ipc
-from raypipe.engine.device.device import Device, StreamName
+from raypipe.engine.device.device import ONE_GRAPH, Device, StreamName
 from raypipe.errors import ConfigError
 from raypipe.ir.units import human_bytes
 
 _T = TypeVar("_T")
-_ONE_RECORDING = threading.Lock()
-"""Lock of recordings: each waits for its whole device, which fails while another thread records there."""
 
 CONTEXT_BYTES = 768 << 20
 """Estimate of the GPU memory in bytes that a process uses besides its tensors: CUDA's context, kernels, workspaces."""
@@ -126,13 +123,26 @@ class CudaDevice(Device):
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+    def record(
+        self, run: Callable[[], _T], pool: Any, generators: Iterable[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], _T]:
         graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type != "cuda":
+                raise RuntimeError("it draws random numbers in host memory")
+            graph.register_generator_state(generator)
         # "thread_local": other threads of this process, such as senders, wait for events meanwhile.
         recording = torch.cuda.graph(graph, pool=pool, stream=self._recorder, capture_error_mode="thread_local")
-        with _ONE_RECORDING, recording:
+        with ONE_GRAPH, recording:
             result = run()
-        return graph.replay, result
+        # Up to torch 2.12 a recording writes seeds in its stream, where a replay in this stream is to write others.
+        torch.cuda.current_stream(self.place).wait_stream(self._recorder)
+
+        def replay() -> None:
+            with ONE_GRAPH:
+                graph.replay()
+
+        return replay, result
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.place)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +34,14 @@ _T = TypeVar("_T")
 
 Mark = Any
 """Point in the queued work of a stream, such as a CUDA event. Only the device that recorded it can interpret it."""
+
+
+ONE_GRAPH = threading.RLock()
+"""Lock of the process, which a GPU's graphs are recorded and replayed under.
+
+A recording waits for its whole device, which fails while another thread records there. Up to torch 2.12 it also takes
+over the default generator, which no other thread may draw from meanwhile, and no other graph be replayed with.
+"""
 
 
 class StreamName(StrEnum):
@@ -149,18 +158,25 @@ class Device:
         """Create a pool for the memory of graphs that are never replayed at the same time."""
         raise NotImplementedError("this device records no graphs")
 
-    def record(self, run: Callable[[], _T], pool: Any) -> tuple[Callable[[], None], _T]:
+    def record(
+        self, run: Callable[[], _T], pool: Any, generators: Iterable[torch.Generator] = ()
+    ) -> tuple[Callable[[], None], _T]:
         """Record the device work of ``run()`` as a graph, instead of doing it.
 
         Memory that ``run`` allocates and that is still referenced when it returns belongs to the graph; the rest is
         reused by later graphs of the pool.
+
+        Args:
+            generators: generators that ``run`` draws from, which it neither creates nor seeds. The recorded work draws
+                with the seeds that they have when it is queued.
 
         Returns:
             (function that queues the recorded work in the current stream, result of ``run``, whose tensors are filled
             by that function). The work reads and writes the same addresses every time.
 
         Raises:
-            RuntimeError: ``run`` reads a value on the host or waits for the device; or what ``run`` raises.
+            RuntimeError: ``run`` reads a value on the host, waits for the device or draws from another generator; or
+                what ``run`` raises.
         """
         raise NotImplementedError("this device records no graphs")
 

@@ -249,16 +249,20 @@ def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
 
 
 def memory_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate memory of the device for tensors of this layout, as ``apart`` copies them; keep ``requires_grad``."""
-    flat, plain = _flat(tensor)
-    memory = device.empty(flat.numel(), flat.dtype).as_strided(plain.shape, plain.stride())
-    return memory.requires_grad_(tensor.requires_grad)
+    """Allocate memory of the device for tensors of this layout, with gaps and overlaps; keep ``requires_grad``."""
+    memory = device.empty(_span(tensor.detach()).numel(), tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
 def fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor into another one of the same layout, which may overlap; autograd counts no change of the target."""
-    (flat, _), (elements, _) = _flat(target.data), _flat(tensor.detach())
-    flat.copy_(elements)
+    """Copy a tensor into one of the same layout, with gaps and overlaps; autograd counts no change of the target."""
+    _span(target.data).copy_(_span(tensor.detach()))
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's memory from its first to its last element; shape (elements,)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,12 @@ backward has a slot, with inputs, outputs, activations and gradients of its own:
 
     first micro-batch of a shape          runs eagerly, which also warms up kernels and libraries
     first forward in a slot               is recorded, then replayed
-    first backward in a slot              runs eagerly, on what the recorded forward has saved
-    second forward in a slot              also records the backward, of the same output gradients
+    first backward in a slot              is recorded, then replayed; once more for output gradients of another layout
+
+No backward of a recorded forward runs eagerly: attention with dropout leaves its seed in device memory when recorded,
+and an eager backward reads it in host memory (torch: "Note [Seed and Offset Device]").
+
+Each random draw has a generator of its own, which is seeded before a replay (``GraphKey``). Backwards draw nothing.
 
 The backward adds to the gradient sums within its graph (``GradientSink``). Losses, sends, receives and the optimizer's
 step stay outside. All graphs of a stage share a pool of memory: what outlives a graph is referenced by its slot, and
@@ -21,7 +25,7 @@ If a parameter or buffer has moved, the graphs are dropped and recorded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +36,7 @@ from raypipe.engine.device.device import Device, ran_out
 from raypipe.engine.messages.transfer import apart, fill, memory_like
 from raypipe.engine.stage.backward import gradients
 from raypipe.engine.stage.gradients import GradientSink
-from raypipe.engine.stage.randomness import RandomKey
+from raypipe.engine.stage.randomness import GraphKey, RandomKey
 from raypipe.engine.stage.stage import Site, StageFunction
 from raypipe.errors import StageError
 from raypipe.ir.precision import Precision
@@ -40,6 +44,23 @@ from raypipe.ir.precision import Precision
 _T = TypeVar("_T")
 _Optional = Sequence[torch.Tensor | None]
 Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Backward:
+    """Graph of a backward, for output gradients of one layout.
+
+    Attributes:
+        output_grads: gradients of the outputs, which it reads; None for an output without one.
+        input_grads: gradients of the inputs, which it writes.
+        added: uses of parameters to whose sums it adds, by index in ``GradientSink.trained``.
+        replay: replays it.
+    """
+
+    output_grads: _Optional
+    input_grads: _Optional
+    added: list[int]
+    replay: Replay
 
 
 @dataclass(slots=True, eq=False)
@@ -51,21 +72,14 @@ class _Slot:
         leaves: one per use of a parameter, in the parameters' memory.
         outputs: outputs of the recorded forward, with their autograd graph.
         forward: replays the forward.
-        output_grads: gradients of the outputs, of the layouts in the first backward, which the recorded one reads; None
-            before the first backward, and for an output that got no gradient in it.
-        input_grads: gradients of the inputs, which it writes.
-        added: uses of parameters to whose sums it adds, by index in ``GradientSink.trained``.
-        backward: replays the backward; None if it has not been recorded.
+        backwards: graphs of the backward, by the layout of the output gradients.
     """
 
     arguments: list[torch.Tensor | None]
     leaves: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...]
     forward: Replay
-    output_grads: list[torch.Tensor | None] | None = None
-    input_grads: _Optional = ()
-    added: list[int] = field(default_factory=list)
-    backward: Replay | None = None
+    backwards: dict[Any, _Backward] = field(default_factory=dict)
 
 
 class StageGraphs:
@@ -100,6 +114,7 @@ class StageGraphs:
         self._step = -1
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
+        self._generators: dict[int, torch.Generator] = {}
 
     def __getattr__(self, name: str) -> Any:  # the attributes above
         return getattr(self._function, name)
@@ -120,14 +135,15 @@ class StageGraphs:
             elements = sum(x.numel() for x in arguments if x is not None)
             if elements > self._elements or (self._recorded_for and wanted[0] == self._recorded_for[0]):
                 self._elements, self._recorded_for, self._pool = elements, wanted, self._device.new_pool()
-                self._slots, self._free = [], []
+                self._slots, self._free, self._generators = [], [], {}
+                key = GraphKey(key, self._generators)
             return self._function(parameters, buffers, inputs, columns, key)  # type: ignore[arg-type]
+        drawing = GraphKey(key, self._generators)
         if not self._free:
-            self._free.append(self._new_slot(parameters, buffers, arguments, len(inputs), key))
+            self._free.append(self._new_slot(parameters, buffers, arguments, len(inputs), drawing))
         slot = self._free.pop()
-        if slot.output_grads is not None and slot.backward is None:
-            self._record_backward(slot, slot.output_grads)
         _fill(slot.arguments, arguments)
+        drawing.seed_generators()
         slot.forward()
         outputs: tuple[torch.Tensor, ...] = _Replayed.apply(self, slot, *parameters, *inputs)
         if not any(x.requires_grad for x in outputs):
@@ -147,18 +163,18 @@ class StageGraphs:
         """Run a backward; return the gradients of the inputs, and add those of parameters to their sums."""
         if slot in self._slots:
             self._free.append(slot)
-        if slot.output_grads is None:
-            slot.output_grads = [None if x is None else memory_like(self._device, x) for x in output_grads]
-        if slot.backward is None or _layout(output_grads) != _layout(slot.output_grads):
-            return self._gradients(slot, output_grads)[1]
-        _fill(slot.output_grads, output_grads)
-        self._sink.open(slot.added)
-        slot.backward()
-        return [None if gradient is None else apart(gradient) for gradient in slot.input_grads]
+        layout = _layout(output_grads)
+        if layout not in slot.backwards:
+            slot.backwards[layout] = self._new_backward(slot, output_grads)
+        recorded = slot.backwards[layout]
+        _fill(recorded.output_grads, output_grads)
+        self._sink.open(recorded.added)
+        recorded.replay()
+        return [None if gradient is None else apart(gradient) for gradient in recorded.input_grads]
 
     def _new_slot(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], arguments: _Optional,
-        num_inputs: int, key: RandomKey,
+        num_inputs: int, key: GraphKey,
     ) -> _Slot:  # fmt: skip
         """Record the forward of a new slot."""
         static = [None if x is None else memory_like(self._device, x) for x in arguments]
@@ -168,15 +184,19 @@ class StageGraphs:
             self._sink.watch(position, leaf)
         held = [x.data for x in buffers]
         replay, outputs = self._record(
-            partial(self._function, own, held, static[:num_inputs], static[num_inputs:], key)  # type: ignore[arg-type]
+            partial(self._function, own, held, static[:num_inputs], static[num_inputs:], key),  # type: ignore[arg-type]
+            key.generators.values(),
         )
         slot = _Slot(static, own, outputs, replay)
         self._slots.append(slot)
         return slot
 
-    def _record_backward(self, slot: _Slot, output_grads: _Optional) -> None:
+    def _new_backward(self, slot: _Slot, output_grads: _Optional) -> _Backward:
+        """Record a backward for output gradients of this layout."""
+        static = [None if x is None else memory_like(self._device, x) for x in output_grads]
         with self._sink.recording():
-            slot.backward, (slot.added, slot.input_grads) = self._record(partial(self._gradients, slot, output_grads))
+            replay, (added, input_grads) = self._record(partial(self._gradients, slot, static))
+        return _Backward(static, input_grads, added, replay)
 
     def _gradients(self, slot: _Slot, output_grads: _Optional) -> tuple[list[int], _Optional]:
         """Add a micro-batch's gradients to their sums; return (uses with a gradient, gradients of the inputs)."""
@@ -187,9 +207,9 @@ class StageGraphs:
         self._sink.add(grads[: len(own)])
         return [use for use, gradient in enumerate(grads[: len(own)]) if gradient is not None], grads[len(own) :]
 
-    def _record(self, run: Callable[[], _T]) -> tuple[Replay, _T]:
+    def _record(self, run: Callable[[], _T], generators: Iterable[torch.Generator] = ()) -> tuple[Replay, _T]:
         try:
-            return self._device.record(run, self._pool)
+            return self._device.record(run, self._pool, generators)
         except RuntimeError as error:
             if ran_out(error):
                 raise
@@ -219,8 +239,8 @@ class _Replayed(torch.autograd.Function):
         return None, None, *(None for _ in ctx.slot.leaves), *map(by_place.get, range(ctx.num_inputs))
 
 
-def _layout(tensors: _Optional) -> list[Any]:
-    return [None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]
+def _layout(tensors: _Optional) -> tuple[Any, ...]:
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

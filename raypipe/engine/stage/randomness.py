@@ -6,7 +6,10 @@ writes the numbers into the stages, and eager code gets the same numbers from `K
 
 torch's default CPU generator is not used: it is global, so that two stage threads corrupt each other's draws, and
 seeding it costs 86 us against 1 us for a generator of one's own. Fused operations of a GPU (its dropout, its attention
-with dropout) take no generator: for them the GPU's default one is seeded, and restored.
+with dropout) take no generator: for them the GPU's default one gets the state of another, and then its own again.
+
+A graph of a device repeats its draws with the seeds that their generators have when it is replayed. So each draw of a
+recorded forward has a generator of its own (`GraphKey`), which is seeded anew for each micro-batch.
 
 torch.cond in eager code compiles its bodies. Under a dispatch mode torch does not compile them, and its gradients fail,
 so it runs outside of `KeyedRandomness`. Draws inside it would use torch's own generator; capture refuses them. torch's
@@ -30,6 +33,7 @@ from torch._higher_order_ops import utils
 from torch._higher_order_ops.cond import CondAutogradOp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
+from raypipe.engine.device.device import ONE_GRAPH
 from raypipe.errors import CaptureError, StageError
 from raypipe.splitmix import mixed
 
@@ -120,7 +124,6 @@ def _enter_around_operators(around: Callable[[], AbstractContextManager[None]]) 
 aten = torch.ops.aten
 
 _local = threading.local()
-_ONE_DEFAULT = threading.Lock()
 _ONE_CUDNN = threading.Lock()
 
 
@@ -132,8 +135,36 @@ class RandomKey(NamedTuple):
     microbatch: int
 
 
+class GraphKey(RandomKey):
+    """Key of a forward that a graph of the device repeats.
+
+    Attributes:
+        generators: generator of each draw, by its number. A forward that runs eagerly creates and seeds those that are
+            missing. None can be created or seeded in a recording; ``seed_generators`` does the latter before a replay.
+    """
+
+    generators: dict[int, torch.Generator]
+
+    def __new__(cls, key: RandomKey, generators: dict[int, torch.Generator]) -> GraphKey:
+        made = super().__new__(cls, *key)
+        made.generators = generators
+        return made
+
+    def seed_generators(self) -> None:
+        """Seed all generators for the draws of this key."""
+        for index, generator in self.generators.items():
+            generator.manual_seed(_seed(self, index))
+
+
 def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
-    """Return this thread's generator for the device, seeded for draw ``index``; for meta tensors, that of the CPU."""
+    """Return this thread's generator for the device, seeded for draw ``index``; for meta tensors, that of the CPU.
+
+    With a ``GraphKey`` it is that of the draw, as it is.
+    """
+    if isinstance(key, GraphKey):
+        if index not in key.generators:
+            key.generators[index] = torch.Generator(device).manual_seed(_seed(key, index))
+        return key.generators[index]
     device = torch.device("cpu") if device.type == "meta" else device
     pool = _local.__dict__.setdefault("generators", {})
     generator = pool.get(device)
@@ -150,20 +181,20 @@ def _seed(key: RandomKey, index: int) -> int:
 
 @contextmanager
 def _default_seeded(device: torch.device, key: RandomKey, index: int) -> Iterator[None]:
-    """Seed the default generator of a GPU for draw ``index`` inside the context, for operations without a generator.
+    """Give a GPU's default generator the state for draw ``index`` inside the context, for operations without generator.
 
-    These operations read seed and offset when they are queued. The generator's state is restored at the end. Other
-    threads wait before they enter such a context.
+    These operations read seed and offset, or in a recording their address, when they are queued. The generator's own
+    state is restored at the end. Other threads wait before they enter such a context.
     """
     number = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[number]
-    with _ONE_DEFAULT:
-        before = generator.get_state()
-        generator.manual_seed(_seed(key, index))
+    default = torch.cuda.default_generators[number]
+    with ONE_GRAPH:
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(_generator(key, index, device))
         try:
             yield
         finally:
-            generator.set_state(before)
+            default.graphsafe_set_state(before)
 
 
 def dropout(x: torch.Tensor, p: float, key: RandomKey, index: int) -> torch.Tensor:

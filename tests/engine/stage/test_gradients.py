@@ -11,6 +11,7 @@ from raypipe.engine.stage.gradients import GradientSink
 from raypipe.engine.stage.stage import Site
 from raypipe.engine.stage.weight_ring import WeightRing
 from tests.engine.rings import program_of
+from tests.exactness import same_bits
 from tests.runs.test_exactness import compare
 
 SIZE = 600
@@ -58,6 +59,22 @@ def test_the_same_bits_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert early[name].grad is not None
         assert torch.equal(parameter.grad, early[name].grad), name
         assert parameter.grad.abs().max() > 0
+
+
+def test_a_sum_that_a_graph_adds_to_has_the_bits_of_a_copied_one() -> None:
+    """The first of an update is copied, or added to a sum that was opened, in memory of the update before."""
+    odd = torch.tensor([-0.0, 0.0, 1e-45, torch.inf, torch.nan])
+    parameters = {"a": torch.nn.Parameter(torch.ones(5))}
+    program, found = program_of((Site("a", 0),), parameters), []
+    for fixed in (False, True):
+        sink = GradientSink(program, parameters, fixed=fixed)
+        for gradient in (torch.ones(5), odd):
+            sink.reset()
+            if fixed:
+                sink.open([0])
+            sink.add([gradient])
+        found += sink.sums_of(0, [0])
+    assert same_bits(*found)
 
 
 def test_lanes_are_summed_in_their_order() -> None:

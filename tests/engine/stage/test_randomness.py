@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raypipe.engine.stage.randomness import KeyedRandomness, RandomKey, draws_randomness, dropout, keyed_call
+from raypipe.engine.stage.randomness import GraphKey, KeyedRandomness, RandomKey, draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError, StageError
 from tests.exactness import same_bits
 
@@ -49,6 +49,18 @@ def test_the_same_key_draws_the_same_bits_whatever_the_global_generator_does() -
 @pytest.mark.parametrize("other", [KEY._replace(seed=4), KEY._replace(step=6), KEY._replace(microbatch=18)])
 def test_any_other_key_draws_others(other: RandomKey) -> None:
     assert not any(map(same_bits, drawn(KEY), drawn(other)))
+
+
+@pytest.mark.slow
+def test_the_generators_of_a_graph_draw_the_same_bits_once_they_are_seeded() -> None:
+    generators: dict[int, torch.Generator] = {}
+    first, other = GraphKey(KEY, generators), GraphKey(KEY._replace(microbatch=18), generators)
+    assert equal(drawn(first, 2), drawn(KEY, 2)), "those that are missing are seeded"
+    assert len({id(generator) for generator in generators.values()}) == len(generators)
+    for key in (other, first):
+        assert not any(map(same_bits, drawn(key, 2), drawn(RandomKey(*key), 2))), "others are not"
+        key.seed_generators()
+        assert equal(drawn(key, 2), drawn(RandomKey(*key), 2))
 
 
 def test_parts_of_a_key_do_not_stand_in_for_each_other() -> None:
