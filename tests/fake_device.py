@@ -11,6 +11,8 @@ is taken to be given away. A wait can be left out by name. What reads a value on
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 import weakref
@@ -168,6 +170,20 @@ class FakeDevice(Device):
         with _disable_current_modes():
             return self._made(torch.empty(elements, dtype=dtype))
 
+    def share(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        descriptor = os.memfd_create("fake-device", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+        weakref.finalize(memory, os.close, descriptor)
+        return self._own(torch.frombuffer(memory, dtype=torch.uint8)), f"{os.getpid()}/fd/{descriptor}".encode()
+
+    def open_shared(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        descriptor = os.open(f"/proc/{handle.decode()}", os.O_RDWR)
+        try:
+            return self._own(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
+        finally:
+            os.close(descriptor)
+
     def staging(self, nbytes: int) -> torch.Tensor:
         self._count("pinned allocations")
         with _disable_current_modes():
@@ -259,6 +275,9 @@ class FakeDevice(Device):
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         _poison(tensor)
+        return self._own(tensor)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = id(storage)
         self._owner[key] = weakref.ref(storage, lambda _: self._owner.pop(key, None)), {self._current}

@@ -121,6 +121,7 @@ SHOWN_BY = ("raypipe.viz.plan_svg", "raypipe.viz.plan_text", "raypipe.viz.timeli
 # One file may reach for one package more.
 EXTRA = {
     "engine/codec/cuda.py": ("cupy",),
+    "engine/device/cuda_ipc.py": ("cupy",),
     "capture/decode_recipe.py": ("transformers",),
     "engine/stage/quantized_linear.py": ("bitsandbytes",),
     "api/notebook.py": ("IPython",),

@@ -2,7 +2,7 @@
 
     make gpu-lease                          both halves, with python3: it needs torch, pytest and raypipe's dependencies
     make gpu-lease PART=1                   the first half: tests of streams, codecs, NCCL, runs; a small benchmark
-    make gpu-lease PART=2                   the second half: the large benchmark, torch.compile, codecs
+    make gpu-lease PART=2                   the second half: CUDA IPC, the large benchmark, torch.compile, codecs
     make gpu-lease DEVICE=cpu               the same commands on a machine without a GPU, to see that they work
     python3 jobs/check/gpu_machine.py --only nccl tests
 
@@ -95,16 +95,20 @@ PARTS = (
     ),
     Part("where", 1, 40, (*BENCH, "--quick", "--where"), (BENCH[0], *CPU, "--where")),
     Part(
-        "tests", 1, 150,
+        "tests", 1, 140,
         pytest_of("tests", *(f"tests/gpu/test_{name}.py" for name in ("exactness", "precision", "run")), workers=8),
     ),
     Part(
-        "full", 2, 170, (*BENCH, "--rounds", "1", "--steps", "6", "--json", "OUT/full.json"),
+        "ipc", 2, 60, pytest_of("ipc", "tests/gpu/test_ipc.py"),
+        pytest_of("ipc", "tests/runtime/transport/test_device_memory.py", "-k", "steps or measured", seconds=600),
+    ),
+    Part(
+        "full", 2, 160, (*BENCH, "--rounds", "1", "--steps", "6", "--json", "OUT/full.json"),
         (BENCH[0], *CPU, "--steps", "1", "--json", "OUT/full.json"),
     ),
-    Part("compiled", 2, 60, pytest_of("compiled", "tests/gpu/test_compiled.py")),
-    Part("graphs", 2, 60, pytest_of("graphs", "tests/gpu/test_graphs.py")),
-    Part("codec", 2, 60, ("jobs/bench/codec", "--quick", "--no-record", "--json", "OUT/codec.json")),
+    Part("compiled", 2, 50, pytest_of("compiled", "tests/gpu/test_compiled.py")),
+    Part("graphs", 2, 50, pytest_of("graphs", "tests/gpu/test_graphs.py")),
+    Part("codec", 2, 50, ("jobs/bench/codec", "--quick", "--no-record", "--json", "OUT/codec.json")),
 )  # fmt: skip
 
 

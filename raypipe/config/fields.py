@@ -81,8 +81,8 @@ class PipelineFields:
         discount_updates: number of updates after which the discount of the learning rate has faded, if stale_correction
             is "discount". PipeMare takes about a quarter of the updates before the first drop of the learning rate.
         transport: transport of boundary tensors: "tcp" (sockets), "auto" (the same, and shared memory for large
-            messages between workers of one host), "object_store" (Ray's), "collective" (gloo; NCCL if workers compute
-            on GPUs).
+            messages between workers of one host; CUDA IPC between GPUs of a host), "object_store" (Ray's), "collective"
+            (gloo; NCCL if workers compute on GPUs).
         link_ports: (lowest, highest) TCP port for the links, for firewalls; each worker on a host takes one of its own.
             "auto" leaves the choice to the system.
         link_checksum: checksum of every message, to detect corrupted bits: "auto" on links that leave the host, "on" on

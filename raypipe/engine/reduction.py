@@ -76,7 +76,10 @@ class _StageLink:
         except LinkError as error:
             label = Action(self._work.stage, Op.REDUCE_GRAD, action.microbatch).label
             raise type(error)(f"Stage {self._work.stage} in {label}: {error}") from error
-        return (*message[:in_host], *self._transfer.to_device(message[in_host:], TransferKind.REDUCED))
+        host: Tensors = message[:in_host]
+        if self._channels[worker].on_device:  # which brings all tensors to the device
+            host = self._transfer.to_host(host, TransferKind.REDUCED)
+        return (*host, *self._transfer.to_device(message[in_host:], TransferKind.REDUCED))
 
 
 def all_reduces(

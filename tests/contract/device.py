@@ -163,8 +163,9 @@ class DeviceContract:
         assert (back.stride(), back.requires_grad) == (plain.stride(), plain.requires_grad)
 
     @pytest.mark.parametrize("requires_grad", [False, True])
+    @pytest.mark.parametrize("on_device", [False, True])
     def test_a_message_is_what_it_was_when_it_was_handed_over(
-        self, device: Device, crossing: DeviceTransfer, *, requires_grad: bool
+        self, device: Device, crossing: DeviceTransfer, *, requires_grad: bool, on_device: bool
     ) -> None:
         if device.immediate:
             pytest.skip("tensors are handed through")
@@ -173,9 +174,11 @@ class DeviceContract:
         assert there is not None
         action = Action(0, Op.SEND_F, 1)
         self.busy(device)
-        message = crossing.outgoing(action, (there,), TransferKind.OUTPUTS, Codec())
+        message = crossing.outgoing(action, (there,), TransferKind.OUTPUTS, Codec(), on_device=on_device)
         if not requires_grad:  # a buffer, which the next forward changes
             there.add_(1)
+        if on_device:
+            message = crossing.copying(message, TransferKind.OUTPUTS)  # type: ignore[arg-type]
         wait_for_copies(message)
         (came,) = message
         assert isinstance(came, torch.Tensor)

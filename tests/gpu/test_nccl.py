@@ -36,8 +36,8 @@ def _nccl() -> None:
 class TestNcclBetweenProcesses(TwoProcesses):
     device = "cuda"
 
-    @staticmethod
-    def environment(rank: int) -> Mapping[str, str]:
+    @classmethod
+    def environment(cls, rank: int) -> Mapping[str, str]:
         return {**AS_TWO_HOSTS, "NCCL_HOSTID": f"host-{rank}"}
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from raypipe.engine.codec import cuda
+from raypipe.engine.device import cuda_ipc
 from raypipe.engine.device.device import ONE_GRAPH, Device, StreamName
 from raypipe.errors import ConfigError
 from raypipe.ir.units import human_bytes
@@ -106,6 +107,12 @@ class CudaDevice(Device):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
+
+    def share(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        return cuda_ipc.share(self.place.index, nbytes)
+
+    def open_shared(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        return cuda_ipc.open_shared(self.place.index, handle, nbytes)
 
     def staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -124,6 +124,18 @@ class Device:
         """Return True if a tensor is in device memory; some state, such as the step counts of Adam, is on the host."""
         return tensor.device.type == "cpu"
 
+    def share(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Allocate device memory that other processes of this host can open; return it (uint8, (nbytes,)) and a handle.
+
+        Raises:
+            ImportError, MemoryError, OSError, RuntimeError: this device cannot.
+        """
+        raise NotImplementedError("this device shares no memory")
+
+    def open_shared(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """Open memory that ``share`` of another process allocated, until the tensor is freed; raises as ``share``."""
+        raise NotImplementedError("this device shares no memory")
+
     def staging(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory for asynchronous copies to and from the device; uint8, shape (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -64,19 +64,20 @@ class DeviceTransfer:
 
         Args:
             what: OUTPUTS or INPUT_GRADS.
-            on_device: True if the channel sends from device memory; the tensors are then returned unchanged.
+            on_device: True if the channel sends from device memory; the tensors then stay on the device.
         """
-        device = self.device
-        if on_device or device.immediate or not any(tensor is not None for tensor in tensors):
+        device, own = self.device, what is TransferKind.OUTPUTS
+        if device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
-        apart = what is TransferKind.OUTPUTS
+        if on_device:
+            return tuple(apart(x) if own and x is not None and not x.requires_grad else x for x in tensors)
         if not device.codes or codec.name == "none":
-            return self._to_host(tensors, what, [None] * len(tensors), apart=apart)
+            return self._to_host(tensors, what, [None] * len(tensors), apart=own)
         names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
         codings = [
             _Coding(codec.name, key_of(codec, action, place)) if coded else None for place, coded in enumerate(names)
         ]
-        return self._to_host(tensors, what, codings, apart=apart)
+        return self._to_host(tensors, what, codings, apart=own)
 
     def to_device(self, tensors: Payload, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
         """Copy tensors to the device, for use in the computing stream; encoded tensors are decoded there.

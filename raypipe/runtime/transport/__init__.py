@@ -2,6 +2,7 @@
 
     "tcp"           connections of our own; Unix sockets on one machine     tcp.py: handshake.py, socket_channel.py
     "auto"          the same; there, large payloads in shared memory        shared_memory.py
+                    between GPUs of a machine, in memory of the GPU         device_memory.py: process_group_channel.py
     "collective"    gloo groups of two; NCCL if workers compute on GPUs     process_group.py: process_group_channel.py
     "object_store"  objects in Ray's store, announced by actor calls        object_store.py
 
@@ -36,7 +37,7 @@ def make_endpoint(transport: str, host: str, ports: tuple[int, int] | None = Non
     if transport in ("auto", "tcp"):
         from raypipe.runtime.transport.tcp import SocketEndpoint
 
-        return SocketEndpoint(host, ports, share_memory=transport == "auto")
+        return SocketEndpoint(host, ports, share_memory=transport == "auto", device=device)
     if transport == "object_store":
         from raypipe.runtime.transport.object_store import ObjectStoreEndpoint
 

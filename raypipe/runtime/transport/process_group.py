@@ -143,24 +143,15 @@ class ProcessGroupEndpoint:
                     "give each worker a GPU of its own."
                 )
         deadline_s = time.monotonic() + opening.timeout_s
-        channels: list[ProcessGroupChannel] = []
 
         def channel(peer: int, connections: Connections) -> ProcessGroupChannel:
             groups = self._groups(opening, peer, peers[peer], connections.incoming, deadline_s)
             if gpu:
-                channels.append(DeviceGroupChannel(connections, groups, self._device))
-            else:
-                channels.append(ProcessGroupChannel(connections, groups, opening.checksum))
-            return channels[-1]
+                return DeviceGroupChannel(connections, groups, self._device)
+            return ProcessGroupChannel(connections, groups, opening.checksum)
 
-        try:
-            sockets = {peer: at.sockets for peer, at in peers.items()}
-            return open_links(self._listener, opening, sockets, make=channel)
-        except BaseException:
-            for one in channels:
-                one.abort("another link could not be opened")
-                one.close()
-            raise
+        sockets = {peer: at.sockets for peer, at in peers.items()}
+        return open_links(self._listener, opening, sockets, make=channel)
 
     def close(self) -> None:
         """End the rendezvous and the listener; open links do not need them."""

@@ -10,8 +10,9 @@ between devices:
     receiver            header <==socket== | payload <==group== | finished | decode --> inbox --> recv()
 
 The header gives the size of the payload before a receive is posted; deadlines, goodbyes, reasons of an abort and the
-end of a process are handled by ``socket_channel``. A group only moves bytes in one direction (``PayloadGroup``; gloo's
-and NCCL's are in process_group.py). Each direction has its own group, so that neither waits for the other.
+end of a process are handled by ``socket_channel``. A group only moves bytes in one direction (``PayloadGroup``): gloo's
+and NCCL's are in process_group.py, the one over memory that both ends open is in device_memory.py. Each direction has
+its own group, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raypipe.engine.codec import Codec
+from raypipe.engine.codec.codec import CodedTensor
 from raypipe.engine.device.device import Device, Mark, StreamName
 from raypipe.engine.messages import frame
 from raypipe.engine.messages.channel import Payload
@@ -116,8 +118,14 @@ class _DeviceMessage(NamedTuple):
     payload: torch.Tensor
 
 
+def _memory_on(device: Device, tensors: Payload) -> list[torch.Tensor]:
+    """Return the tensors of a message that are in memory of the device, among them encoded ones."""
+    memory = [x.wire if isinstance(x, CodedTensor) else x for x in tensors]
+    return [x for x in memory if x is not None and device.holds(x)]
+
+
 class DeviceGroupChannel(ProcessGroupChannel):
-    """Channel whose payloads go from device to device, through NCCL.
+    """Channel whose payloads go from device to device, through NCCL or through device memory that both ends open.
 
     Payloads carry no checksum: they leave the device through hardware that has its own.
 
@@ -135,7 +143,7 @@ class DeviceGroupChannel(ProcessGroupChannel):
 
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         marked = _Marked(tensors)
-        if any(isinstance(x, torch.Tensor) and not x.is_cpu for x in tensors):
+        if _memory_on(self._device, tensors):
             marked.mark = self._device.mark()
         super().send(action, marked, weight_version)
 
@@ -146,9 +154,8 @@ class DeviceGroupChannel(ProcessGroupChannel):
         with device.prepare_thread(), device.stream(StreamName.COPY_OUT):
             if mark is not None:
                 device.wait(mark, f"{action.op}: sent once it is computed")
-            for x in tensors:
-                if isinstance(x, torch.Tensor) and not x.is_cpu:
-                    device.record_stream(x)
+            for x in _memory_on(device, tensors):
+                device.record_stream(x)
             header, payload = encode_on(device, action, tensors, self.form, weight_version, codec)
         return _DeviceMessage(header, payload)
 

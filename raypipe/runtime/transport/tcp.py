@@ -29,9 +29,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raypipe.engine.device.device import CPU, Device
 from raypipe.engine.messages.channel import Channel
 from raypipe.engine.messages.frame import FrameFormat
 from raypipe.errors import LinkError
+from raypipe.runtime.transport.device_memory import share_slots
 from raypipe.runtime.transport.endpoint import LinkSetup
 from raypipe.runtime.transport.handshake import Answer, Conversation, LinkIdentity, answer, call, run_digest
 from raypipe.runtime.transport.listener import (
@@ -42,6 +44,7 @@ from raypipe.runtime.transport.listener import (
     enlarge_buffers,
     same_machine,
 )
+from raypipe.runtime.transport.process_group_channel import DeviceGroupChannel
 from raypipe.runtime.transport.shared_memory import SharedMemoryChannel
 from raypipe.runtime.transport.socket_channel import Connections, SocketChannel
 
@@ -96,29 +99,51 @@ def open_links(
     check_reachable(me, listener.address, places)
     hellos = {peer: LinkIdentity(run_digest(opening.run_id), generation, me, peer, limits[peer]) for peer in places}
     way = _LinkOpener(listener, places, hellos, opening.secret, opening.timeout_s)
+    channels: dict[int, Any] = {}
     try:
         way.run()
-        channels: dict[int, Any] = {}
         for peer in sorted(places, key=lambda peer: (min(me, peer), max(me, peer))):  # all workers in one order
             form, out, into = FrameFormat(generation, limits[peer]), way.outgoing[peer], way.incoming[peer]
             connections = Connections(opening.names[peer], form, _ready(out), _ready(into))
             channels[peer] = SocketChannel(connections, opening.checksum) if make is None else make(peer, connections)
             del way.outgoing[peer], way.incoming[peer]  # the channel owns them
         return {peer: channels[peer] for peer in places}
+    except BaseException:
+        for channel in channels.values():
+            channel.abort("another link could not be opened")
+            channel.close()
+        raise
     finally:
         way.close()
 
 
 class SocketEndpoint:
-    """Endpoint of "tcp", and with ``share_memory`` of "auto"; all workers of a run have the same one."""
+    """Endpoint of "tcp", and with ``share_memory`` of "auto"; all workers of a run have the same one.
 
-    def __init__(self, host: str, ports: tuple[int, int] | None, *, share_memory: bool = False) -> None:
+    Args:
+        share_memory: share the host's memory, and that of devices, with peers of the same host.
+        device: device of the stages; all workers of a run have the same kind.
+    """
+
+    def __init__(
+        self, host: str, ports: tuple[int, int] | None, *, share_memory: bool = False, device: Device = CPU
+    ) -> None:
         self._listener = SocketListener(host, ports=ports)
         self.address = self._listener.address
-        self._channel = SharedMemoryChannel if share_memory else SocketChannel
+        self._shares, self._device = share_memory, device
 
     def open(self, opening: LinkSetup) -> Mapping[int, Channel]:
-        return open_links(self._listener, opening, make=lambda _, ends: self._channel(ends, opening.checksum))
+        def make(_: int, ends: Connections) -> Channel:
+            if not self._shares:
+                return SocketChannel(ends, opening.checksum)
+            local = all(sock.family == socket.AF_UNIX for sock in (ends.outgoing, ends.incoming))
+            if local and not self._device.immediate and opening.checksum != "on":
+                groups = share_slots(ends, self._device, opening.timeout_s)
+                if groups is not None:
+                    return DeviceGroupChannel(ends, groups, self._device)
+            return SharedMemoryChannel(ends, opening.checksum)
+
+        return open_links(self._listener, opening, make=make)
 
     def close(self) -> None:
         self._listener.close()
