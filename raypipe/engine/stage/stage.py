@@ -155,8 +155,8 @@ class StageProgram:
         """List the trainable parameters of this stage that another stage in ``stages`` holds too."""
         return [
             name
-            for name in self.parameters
-            if name in self.trainable and any(s in stages for s in self.shared_with.get(name, ()) if s != self.index)
+            for name, holders in self.shared_with.items()
+            if name in self.trainable and any(s in stages for s in holders if s != self.index)
         ]
 
     def shared_sites(
