@@ -113,6 +113,10 @@ class FakeDevice(Device):
         if why != self.without:
             self._queues[self._current].append(mark)
 
+    def reached(self, mark: Reached) -> bool:
+        with self._lock:
+            return self._done[mark.stream] >= mark.count
+
     @property
     def tape(self) -> Tape | None:
         """Of the thread's recording; None outside of one."""

@@ -22,8 +22,9 @@ import torch
 
 from raypipe.data.stream_source import StreamSource
 from raypipe.engine.bad_samples import columns_read, describe_nonfinite
+from raypipe.engine.bound_row import BoundAction, Run, bound_parts
 from raypipe.engine.codec import Codec
-from raypipe.engine.device.device import CPU, Device, TransferKind, held_bytes, ran_out
+from raypipe.engine.device.device import CPU, Device, Mark, TransferKind, held_bytes, ran_out
 from raypipe.engine.io.checkpoint import FreshOptions, load_stage, take_snapshot
 from raypipe.engine.io.checkpoint.snapshot import ShardWriter, read_mark
 from raypipe.engine.messages.channel import Channel, Message, Payload
@@ -32,7 +33,7 @@ from raypipe.engine.messages.transfer import DeviceTransfer
 from raypipe.engine.optim.norms import to_report_norms
 from raypipe.engine.optim.state import StageState
 from raypipe.engine.optim.update import Update
-from raypipe.engine.reduction import Reduction, all_reduces, last_backwards
+from raypipe.engine.reduction import Reduction, all_reduces
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage.placement import channels_by_stage
 from raypipe.engine.stage_runner import StageRunner, Totals, Values
@@ -110,6 +111,7 @@ class Executor:
         # True if steps of this segment overlap; and if steps of this segment or of the one before do.
         self._asynchronous = self._overlapping = False
         self._action: Action | None = None
+        self._bound: tuple[Row, tuple[int, int], Sequence[Sequence[BoundAction]]] = (), (0, 0), ()
         self._segment: Segment
 
     @property
@@ -155,6 +157,7 @@ class Executor:
         self._updates.clear()
         self._exchanges.clear()
         self._reduction = None  # type: ignore[assignment]
+        self._bound = (), (0, 0), ()
 
     def undo(self) -> None:
         """Undo the step in progress, so that another executor of these states can repeat the step.
@@ -283,8 +286,7 @@ class Executor:
 
         try:
             with self._named_failures(), self.device.prepare_thread(), torch.set_grad_enabled(order.training):
-                parts = _split_row(row, len(segment.microbatch_samples), len(self.works))
-                for minibatch, part in enumerate(_merge_parts(parts, segment.num_minibatches if order.training else 1)):
+                for minibatch, part in enumerate(self._parts(row, segment)):
                     begun.append(self._run_minibatch(order, part, minibatch))
                 if not self.reports_late(order):
                     found = reports()
@@ -342,7 +344,26 @@ class Executor:
             return describe_nonfinite(self._run.sources[mode], segment, step, self._columns[mode])
         return ""
 
-    def _run_minibatch(self, order: Order, row: Sequence[Action], minibatch: int) -> Callable[[], list[StepReport]]:
+    def _parts(self, row: Row, segment: Segment) -> Sequence[Sequence[BoundAction]]:
+        """Return the actions of each mini-batch, bound; those of the row that was run last are kept."""
+        counts = len(segment.microbatch_samples), segment.num_minibatches if self._training else 1
+        if self._bound[:2] != (row, counts):
+            self._bound = row, counts, bound_parts(row, *counts, len(self.works), self._run_of)
+        return self._bound[2]
+
+    def _run_of(self, action: Action) -> Run:
+        match action.op:
+            case Op.REDUCE_GRAD:
+                return self._reduce_grad
+            case Op.REDUCE_NORM:
+                return self._reduce_norm
+            case Op.STEP:
+                return self._step
+        return self.works[action.stage].run_of(action.op)
+
+    def _run_minibatch(
+        self, order: Order, row: Sequence[BoundAction], minibatch: int
+    ) -> Callable[[], list[StepReport]]:
         segment = order.segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         if self._training:
@@ -353,17 +374,17 @@ class Executor:
                 work.buffers.keep()
         self._totals = self._norms = None
         self._skipped = False
-        mark = self.device.mark
+        mark, shared = self.device.mark, not self.device.immediate
         marks = [mark()]
         done = []
-        closing = last_backwards(row) if self._training and segment.update_interval is None else {}
-        for place, local in enumerate(row):
+        exchanges = self._training and segment.update_interval is None
+        for local, run, closes, sends in row:
             action = self._action = local.shifted(first)
-            if place in closing and action.microbatch != self.works[action.stage].split_microbatch:
-                self._exchanges[action.stage].begin(closing[place] + first)
-            self._do(action)
+            if exchanges and closes is not None and action.microbatch != self.works[action.stage].split_microbatch:
+                self._exchanges[action.stage].begin(closes + first)
+            run(action, marks[-1])
             done.append(action)
-            marks.append(mark())
+            marks.append(marks[-1] if sends and shared else mark())
         self._action = None
         if self._training:
             self._end_step(step)
@@ -414,35 +435,34 @@ class Executor:
 
         return finished
 
-    def _do(self, action: Action) -> None:
-        stage, op, microbatch = action
-        match op:
-            case Op.REDUCE_GRAD:
-                self._updates[stage].of(self._segment, microbatch)
-                self._reduction.reduce_grad(stage, microbatch)
-            case Op.REDUCE_NORM:
-                self._ready = True
-                losses = [term for work in self.works.values() for term in work.loss_terms]
-                if self._stage_norms:
-                    loss = self._reduction.loss(microbatch, losses)
-                    own = self._updates[stage].own_norm()
-                    norm, self._norms = (None, None) if own is None else own
-                    totals: Totals = norm, loss
-                else:
-                    synchronous = self._segment.update_interval is None
-                    totals = self._reduction.norm(stage, microbatch, losses, with_frozen=synchronous)
-                if totals is not self._totals:  # the stages of a worker get the same
-                    self._totals, self._values = totals, self.transfer.reading(totals, TransferKind.NORMS)
-            case Op.STEP:
-                assert self._totals is not None
-                step = self._segment.locate(microbatch)[0]
-                gather = partial(self._exchanges[stage].gather, microbatch)
-                self._skipped = self._updates[stage].step(
-                    self._segment, step, *self._totals, self._values, alone=self._stage_norms, gather=gather
-                )
-                self._stepped += 1
-            case _:
-                self.works[stage].do(action)
+    def _reduce_grad(self, action: Action, since: Mark) -> None:
+        self._updates[action.stage].of(self._segment, action.microbatch)
+        self._reduction.reduce_grad(action.stage, action.microbatch)
+
+    def _reduce_norm(self, action: Action, since: Mark) -> None:
+        stage, _, microbatch = action
+        self._ready = True
+        losses = [term for work in self.works.values() for term in work.loss_terms]
+        if self._stage_norms:
+            loss = self._reduction.loss(microbatch, losses)
+            own = self._updates[stage].own_norm()
+            norm, self._norms = (None, None) if own is None else own
+            totals: Totals = norm, loss
+        else:
+            synchronous = self._segment.update_interval is None
+            totals = self._reduction.norm(stage, microbatch, losses, with_frozen=synchronous)
+        if totals is not self._totals:  # the stages of a worker get the same
+            self._totals, self._values = totals, self.transfer.reading(totals, TransferKind.NORMS)
+
+    def _step(self, action: Action, since: Mark) -> None:
+        stage, _, microbatch = action
+        assert self._totals is not None
+        step = self._segment.locate(microbatch)[0]
+        gather = partial(self._exchanges[stage].gather, microbatch)
+        self._skipped = self._updates[stage].step(
+            self._segment, step, *self._totals, self._values, alone=self._stage_norms, gather=gather
+        )
+        self._stepped += 1
 
     def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
@@ -452,7 +472,7 @@ class Executor:
             work.counters.exchanged_bytes += nbytes
         else:
             work.counters.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
-        self.channels[worker].send(action, self.transfer.to_host(tensors, TransferKind.REDUCED), 0)
+        self.channels[worker].send(action, self.transfer.copying(tensors, TransferKind.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
         assert self._action is not None
@@ -464,32 +484,3 @@ class Executor:
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
         return self.transfer.message(message, TransferKind.REDUCED)
-
-
-def _split_row(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """Split a row (the actions of a worker) after each mini-batch, at the STEP of the last of ``num_stages`` stages.
-
-    An evaluation, which has no STEP, is one part. ``per_minibatch`` is the number of micro-batches in a mini-batch.
-    """
-    parts: list[list[Action]] = []
-    part: list[Action] = []
-    stepped = 0
-    for action in row:
-        part.append(action)
-        if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
-            stepped += 1
-            if stepped == num_stages:
-                parts.append(part)
-                part, stepped = [], 0
-    return [*parts, part] if part else parts
-
-
-def _merge_parts(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """Merge the last of ``parts``, or append empty ones, so that there is one part for each of ``count`` mini-batches.
-
-    In a continuous schedule a worker may have more or fewer parts: stages without a backward may step before others, or
-    begin a mini-batch that does not end in the segment.
-    """
-    kept = parts[: count - 1]
-    kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]
-    return kept + [[]] * (count - len(kept))

@@ -16,7 +16,7 @@ import torch
 from raypipe.engine.bad_samples import failing_row, of_failing_row
 from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.codec import message_bytes
-from raypipe.engine.device.device import Mark, TransferKind
+from raypipe.engine.device.device import Device, Mark, TransferKind
 from raypipe.engine.device_functions import modes_of, placed_loss
 from raypipe.engine.messages.channel import Channel, Message
 from raypipe.engine.messages.transfer import DeviceTransfer
@@ -85,7 +85,7 @@ class StageRunner:
         placement = self._placement = setup.placement(worker)
         # Neighbour stages on this worker: no link between them, and rows have no messages to them.
         self._co_located = placement.co_located(stage)
-        self.sink, self.ring = _sink_and_ring(program, state, run, setup, placement)
+        self.sink, self.ring = _sink_and_ring(program, state, run, setup, placement, transfer.device)
         self._stash = ActivationStash(self.sink, self.ring, sends_input_grads=stage > program.first_trainable)
         self._modes = modes_of(program, transfer, run.compile_stages)
         recomputes = stage >= program.first_trainable and any(setup.recompute[stage : stage + 1])
@@ -220,35 +220,48 @@ class StageRunner:
 
         return finished
 
-    def do(self, action: Action) -> None:
-        """Run a forward, backward, send or receive; F and B also pass tensors between stages of the same worker."""
-        stage, op, microbatch = action
+    def run_of(self, op: Op) -> Callable[[Action, Mark], None]:
+        """Return the function that runs a forward, backward, send or receive.
+
+        The mark is one in the computing stream after the actions before. F and B also pass tensors between stages of
+        the same worker.
+        """
         match op:
             case Op.F:
-                if stage - 1 in self._co_located:
-                    self._arrived[microbatch] = self._recv(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
-                self._forward(microbatch)
-                if stage + 1 in self._co_located:
-                    self._send_forward(Action(stage, Op.SEND_F, microbatch))
+                return self._run_forward
             case Op.B | Op.I:
-                if stage + 1 in self._co_located:
-                    self._recv_output_grads(microbatch)
-                self._backward(op, microbatch)
-                if stage - 1 in self._co_located and stage > self.program.first_trainable:
-                    self._send_backward(Action(stage, Op.SEND_B, microbatch))
+                return self._run_backward
             case Op.W:
-                self.sink.enter(microbatch - self._segment.first_microbatch, self._segment.interval)
-                self._stash.backward_weight(microbatch)
+                return self._run_weight_part
             case Op.SEND_F:
-                self._send_forward(action)
-            case Op.RECV_F:
-                self._arrived[microbatch] = self._recv(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
+                return self._send_forward
             case Op.SEND_B:
-                self._send_backward(action)
+                return self._send_backward
+            case Op.RECV_F:
+                return self._recv_inputs
             case Op.RECV_B:
-                self._recv_output_grads(microbatch)
-            case _:
-                raise AssertionError(f"{action} belongs to the worker, not to one of its stages")
+                return self._recv_output_grads
+        raise AssertionError(f"{op} belongs to the worker, not to one of its stages")
+
+    def _run_forward(self, action: Action, since: Mark) -> None:
+        stage, _, microbatch = action
+        if stage - 1 in self._co_located:
+            self._recv_inputs(action, since)
+        self._forward(microbatch)
+        if stage + 1 in self._co_located:
+            self._send_forward(Action(stage, Op.SEND_F, microbatch))
+
+    def _run_backward(self, action: Action, since: Mark) -> None:
+        stage, op, microbatch = action
+        if stage + 1 in self._co_located:
+            self._recv_output_grads(action, since)
+        self._backward(op, microbatch)
+        if stage - 1 in self._co_located and stage > self.program.first_trainable:
+            self._send_backward(Action(stage, Op.SEND_B, microbatch))
+
+    def _run_weight_part(self, action: Action, since: Mark) -> None:
+        self.sink.enter(action.microbatch - self._segment.first_microbatch, self._segment.interval)
+        self._stash.backward_weight(action.microbatch)
 
     def _forward(self, microbatch: int) -> None:
         inputs = self._arrived.pop(microbatch, _NOTHING)
@@ -413,26 +426,35 @@ class StageRunner:
             return ()
         return self._metrics.results()
 
-    def _send_forward(self, action: Action) -> None:
+    def _send_forward(self, action: Action, computed: Mark | None = None) -> None:
         # Kept for the backward, which evaluation and stages before the first trainable one do not have.
         kept = self._training and self.stage >= self.program.first_trainable
         outputs = self._stash.outputs(action.microbatch, keep=kept)
-        self._send(self.stage + 1, action, outputs, self.ring.version(action.microbatch))
+        self._send(self.stage + 1, action, outputs, computed, self.ring.version(action.microbatch))
 
-    def _send_backward(self, action: Action) -> None:
-        self._send(self.stage - 1, action, self._stash.take_input_grads(action.microbatch))
+    def _send_backward(self, action: Action, computed: Mark | None = None) -> None:
+        self._send(self.stage - 1, action, self._stash.take_input_grads(action.microbatch), computed)
 
-    def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
+    def _send(
+        self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], computed: Mark | None,
+        weight_version: int = 0,
+    ) -> None:  # fmt: skip
         if peer not in self._co_located:
             self.counters.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         what = TransferKind.OUTPUTS if action.op is Op.SEND_F else TransferKind.INPUT_GRADS
         channel, codec = self._channels[peer][self._lane(action.microbatch)], self._codecs.of(action.op)
-        payload = self._transfer.outgoing(action, tensors, what, codec, on_device=channel.on_device)
+        payload = self._transfer.outgoing(action, tensors, what, codec, on_device=channel.on_device, computed=computed)
         channel.send(action, payload, weight_version)
 
-    def _recv_output_grads(self, microbatch: int) -> None:
+    def _recv_inputs(self, action: Action, since: Mark) -> None:
+        below = self.stage - 1
+        message = self._recv(action.op, below, Action(below, Op.SEND_F, action.microbatch))
+        self._arrived[action.microbatch] = message
+
+    def _recv_output_grads(self, action: Action, since: Mark) -> None:
         above = self.stage + 1
-        self._stash.set_output_grads(microbatch, self._recv(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
+        grads = self._recv(Op.RECV_B, above, Action(above, Op.SEND_B, action.microbatch))
+        self._stash.set_output_grads(action.microbatch, grads)
 
     def _recv(self, op: Op, peer: int, action: Action) -> Message:
         """Receive the message ``action`` from stage ``peer`` for operation ``op``; move its tensors to the device."""
@@ -451,12 +473,14 @@ class StageRunner:
 
 
 def _sink_and_ring(
-    program: StageProgram, state: StageState, run: RunSetup, setup: GenerationSetup, placement: Placement
-) -> tuple[GradientSink, WeightRing]:
+    program: StageProgram, state: StageState, run: RunSetup, setup: GenerationSetup, placement: Placement,
+    device: Device,
+) -> tuple[GradientSink, WeightRing]:  # fmt: skip
     """Create the gradient accumulators and the ring of weight versions of a stage."""
     weights, replicas = setup.weights, len(placement.replicas)
     apart, fixed = run.settings.codec_sums != "none" or weights.puts_off, run.cuda_graphs
-    sink = GradientSink(program, state.parameters, placement.lanes, exchanged=replicas > 1, apart=apart, fixed=fixed)
+    ways = {"exchanged": replicas > 1, "on_device": not device.immediate, "apart": apart, "fixed": fixed}
+    sink = GradientSink(program, state.parameters, placement.lanes, **ways)
     predicts = weights.correction == "predict"
     lookahead = weights.delay(program.index, program.first_trainable) if predicts else 0.0
     kept = weights.rule, weights.capacity(program.index), weights.ahead, replicas, lookahead

@@ -214,6 +214,12 @@ class DeviceContract:
         assert parts is not None
         assert min(parts) >= 0
 
+    def test_a_mark_that_was_waited_for_is_reached(self, device: Device) -> None:
+        self.busy(device)
+        mark = device.mark()
+        device.finish(mark, "test: reached once it is waited for")
+        assert device.reached(mark)
+
     def test_a_stream_may_be_waited_for(self, device: Device) -> None:
         with device.stream(StreamName.COPY_IN):
             x = device.empty(1000, torch.float32).fill_(3.0)

@@ -178,7 +178,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
 def test_gradients_that_hooks_add_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of large weights are, before the next one is computed."""
     wanted = plainly(**TWO)
-    monkeypatch.setattr(gradients, "LARGE_BYTES", 1)
+    monkeypatch.setattr(gradients, "LARGE_ON_DEVICE_BYTES", 1)
     assert same(run(Devices(), graphs=True, **TWO), wanted)
 
 

@@ -86,6 +86,9 @@ class CudaDevice(Device):
     def wait(self, mark: CudaMark, why: str) -> None:
         torch.cuda.current_stream(self.place).wait_event(mark.event)
 
+    def reached(self, mark: CudaMark) -> bool:
+        return bool(mark.event.query())
+
     def finish(self, mark: CudaMark, why: str) -> None:
         mark.event.synchronize()
 

@@ -109,6 +109,10 @@ class Device:
     def wait(self, mark: Mark, why: str) -> None:
         """Make later work of the current stream wait for a mark, without blocking the host; ``why`` names the wait."""
 
+    def reached(self, mark: Mark) -> bool:
+        """Return True if the device has reached a mark; return at once."""
+        return True
+
     def finish(self, mark: Mark, why: str) -> None:
         """Block the calling thread until the device reaches a mark; later work may go on. ``why`` names the wait."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,11 @@ from raypipe.engine.messages.record import densified, distinct_elements
 from raypipe.ir.schedule import Action
 
 KEPT = 2
-"""Number of staging buffers of each size: one is filled while the other is copied to the device."""
+"""Least number of staging buffers of each size: one is filled while the other is copied to the device."""
+KEPT_BYTES = 16 << 20
+"""Bytes of staging buffers of one size, beyond KEPT, before a copy waits until an earlier one has been made."""
+SCALARS = (TransferKind.LOSS, TransferKind.NORMS)
+"""Kinds that are copied to the host in the computing stream: another stream costs more than it saves for few bytes."""
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -47,6 +52,7 @@ class DeviceTransfer:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._staging: dict[int, deque[tuple[torch.Tensor, Mark]]] = {}
+        self._filled: list[torch.Tensor] = []  # staging buffers since the last mark
 
     def message(self, message: Message, what: TransferKind) -> Message:
         """Copy the tensors of a received message to the device; weight version and times are kept."""
@@ -55,7 +61,14 @@ class DeviceTransfer:
         return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
 
     def outgoing(
-        self, action: Action, tensors: Tensors, what: TransferKind, codec: Codec, *, on_device: bool = False
+        self,
+        action: Action,
+        tensors: Tensors,
+        what: TransferKind,
+        codec: Codec,
+        *,
+        on_device: bool = False,
+        computed: Mark | None = None,
     ) -> Payload:
         """Start copying a message's tensors to host memory for a channel; return before the copies are complete.
 
@@ -65,6 +78,7 @@ class DeviceTransfer:
         Args:
             what: OUTPUTS or INPUT_GRADS.
             on_device: True if the channel sends from device memory; the tensors then stay on the device.
+            computed: mark in the computing stream after the tensors were computed; None records one.
         """
         device, own = self.device, what is TransferKind.OUTPUTS
         if device.immediate or not any(tensor is not None for tensor in tensors):
@@ -72,12 +86,12 @@ class DeviceTransfer:
         if on_device:
             return tuple(apart(x) if own and x is not None and not x.requires_grad else x for x in tensors)
         if not device.codes or codec.name == "none":
-            return self._to_host(tensors, what, [None] * len(tensors), apart=own)
+            return self._to_host(tensors, what, [None] * len(tensors), apart=own, computed=computed)
         names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
         codings = [
             _Coding(codec.name, key_of(codec, action, place)) if coded else None for place, coded in enumerate(names)
         ]
-        return self._to_host(tensors, what, codings, apart=own)
+        return self._to_host(tensors, what, codings, apart=own, computed=computed)
 
     def to_device(self, tensors: Payload, what: TransferKind) -> tuple[torch.Tensor | None, ...]:
         """Copy tensors to the device, for use in the computing stream; encoded tensors are decoded there.
@@ -111,7 +125,7 @@ class DeviceTransfer:
                     shape, strides = tuple(plain.shape), plain.stride()
                 view = copies[-1].as_strided(shape, strides).detach()
                 shown.append(view.requires_grad_(tensor.requires_grad))
-            copied = device.mark()
+            copied = self._mark_staged()
         device.wait(copied, f"{what}: computed with once they are on the device")
         for copy in copies:
             device.record_stream(copy)
@@ -152,7 +166,13 @@ class DeviceTransfer:
         return cast(tuple[torch.Tensor | None, ...], tuple(copies))
 
     def _to_host(
-        self, tensors: Tensors, what: TransferKind, codings: Sequence[_Coding | None], *, apart: bool = False
+        self,
+        tensors: Tensors,
+        what: TransferKind,
+        codings: Sequence[_Coding | None],
+        *,
+        apart: bool = False,
+        computed: Mark | None = None,
     ) -> PendingCopy:
         """Start copying tensors to host memory.
 
@@ -160,15 +180,21 @@ class DeviceTransfer:
             codings: codec of each tensor, which encodes it on the device before the copy if it supports the tensor;
                 None copies the tensor unchanged.
             apart: True if tensors that require no gradient are cloned on the device first.
+            computed: see ``outgoing``.
         """
         device = self.device
         flattened = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
         if apart:
             flattened = [x if x is None or x[2] else (x[0].clone(), *x[1:]) for x in flattened]
-        computed = device.mark()
+        beside = what not in SCALARS
+        pairs = zip(tensors, flattened, strict=True)
+        copied_now = any(x is not None and y is not None and x.data_ptr() != y[0].data_ptr() for x, y in pairs)
+        if beside and (computed is None or copied_now):
+            computed = device.mark()
         shown: list[torch.Tensor | CodedTensor | None] = []
-        with device.stream(StreamName.COPY_OUT):
-            device.wait(computed, f"{what}: copied once they are computed")
+        with device.stream(StreamName.COPY_OUT) if beside else nullcontext():
+            if beside:
+                device.wait(computed, f"{what}: copied once they are computed")
             for entry, coding in zip(flattened, codings, strict=True):
                 if entry is None:
                     shown.append(None)
@@ -178,7 +204,8 @@ class DeviceTransfer:
                     copy = flat.clone().as_strided(plain.shape, plain.stride())
                     shown.append(copy.detach().requires_grad_(requires_grad))
                     continue
-                device.record_stream(flat)
+                if beside:
+                    device.record_stream(flat)
                 if coding is not None and applies(coding.name, flat.dtype, flat.numel()):
                     wire = device.empty(wire_bytes(coding.name, flat.dtype, flat.numel()), torch.uint8)
                     device.encode(coding.name, flat, wire, coding.key)
@@ -229,16 +256,31 @@ class DeviceTransfer:
         buffer = self._take(flat.nbytes, what)
         staged = buffer[: flat.nbytes].view(flat.dtype)
         staged.copy_(flat)
-        copy = self.device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True)
-        self._staging[buffer.numel()].append((buffer, self.device.mark()))
-        return copy
+        self._filled.append(buffer)
+        return self.device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True)
+
+    def _mark_staged(self) -> Mark:
+        """Record one mark after all copies from staging buffers since the last one."""
+        copied = self.device.mark()
+        for buffer in self._filled:
+            self._staging[buffer.numel()].append((buffer, copied))
+        self._filled.clear()
+        return copied
 
     def _take(self, nbytes: int, what: TransferKind) -> torch.Tensor:
-        """Return a staging buffer (host memory) of at least ``nbytes``, after a pending copy from it has ended."""
+        """Return a staging buffer (host memory) of at least ``nbytes``, whose last copy has been made.
+
+        If all buffers are in use, a new one is allocated, up to KEPT_BYTES; then the oldest copy is waited for.
+        """
         size = 1 << max(nbytes - 1, 63).bit_length()
         kept = self._staging.setdefault(size, deque())
-        if len(kept) < KEPT:
+        if kept and self.device.reached(kept[0][1]):
+            return kept.popleft()[0]
+        count = len(kept) + sum(buffer.numel() == size for buffer in self._filled)
+        if count < KEPT or count * size < KEPT_BYTES:
             return self.device.staging(size)
+        if not kept:  # one transfer has filled them all
+            self._mark_staged()
         buffer, copied = kept.popleft()
         self.device.finish(copied, f"{what}: staged once the copy before has been made")
         return buffer

@@ -58,6 +58,12 @@ class Update:
     ) -> None:
         program = self._program = sink.program
         self._state, self._sink, self._ring = state, sink, ring
+        first = {name: stages[0] for name, stages in program.shared_with.items()}
+        self._owned = [
+            (name, program.order[name], parameter)
+            for name, parameter in state.parameters.items()
+            if first.get(name, program.index) == program.index
+        ]
         self._transfer, self._nonfinite_data = transfer, nonfinite_data
         self._limit = settings.max_grad_norm
         self._in_blocks = sink.lanes > 1  # norms are computed by blocks, see ``norms``
@@ -147,22 +153,16 @@ class Update:
         Args:
             parts: ``part_norms`` of all replicas, in order; empty without sharded optimizer state.
         """
-        index, positions, norms = self._program.index, [], list[torch.Tensor | None]()
-        whole = []
         blocks = {} if self._state.slices is None else self._state.slices.blocks(parts)
-        for name, parameter in self._state.parameters.items():
-            owner = self._program.shared_with.get(name, (index,))[0]
-            if owner == index and parameter.grad is not None:
-                positions.append(self._program.order[name])
-                if name in blocks:
-                    norms.append(norm_of_blocks(blocks[name]))
-                elif self._in_blocks:
-                    norms.append(norm_of_blocks(block_norms(flat(parameter.grad))))
-                else:
-                    whole.append(parameter.grad)
-                    norms.append(None)
-        at_once = iter(each_norm(whole))
-        in_order = [next(at_once) if norm is None else norm for norm in norms]
+        held = [(name, at, grad) for name, at, parameter in self._owned if (grad := parameter.grad) is not None]
+        positions = [at for _, at, _ in held]
+        in_blocks = {
+            name: blocks[name] if name in blocks else block_norms(flat(grad))
+            for name, _, grad in held
+            if self._in_blocks or name in blocks
+        }
+        at_once = iter(each_norm([grad for name, _, grad in held if name not in in_blocks]))
+        in_order = [norm_of_blocks(in_blocks[name]) if name in in_blocks else next(at_once) for name, _, _ in held]
         place = self._transfer.device.place
         if self._positions is None or self._positions[0] != positions:
             # Mostly equal in every step. Creating it on a device again would wait for all that is queued there.

@@ -155,8 +155,8 @@ class Feed:
         _, parts, placed, weights, shares, _ = self._current[1]
         if training and self._token_column in parts[index]:
             self._tokens[microbatch] = parts[index][self._token_column].numel()
-        own = MicrobatchData(parts[index], placed[index])
-        return own._replace(weights=weights[index], shares=shares[index]) if self._weighs else own
+        of_loss = (weights[index], shares[index]) if self._weighs else ()
+        return MicrobatchData(parts[index], placed[index], *of_loss)
 
     def targets(self, index: int) -> dict[Any, torch.Tensor]:
         """Return the columns that the loss reads, on the device, of a micro-batch of the mini-batch read last."""

@@ -35,6 +35,8 @@ Accumulators = dict[Site, torch.Tensor | None]
 
 LARGE_BYTES = 1 << 20
 """Bytes of the smallest gradient that a hook adds; the 5 us of a hook are short compared with this addition."""
+LARGE_ON_DEVICE_BYTES = 32 << 20
+"""LARGE_BYTES on a device, where a hook and a kernel for each gradient only save memory; smaller ones share kernels."""
 EARLY_BYTES = 1 << 16
 """LARGE_BYTES for stages with replicas, where gradients are exchanged in parallel with the backward."""
 
@@ -48,6 +50,7 @@ class GradientSink:
 
     Args:
         exchanged: True if replicas exchange gradients, so that hooks add smaller gradients too (EARLY_BYTES).
+        on_device: True if kernels run apart from the host, so that hooks add larger ones only (LARGE_ON_DEVICE_BYTES).
         apart: True if lanes must not share accumulators, because their sums are rounded or an update may be deferred.
         fixed: True if each sum keeps its address, because graphs of the device add to it; with one lane only.
     """
@@ -59,6 +62,7 @@ class GradientSink:
         lanes: int = 1,
         *,
         exchanged: bool = False,
+        on_device: bool = False,
         apart: bool = False,
         fixed: bool = False,
     ) -> None:
@@ -72,7 +76,7 @@ class GradientSink:
         self._kept: list[list[torch.Tensor]] = [[] for _ in self._sites]  # memory that any lane may reuse
         self.use_lane(0)
         self._at_once = not (exchanged or apart)
-        self._large_bytes = EARLY_BYTES if exchanged else LARGE_BYTES
+        self._large_bytes = EARLY_BYTES if exchanged else LARGE_ON_DEVICE_BYTES if on_device else LARGE_BYTES
         self._observer: Callable[[int], None] | None = None
         self._number = {position: number for number, position in enumerate(self._trained_at)}
         self._early: set[int] = set()

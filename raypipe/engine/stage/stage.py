@@ -155,8 +155,8 @@ class StageProgram:
         """List the trainable parameters of this stage that another stage in ``stages`` holds too."""
         return [
             name
-            for name in self.parameters
-            if name in self.trainable and any(s in stages for s in self.shared_with.get(name, ()) if s != self.index)
+            for name, holders in self.shared_with.items()
+            if name in self.trainable and any(s in stages for s in holders if s != self.index)
         ]
 
     def shared_sites(
@@ -298,11 +298,12 @@ class GraphFunction:
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
             self._function = compiled(self.source, self.names, self.title, self.place, direct=True)
-        shapes = tuple(column.shape for column in columns)
-        if self.sizes is not None and shapes != self._valid:
+        if self.sizes is not None and (shapes := tuple([column.shape for column in columns])) != self._valid:
             if wrong := self.sizes.misfit(dict(zip(self.columns, shapes, strict=True))):
                 raise StageError(wrong)
             self._valid = shapes
+        if not (self.precision.leaves or self.precision.autocast):
+            return self._function(None, *parameters, *buffers, *self.constants, *inputs, *columns, key)
         leaves, held, read = (converted(tensors, self.precision) for tensors in (parameters, buffers, columns))
         with computing(self.precision, (*leaves, *inputs, *read)):
             return self._function(None, *leaves, *held, *self.constants, *inputs, *read, key)
