@@ -472,6 +472,7 @@ class Executor:
             work.counters.exchanged_bytes += nbytes
         else:
             work.counters.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
+        # Nothing changes a sum before the peer has it: the next backward here follows the peer's step, which needs it.
         self.channels[worker].send(action, self.transfer.copying(tensors, TransferKind.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineTrainer
+from raypipe.engine.device.device import Mark
 from raypipe.engine.stage_runner import StageRunner
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
@@ -74,17 +75,20 @@ def test_planned_bytes_are_those_that_live(
     as they receive.
     """
     live: dict[tuple[int, int], LiveBytes] = {}
-    do = StageRunner.do
+    run_of = StageRunner.run_of
 
-    def counted(self: StageRunner, action: Action) -> None:
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            return do(self, action)
-        with live.setdefault((self.stage, self.worker), LiveBytes()):
-            return do(self, action)
+    def counted(self: StageRunner, op: Op) -> Callable[[Action, Mark], None]:
+        run = run_of(self, op)
+
+        def counting(action: Action, since: Mark) -> None:
+            with live.setdefault((self.stage, self.worker), LiveBytes()):
+                run(action, since)
+
+        return run if op in (Op.SEND_F, Op.SEND_B) else counting
 
     made = trainer(tmp_path, name, num_replicas=[1, replicas])
     plan = made.plan()
-    monkeypatch.setattr(StageRunner, "do", counted)
+    monkeypatch.setattr(StageRunner, "run_of", counted)
     made.fit(num_steps=2, local=True, progress=False)
     assert plan.prediction is not None
     for (stage, worker), counted_bytes in live.items():

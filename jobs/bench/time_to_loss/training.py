@@ -19,7 +19,7 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from jobs.bench.convergence import delayed
 from jobs.bench.convergence.bench import rate_factor
 from jobs.bench.convergence.muon import BatchedMuon
 from jobs.bench.convergence.tasks import PARTS, TASKS, Task
+from raypipe.engine.device.device import Mark
 from raypipe.engine.messages.channel import InMemoryChannel, Message
 from raypipe.engine.stage_runner import StageRunner
 from raypipe.ir.schedule import Action, Op
@@ -219,17 +220,22 @@ class _Clock:
 @contextlib.contextmanager
 def _emulated(device: Device) -> Iterator[_Clock]:
     """Let actions that train take the device's seconds, and messages the link's, as far as they do not take longer."""
-    plain_do, plain_recv, clock = StageRunner.do, InMemoryChannel.recv, _Clock()
+    plain_run_of, plain_recv, clock = StageRunner.run_of, InMemoryChannel.recv, _Clock()
     half_s = device.backward_s / 2
     of_op_s = {Op.F: device.forward_s, Op.B: device.backward_s, Op.I: half_s, Op.W: half_s}
 
-    def do(self: StageRunner, action: Action) -> None:
-        begins_s = time.perf_counter()
-        plain_do(self, action)
-        if self._training and (seconds := of_op_s.get(action.op)):
-            work_s = time.perf_counter() - begins_s
-            clock.add(work_s, seconds)
-            time.sleep(max(0.0, seconds - work_s))
+    def run_of(self: StageRunner, op: Op) -> Callable[[Action, Mark], None]:
+        plain = plain_run_of(self, op)
+
+        def run(action: Action, since: Mark) -> None:
+            begins_s = time.perf_counter()
+            plain(action, since)
+            if self._training and (seconds := of_op_s.get(op)):
+                work_s = time.perf_counter() - begins_s
+                clock.add(work_s, seconds)
+                time.sleep(max(0.0, seconds - work_s))
+
+        return run
 
     def recv(self: InMemoryChannel, action: Action, timeout_s: float) -> Message:
         message = plain_recv(self, action, timeout_s)
@@ -239,8 +245,8 @@ def _emulated(device: Device) -> Iterator[_Clock]:
             time.sleep(max(0.0, arrives_s - time.time()))
         return message
 
-    StageRunner.do, InMemoryChannel.recv = do, recv  # type: ignore[method-assign]
+    StageRunner.run_of, InMemoryChannel.recv = run_of, recv  # type: ignore[method-assign]
     try:
         yield clock
     finally:
-        StageRunner.do, InMemoryChannel.recv = plain_do, plain_recv  # type: ignore[method-assign]
+        StageRunner.run_of, InMemoryChannel.recv = plain_run_of, plain_recv  # type: ignore[method-assign]
