@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
-from itertools import cycle
 from random import Random
 from typing import Any
 
@@ -183,11 +183,12 @@ def test_gradients_that_hooks_add_are_recorded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_output_gradients_of_another_layout_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other one has gaps, as those of tensors have that the loss concatenates."""
-    wanted, gaps, graphs_of_a_slot = plainly(**TWO), cycle((False, True)), set()
+    """Every other one of a slot has gaps, as those of tensors have that the loss concatenates."""
+    wanted, backwards, graphs_of_a_slot = plainly(**TWO), Counter[int](), set()
 
     def spread(run: Any, self: Any, slot: Any, output_grads: Any) -> Any:
-        if next(gaps):
+        backwards[id(slot)] += 1
+        if backwards[id(slot)] % 2 == 0:
             output_grads = [x if x is None else torch.cat((x, x), -1)[..., : x.shape[-1]] for x in output_grads]
         found = run(self, slot, output_grads)
         graphs_of_a_slot.add(len(slot.backwards))
