@@ -4,23 +4,19 @@
     ratio               bytes of the tensor / bytes on the wire
     relative_error      |x' - x| / |x|, Euclidean, for normally distributed x
     fraction_of_copy    on a GPU: gbytes_per_second / that of a copy on the device
-    loss_gap            held-out loss of a language model trained with the codec both ways, less that of one without,
-                        in nats, mean over seeds (loss.py)
 
 Figures are of 64 MiB on a GPU, else of 4 MiB. Seconds on the host are processor seconds of one thread, so that other
 work counts little; on a GPU they are wall time. A codec shortens a message if it takes less time than sending the bytes
 that it saves: the break-even rate is the bandwidth in Mbit/s above which it takes more, if computation hides neither.
+What codecs cost in loss is in bench/codec_loss.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jobs.lib import common
@@ -36,34 +32,30 @@ CANDIDATES = {
     "copy": "none", "bf16": "bf16", "fp16": "fp16", "int8": "int8", "int8_at_random": "int8", "fp8": "fp8",
     "int4": "int4", "int4_at_random": "int4", "tah4": "tah4", "tah3": "tah3",
 }  # fmt: skip
-TRAINED_WITH = ("tah4", "tah3", "int4")
 KEYS = {"int8_at_random": 7, "int4_at_random": 7}
 """Keys of random rounding."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Elements of tensors on the host, and rounds in which candidates take turns; seeds and steps of trainings."""
+    """Elements of tensors on the host, and rounds in which candidates take turns."""
 
     host_sizes: tuple[int, ...] = SIZES
     rounds: int = 25
-    seeds: tuple[int, ...] = (1, 2, 3)
-    steps: int = 200
 
 
 BENCH = Bench(
     "codec",
     __doc__,
     settings=Settings(),
-    quick=Settings(SIZES[:2], 5, ()),
+    quick=Settings(SIZES[:2], 5),
     layout={
         "GB/s": r"gbytes_per_second_(\w+)",
         "ratio": r"ratio_(\w+)",
         "relative error": r"relative_error_(\w+)",
         "of a copy": r"fraction_of_copy_(\w+)",
-        "loss gap": r"loss_gap_(\w+)",
     },
-    targets={r"fraction_of_copy_\w+": ">= 0.8", r"loss_gap_tah4": "<= 0.005"},
+    targets={r"fraction_of_copy_\w+": ">= 0.8"},
 )
 
 
@@ -206,22 +198,6 @@ def figures_of(found: dict[str, dict[str, Any]], suffix: str = "") -> dict[str, 
     return figures
 
 
-def loss_gaps(seeds: tuple[int, ...], steps: int) -> dict[str, dict[str, float]]:
-    """Measure {codec: {seed: held-out loss less that without a codec}}, in nats."""
-    import torch
-
-    from jobs.bench.codec.loss import heldout_loss
-
-    torch.set_num_threads(1)
-    gaps: dict[str, dict[str, float]] = {name: {} for name in TRAINED_WITH}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            exact = heldout_loss("none", seed, steps, Path(folder))
-            for name, found in gaps.items():
-                found[str(seed)] = heldout_loss(name, seed, steps, Path(folder)) - exact
-    return gaps
-
-
 def main() -> int:
     run = BENCH.begin()
     places = {"host": on_host} | ({"gpu": on_gpu} if has_gpu() else {})
@@ -234,8 +210,5 @@ def main() -> int:
             print(shown(f"{place}, {4 * elements >> 10} KiB of float32; {common.machine_line()}", row))
             if elements == OF_FIGURES[place]:
                 run.figures |= figures_of(row, "_gpu" if place == "gpu" else "")
-    if run.settings.seeds:
-        run.raw["loss gap"] = gaps = loss_gaps(run.settings.seeds, run.settings.steps)
-        run.figures |= {f"loss_gap_{name}": statistics.fmean(by_seed.values()) for name, by_seed in gaps.items()}
     run.end()
     return 0
