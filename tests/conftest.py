@@ -146,9 +146,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
     if part := config.getoption("--part"):
         mine, parts = map(int, part.split("/"))
-        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != mine % parts]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            kept[zlib.crc32(item.nodeid.encode()) % parts == mine % parts].append(item)
+        config.hook.pytest_deselected(items=kept[False])
+        items[:] = kept[True]
 
 
 @pytest.fixture(autouse=True)

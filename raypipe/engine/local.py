@@ -128,14 +128,12 @@ class LocalFleet:
             before, late = late, None
             try:
                 order, outcome = self._end()
-            except Exception as error:  # noqa: BLE001  (Ctrl-C must end the run at once)
-                failure: Exception | None = error
-            else:
-                failure = None
+            except Exception:  # Ctrl-C must end the run at once
+                if before is not None:
+                    yield before()
+                raise
             if before is not None:
                 yield before()
-            if failure is not None:
-                raise failure
             late = outcome
             if any(executor.reports_late(order) for executor in self.executors):
                 continue
