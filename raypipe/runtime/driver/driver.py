@@ -47,6 +47,7 @@ from raypipe.run.requests import Requests
 from raypipe.run.same_run import stopped_at
 from raypipe.run.spec import Outcome, PlanInForce, Planned, RunSpec, Watcher
 from raypipe.run.spending import Meter
+from raypipe.run.stage_changes import Failures
 from raypipe.runtime.driver.driver_failover import (
     NOTHING_LEFT,
     Left,
@@ -179,23 +180,20 @@ class _DriverActor:
         try:
             waiting = self._waiting(fleet, blueprint, lease, self._requests)
             growth = growth_of(fleet, spec, self._requests, waiting, self._event)
-            if growth is not None:
-                first = growth.plan(partial(first_plan, blueprint.basis, planned))
-            else:
-                first = planned if waiting.for_workers(planned.plan.schedule.num_workers) else None
-            fitted = None if first is None else fit_devices(fleet, blueprint, first, waiting, self._event)
-            if fitted is None:
+            failures = Failures(spec.max_failures)
+            while True:
+                try:
+                    started = self._start(fleet, submission, waiting, growth)
+                    break
+                except StageLostError as error:
+                    if not failures.survivable(error) or failures.counted(error, 0):
+                        raise
+                    reason = f"{str(error).splitlines()[0]} Missing workers are started again."
+                    self._event("failure", reason, step=0, failures=failures.count)
+                    fleet.drop_lost()
+            if started is None:
                 return stopped_at(spec, self._requests.stop_reason)
-            blueprint, planned, members = fitted
-            made = assemble(blueprint, planned)
-            for note in shared_memory_notes(fleet.members):
-                self._event("warning", note)
-            self._journal.begins(
-                f"sending {_stages(planned.plan)} their parameters and opening the links between them",
-                stages=fleet.facts,
-                num_steps=spec.num_steps,
-            )
-            fleet.configure(blueprint.setup, made.setup, [tensors], members)
+            blueprint, planned, made = started
             # Of members in use, by worker; before, of all in the roster's order.
             self._journal.update(stages=fleet.facts)
             if not spec.max_failures:
@@ -203,7 +201,7 @@ class _DriverActor:
                 # that are not persistent); a run that survives failures may begin anew before its first checkpoint.
                 tensors.let_go(blueprint.setup.persistent)
                 self._kept.clear()
-            charter = Charter(blueprint, planned)
+            charter = Charter(blueprint, planned, failures=failures.count)
             recovery = self._recovery(fleet, charter, made, tensors, growth, waiting)
             recovery.begin()
             while not self._requests.wait_checked(1.0):
@@ -211,6 +209,35 @@ class _DriverActor:
             return self._loop(fleet, spec, made, recovery, lease, self._requests)
         finally:
             self._end(fleet, owner)
+
+    def _start(
+        self, fleet: Fleet, submission: Submission, waiting: Waiting, growth: Growth | None
+    ) -> tuple[Blueprint, Planned, PlanInForce] | None:
+        """Wait for workers, and make them the stages of a plan that fits their devices; None if the run was stopped.
+
+        Raises:
+            StageLostError: a worker was lost meanwhile; the call may be repeated after ``fleet.drop_lost``.
+        """
+        blueprint, planned = submission.charter.blueprint, submission.charter.planned
+        first: Planned | None = planned
+        if growth is not None:
+            first = growth.plan(partial(first_plan, blueprint.basis, planned))
+        elif not waiting.for_workers(planned.plan.schedule.num_workers):
+            first = None
+        fitted = None if first is None else fit_devices(fleet, blueprint, first, waiting, self._event)
+        if fitted is None:
+            return None
+        blueprint, planned, members = fitted
+        made = assemble(blueprint, planned)
+        for note in shared_memory_notes(fleet.members):
+            self._event("warning", note)
+        self._journal.begins(
+            f"sending {_stages(planned.plan)} their parameters and opening the links between them",
+            stages=fleet.facts,
+            num_steps=blueprint.spec.num_steps,
+        )
+        fleet.configure(blueprint.setup, made.setup, [submission.tensors], members)
+        return blueprint, planned, made
 
     def _go_on(
         self, spec: RunSpec, left: Left, submission: Submission | None, owner: Owner, lease: Lease, requests: Requests

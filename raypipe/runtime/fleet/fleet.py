@@ -240,6 +240,15 @@ class Fleet(Configuring):
         works = flight.works if flight is not None else {}
         leave_work(self.in_use, works, self._term, self._links, self.watch.planned_s)
 
+    def drop_lost(self) -> None:
+        """Remove members that do not answer, after ``configure`` has failed before the first order.
+
+        Raises:
+            LeaseError: a later driver has taken the members over.
+        """
+        leave_work(self.roster, {}, self._term, self._links)
+        self.places.drop_lost()
+
     def holds(self, step: int) -> bool:
         """End all work after a failed ``run``.
 
