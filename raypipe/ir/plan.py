@@ -250,7 +250,6 @@ class Plan:
         minibatch_size: samples per optimizer step.
         microbatch_size: samples per micro-batch; the last one of a mini-batch may be smaller.
         num_microbatches: ceil(minibatch_size / microbatch_size).
-        transport: transport of boundary tensors, as in PipelineConfig.
         generation: number of the plan in its run; messages of an older plan are dropped.
         notes: warnings about this plan, one sentence each.
         reasons: pairs such as ("schedule", why it was chosen). Summaries show a reason up to its first semicolon. Facts
@@ -268,7 +267,6 @@ class Plan:
     minibatch_size: int
     microbatch_size: int
     num_microbatches: int
-    transport: str = "tcp"
     generation: int = 0
     notes: tuple[str, ...] = field(default=())
     reasons: tuple[tuple[str, str], ...] = ()
@@ -298,6 +296,7 @@ class Plan:
         """
         try:
             body = json.loads(text)
+            body.pop("transport", None)  # of an earlier release
             plan: Plan = from_plain(cls, {**body, "schedule": _schedule(body["schedule"])})
             return plan
         except (AttributeError, KeyError, ScheduleError, TypeError, ValueError) as error:

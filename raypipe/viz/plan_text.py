@@ -201,8 +201,7 @@ def _title(plan: Plan, stages: int, workers: int) -> str:
         count += f" on {workers} workers" if workers > 1 else " on 1 worker"
     return (
         f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
-        f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)} of {plan.microbatch_size}, "
-        f"transport {plan.transport}"
+        f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)} of {plan.microbatch_size}"
     )
 
 

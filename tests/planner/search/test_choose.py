@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import re
@@ -106,6 +107,8 @@ def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.explain() == plan.explain()  # so every number of the table is in the JSON
+    earlier = {**json.loads(plan.to_json()), "transport": "tcp"}  # of an earlier release
+    assert Plan.from_json(json.dumps(earlier)) == plan
 
 
 @pytest.mark.slow

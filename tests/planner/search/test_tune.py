@@ -53,7 +53,7 @@ def test_too_few_micro_batches_are_named_with_their_bubble(sizes: tuple[int, int
 def test_a_plan_reads_as_a_table_and_as_json() -> None:
     plan = _plan(replace(REQUEST, num_stages=2, schedule="1f1b", num_microbatches=4))
     lines = plan.explain().splitlines()[5:]
-    assert lines[0] == "plan: 2 stages, schedule 1f1b, 32 samples per step, 4 micro-batches of 8, transport tcp"
+    assert lines[0] == "plan: 2 stages, schedule 1f1b, 32 samples per step, 4 micro-batches of 8"
     assert lines[2].split() == ["0", "4.0", "MiB", "50%", "data", "2", "op0", "...", "op3"]
     assert lines[3].split() == ["1", "4.0", "MiB", "50%", "4.0", "KiB", "1", "op4", "...", "op7"]
     saved = json.loads(plan.to_json())
