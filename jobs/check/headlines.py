@@ -51,6 +51,12 @@ HEADLINES: Sequence[Headline] = (
         "{contention_light_s4}, {contention_moderate_s4}, {contention_heavy_s4}",
     ),
     Headline(
+        "time to a fixed loss with Muon, four emulated devices, links without latency and of 100 ms: 1F1B over 2bw "
+        "with predicted weights",
+        "time_to_loss",
+        "{times_1f1b_2bw_0ms}, {times_1f1b_2bw_100ms}",
+    ),
+    Headline(
         "a bounded ring of weight versions over stashing them all: memory of stage 0, and time of a step",
         "memory",
         "{ring_vs_stash_sgd}, {ring_vs_stash_step}",
