@@ -185,12 +185,13 @@ class _DriverActor:
                 try:
                     started = self._start(fleet, submission, waiting, growth)
                     break
-                except StageLostError as error:
-                    if not failures.survivable(error) or failures.counted(error, 0):
+                except (StageLostError, LinkError) as error:
+                    dropped = fleet.drop_lost()
+                    again = failures.survivable(error) and (dropped or isinstance(error, StageLostError))
+                    if not again or failures.counted(error, 0):  # links that cannot be opened at all end the run
                         raise
                     reason = f"{str(error).splitlines()[0]} Missing workers are started again."
                     self._event("failure", reason, step=0, failures=failures.count)
-                    fleet.drop_lost()
             if started is None:
                 return stopped_at(spec, self._requests.stop_reason)
             blueprint, planned, made = started
@@ -216,7 +217,7 @@ class _DriverActor:
         """Wait for workers, and make them the stages of a plan that fits their devices; None if the run was stopped.
 
         Raises:
-            StageLostError: a worker was lost meanwhile; the call may be repeated after ``fleet.drop_lost``.
+            StageLostError, LinkError: a worker was lost meanwhile; the call may be repeated after ``fleet.drop_lost``.
         """
         blueprint, planned = submission.charter.blueprint, submission.charter.planned
         first: Planned | None = planned

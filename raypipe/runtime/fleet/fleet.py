@@ -240,14 +240,16 @@ class Fleet(Configuring):
         works = flight.works if flight is not None else {}
         leave_work(self.in_use, works, self._term, self._links, self.watch.planned_s)
 
-    def drop_lost(self) -> None:
-        """Remove members that do not answer, after ``configure`` has failed before the first order.
+    def drop_lost(self) -> int:
+        """Remove members that do not answer, after ``configure`` failed before the first order; return their number.
 
         Raises:
             LeaseError: a later driver has taken the members over.
         """
         leave_work(self.roster, {}, self._term, self._links)
+        before = len(self.roster)
         self.places.drop_lost()
+        return before - len(self.roster)
 
     def holds(self, step: int) -> bool:
         """End all work after a failed ``run``.
