@@ -9,6 +9,7 @@ import pytest
 from jobs.bench.gpu import bench
 from jobs.check import two_processes
 from raypipe.engine.device.device import CPU
+from tests.runs.test_cuda_graphs import Devices
 
 pytestmark = pytest.mark.ray
 
@@ -29,5 +30,12 @@ def test_a_stage_does_the_operations_of_plain_pytorch() -> None:
 def test_one_stage_and_two_in_threads_have_the_same_bits() -> None:
     one, two = (two_processes.in_threads(stages, lambda: CPU, "bf16-autocast") for stages in (1, 2))
     assert two_processes.apart(one, two) == []
-    assert len(one.losses) == two_processes.STEPS
+    assert len(one.losses) == two_processes.SMALL.steps
     assert two_processes.apart(one, one._replace(losses=one.losses[:-1])) == ["losses"]
+
+
+def test_a_stage_with_graphs_replays_them() -> None:
+    with Devices() as devices:
+        with bench.ours(bench.TINY, lambda: devices(0), 1, "bf16-autocast", graphs=True) as run:
+            bench.measured(run, bench.TINY)
+        assert devices.made[0].replayed > 0

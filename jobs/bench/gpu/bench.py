@@ -2,6 +2,7 @@
 
     step_s_*                 seconds of a step: forwards, backwards of all micro-batches, AdamW; under bf16 autocast
         plain                plain PyTorch: mini-batches are copied from pinned memory without a wait, AdamW is fused
+        graphs               one stage of ours whose forwards and backwards are CUDA graphs: --quick on a GPU
         stage, two_stages    ours, in threads with the same GPU; messages between two go through host memory
         torch, torch_two_stages   torch.distributed.pipelining in one process, which passes tensors without copies
     *_over_plain             seconds over those of plain PyTorch
@@ -45,11 +46,15 @@ from raypipe.profiling.rates import GPUS, kind_of
 STAGES = {"stage": 1, "two_stages": 2}
 TORCH = {"torch": 1, "torch_two_stages": 2}
 LABELS = ("plain", *STAGES, *TORCH)
+GRAPHS = "graphs"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model and of a step; ``steps`` after ``warm_up`` are measured, ``rounds`` times."""
+    """Sizes of the model and of a step; ``steps`` after ``warm_up`` are measured, ``rounds`` times.
+
+    ``graphs`` adds the candidate with CUDA graphs, which save launches: a small model is limited by them.
+    """
 
     context: int = 1024
     width: int = 2048
@@ -59,6 +64,7 @@ class Size:
     warm_up: int = 3
     steps: int = 10
     rounds: int = 3
+    graphs: bool = False
 
 
 TINY = Size(16, 32, 2, 4, 2, 1, 2, 1)
@@ -67,7 +73,7 @@ BENCH = Bench(
     "gpu",
     __doc__,
     settings=Size(),
-    quick=Size(width=512, depth=8, minibatch=16, warm_up=2, steps=4, rounds=1),
+    quick=Size(width=512, depth=8, minibatch=16, warm_up=2, steps=4, rounds=1, graphs=True),
     layout={
         "seconds of a step": r"step_s_(\w+)",
         "over plain PyTorch": r"(\w+)_over_plain",
@@ -145,7 +151,7 @@ def running(label: str, size: Size, device: Device, device_of: Callable[[], Devi
             run = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
             stack.callback(run.close)
         else:
-            run = stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
+            run = stack.enter_context(ours(size, device_of, STAGES.get(label, 1), "bf16-autocast", label == GRAPHS))
         stack.enter_context(one_thread())  # what went before was planned on all cores
         yield run
 
@@ -170,10 +176,14 @@ def where_of(size: Size, device_of: Callable[[], Device]) -> str:
 
 
 @contextmanager
-def ours(size: Size, device_of: Callable[[], Device], num_stages: int, precision: str) -> Iterator[Iterator[Any]]:
+def ours(
+    size: Size, device_of: Callable[[], Device], num_stages: int, precision: str, graphs: bool = False
+) -> Iterator[Iterator[Any]]:
     """Enter the steps of a pipeline in threads."""
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         data, config = texts(4 * size.minibatch, size.context), config_of(size, num_stages, precision)
+        if graphs:
+            config |= {"cuda_graphs": True, "scaling_config": SimpleNamespace(num_workers=1, use_gpu=True)}
         with pipeline(fresh(size), data, Path(folder), lambda worker: device_of(), **config) as (_, carry_out):
             yield carry_out(size.warm_up + size.steps)
 
@@ -229,10 +239,11 @@ def measure(
     Args:
         peak_flops: the device's peak FLOPs per second; None leaves out mfu_*.
     """
-    seconds: dict[str, list[float]] = {label: [] for label in LABELS}
-    peaks = dict.fromkeys(LABELS, 0)
+    labels = (*LABELS, GRAPHS) if size.graphs and device_of().graphs else LABELS
+    seconds: dict[str, list[float]] = {label: [] for label in labels}
+    peaks = dict.fromkeys(labels, 0)
     for _ in range(size.rounds):
-        for label in LABELS:
+        for label in labels:
             found, peak = trial(label, size, device_of)
             seconds[label] += found
             peaks[label] = max(peaks[label], peak)
@@ -241,12 +252,12 @@ def measure(
     raw: dict[str, Any] = {"step_s": seconds, "peak_bytes": peaks, "clocks": gpu_clocks()}  # soon after the last step
     tokens = size.minibatch * size.context
     step_s = {label: median(found) for label, found in seconds.items()}
-    figures = {f"step_s_{label}": step_s[label] for label in LABELS}
-    figures |= {f"tokens_per_second_{label}": tokens / step_s[label] for label in LABELS}
-    figures |= {f"{label}_over_plain": step_s[label] / step_s["plain"] for label in LABELS[1:]}
+    figures = {f"step_s_{label}": step_s[label] for label in labels}
+    figures |= {f"tokens_per_second_{label}": tokens / step_s[label] for label in labels}
+    figures |= {f"{label}_over_plain": step_s[label] / step_s["plain"] for label in labels[1:]}
     figures["peak_over_plain"] = peaks["stage"] / max(peaks["plain"], 1)
     if peak_flops:
-        figures |= {f"mfu_{label}": flops_of(size) / step_s[label] / peak_flops for label in LABELS}
+        figures |= {f"mfu_{label}": flops_of(size) / step_s[label] / peak_flops for label in labels}
     figures["seconds_over_plan"] = step_s["stage"] / planned(size, device_of, "bf16-autocast")[0]
     promised, in_bf16 = planned(size, device_of, "bf16")[1], peak_in_bf16(size, device_of)
     if in_bf16:
