@@ -99,9 +99,9 @@ def in_actors(gpu: bool, precision: str, size: Size) -> Trained:
             gpt(size.context, size.width, size.depth), texts(size.steps * size.minibatch, size.context), Path(name),
             scaling, num_stages=2, transport=size.transport, precision=precision, **size.config(),
         )  # fmt: skip
-        records = made.fit(num_steps=size.steps, progress=False).records
-        parameters = raypipe.load_state_dict(Path(name) / "on_device")
-        return Trained([record.loss for record in records], parameters, [record.seconds for record in records])
+        result = made.fit(num_steps=size.steps, progress=False)
+        losses, seconds = ([getattr(record, what) for record in result.records] for what in ("loss", "seconds"))
+        return Trained(losses, raypipe.load_state_dict(result.path), seconds)
 
 
 def has_ray() -> bool:

@@ -186,10 +186,12 @@ class _DriverActor:
                     started = self._start(fleet, submission, waiting, growth)
                     break
                 except (StageLostError, LinkError) as error:
-                    dropped = fleet.drop_lost()
-                    again = failures.survivable(error) and (dropped or isinstance(error, StageLostError))
-                    if not again or failures.counted(error, 0):  # links that cannot be opened at all end the run
+                    if not failures.survivable(error):
                         raise
+                    if not fleet.drop_lost() and isinstance(error, LinkError):  # links that cannot be opened at all
+                        raise
+                    if why_not := failures.counted(error, 0):
+                        raise type(error)(f"{error}\nThe run ends: {why_not}.") from None
                     reason = f"{str(error).splitlines()[0]} Missing workers are started again."
                     self._event("failure", reason, step=0, failures=failures.count)
             if started is None:
