@@ -20,11 +20,13 @@ builds are patched, and later releases are unknown.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -330,6 +332,13 @@ def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, 
     Raises:
         StageError: the operation made another number of draws, so that the numbers of later draws would shift.
     """
+    if op is _ATTENTION and _is_plain(_AttentionKind.of(*args, **kwargs)):
+        return _attention(key, index, *args, **kwargs)
+    return _under_mode(op, key, index, *args, draws=draws, **kwargs)
+
+
+def _under_mode(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
+    """Call a random operation under `KeyedRandomness`; arguments as of ``keyed_call``."""
     with _without_cudnn(op, args), KeyedRandomness(key, index) as mode:
         result = op(*args, **kwargs)
     if mode.index != index + draws:
@@ -337,6 +346,100 @@ def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, 
             f"{op} drew {mode.index - index} times where {draws} were planned; use torch's dropout instead."
         )
     return result
+
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+class _AttentionKind(NamedTuple):
+    """What decides which operations torch runs for an attention, besides its lengths."""
+
+    device: str
+    cast: torch.dtype | None
+    dtype: torch.dtype
+    mask: torch.dtype | None
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> _AttentionKind:  # fmt: skip
+        """Read the kind from the arguments of a call; the device is "" if other operations might run."""
+        usual = type(q) is torch.Tensor and dropout_p < 1.0 and not torch.is_inference_mode_enabled()
+        device = q.device.type if usual else ""
+        cast = torch.get_autocast_dtype(device) if device and torch.is_autocast_enabled(device) else None
+        mask = None if attn_mask is None else attn_mask.dtype
+        return cls(device, cast, q.dtype, mask, is_causal, scale, enable_gqa)
+
+
+@cache
+def _is_plain(kind: _AttentionKind) -> bool:
+    """Return True if ``_attention`` has the bits of torch's attention, forward and backward, with small tensors.
+
+    `_attention` is used for such kinds only, so that another release of torch may cost speed, but never bits.
+    """
+    if kind.device != "cpu":
+        return False
+    drawn = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 3, 8), (2, 2 if kind.grouped else 4, 5, 8), (2, 2 if kind.grouped else 4, 5, 8)
+    given = [torch.randn(shape, generator=drawn).to(kind.dtype) for shape in shapes]
+    mask = torch.randn(3, 5, generator=drawn).clamp(min=0.0)
+    given_mask = None if kind.mask is None else mask.to(kind.mask)
+    named: dict[str, Any] = {"scale": kind.scale, "enable_gqa": kind.grouped}
+    found: list[tuple[torch.Tensor, ...]] = []
+    ways: tuple[Callable[..., torch.Tensor], ...] = (_attention, partial(_under_mode, _ATTENTION))
+    for attend in ways:
+        with torch.enable_grad(), torch.autocast("cpu", kind.cast, enabled=kind.cast is not None):
+            leaves = [x.clone().requires_grad_() for x in given]
+            y = attend(RandomKey(0, 0, 0), 0, *leaves, given_mask, 0.5, kind.causal, **named)
+            found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _attention(
+    key: RandomKey, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention with dropout on the CPU by the operations that torch runs there, in its order.
+
+    A dispatch mode would be called for each of 24 operations, which takes longer than a short attention.
+
+    Args:
+        q, k, v: (..., heads, length, features); k and v may have fewer heads if ``enable_gqa``.
+        attn_mask: broadcast to (..., heads, length of q, length of k): bool, True to attend; or added to the logits.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v, attn_mask = (_lowered(x) for x in (q, k, v, attn_mask))  # type: ignore[assignment]
+        with torch.autocast("cpu", enabled=False):  # torch runs the operations without it
+            named: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return _attention(key, index, q, k, v, attn_mask, dropout_p, is_causal, **named)
+    dtype = q.dtype
+    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        q, k, v = q.float(), k.float(), v.float()
+    size = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+    root = math.sqrt(size)
+    q = q * (-root if scale is not None and scale < 0 else root)
+    if is_causal:
+        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    logits = torch.matmul(q, k.transpose(-2, -1) * root)
+    if attn_mask is not None:
+        logits.add_(attn_mask)
+    return torch.matmul(dropout(aten._safe_softmax(logits, -1), dropout_p, key, index), v).to(dtype)
+
+
+def _lowered(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Cast an argument as autocast does, which leaves float64 and integers."""
+    if x is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype("cpu"))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,29 @@ def test_dropout_is_atens_given_the_same_draw() -> None:
     unkeyed = functional.dropout(x, 0.3)
     noise = torch.empty_like(x).bernoulli_(0.7, generator=torch.Generator().manual_seed(6)).div_(0.7)
     assert same_bits(unkeyed, (x * noise).detach()), "aten::dropout is no longer what dropout() imitates"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_attention_with_dropout_is_atens_given_the_same_draw(dtype: torch.dtype) -> None:
+    """Outputs and gradients, with every mask, with fewer heads of k and v, and under autocast."""
+    length, longer = 9, 14
+    masks = (None, torch.rand(1, 1, length, longer) > 0.3, torch.randn(2, 1, length, longer).to(dtype))
+    for mask, causal, scale, heads, cast in itertools.product(
+        masks, (False, True), (None, -0.2), (6, 2), (False, True)
+    ):
+        if mask is not None and causal:
+            continue
+        q = torch.randn(2, 6, length, 16, dtype=dtype, requires_grad=True)
+        k, v = (torch.randn(2, heads, longer, 16, dtype=dtype, requires_grad=True) for _ in range(2))
+        given: tuple[Any, ...] = (q, k, v, mask, 0.3, causal)
+        named: dict[str, Any] = {"scale": scale, "enable_gqa": heads != 6}
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            ours = keyed_call(aten.scaled_dot_product_attention.default, KEY, 4, *given, **named)
+            with KeyedRandomness(KEY, 4):
+                theirs = functional.scaled_dot_product_attention(*given, **named)
+        assert same_bits(ours, theirs), (mask, causal, scale, heads, cast)
+        upstream = torch.randn_like(ours)
+        assert all(map(same_bits, *(torch.autograd.grad(y, (q, k, v), upstream) for y in (ours, theirs))))
 
 
 def test_what_draws_nothing_takes_no_number() -> None:
