@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._higher_order_ops import utils
 from torch._higher_order_ops.cond import CondAutogradOp
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from raypipe.engine.device.device import ONE_GRAPH
@@ -352,7 +353,14 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 
 
 class _AttentionKind(NamedTuple):
-    """What decides which operations torch runs for an attention, besides its lengths."""
+    """Properties of an attention that decide, besides its lengths, which operations torch runs.
+
+    Attributes:
+        device: type of the device; "" for calls that may run other operations.
+        cast: dtype of autocast; None without it.
+        mask: dtype of the mask; None without one.
+        grouped: True if keys and values may have fewer heads (``enable_gqa``).
+    """
 
     device: str
     cast: torch.dtype | None
@@ -367,7 +375,7 @@ class _AttentionKind(NamedTuple):
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> _AttentionKind:  # fmt: skip
-        """Read the kind from the arguments of a call; the device is "" if other operations might run."""
+        """Read the kind from the arguments of a call."""
         usual = type(q) is torch.Tensor and dropout_p < 1.0 and not torch.is_inference_mode_enabled()
         device = q.device.type if usual else ""
         cast = torch.get_autocast_dtype(device) if device and torch.is_autocast_enabled(device) else None
@@ -391,8 +399,10 @@ def _is_plain(kind: _AttentionKind) -> bool:
     named: dict[str, Any] = {"scale": kind.scale, "enable_gqa": kind.grouped}
     found: list[tuple[torch.Tensor, ...]] = []
     ways: tuple[Callable[..., torch.Tensor], ...] = (_attention, partial(_under_mode, _ATTENTION))
+    plain_saving = saved_tensors_hooks(lambda x: x, lambda x: x)  # who counts saved tensors must not count these
     for attend in ways:
-        with torch.enable_grad(), torch.autocast("cpu", kind.cast, enabled=kind.cast is not None):
+        cast = torch.autocast("cpu", kind.cast, enabled=kind.cast is not None)
+        with _disable_current_modes(), plain_saving, torch.enable_grad(), cast:
             leaves = [x.clone().requires_grad_() for x in given]
             y = attend(RandomKey(0, 0, 0), 0, *leaves, given_mask, 0.5, kind.causal, **named)
             found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
