@@ -34,12 +34,27 @@ HEADLINES: Sequence[Headline] = (
         "{torch_overhead_s4_m16}, {torch_overhead_s8_m32}",
     ),
     Headline(
-        "torch's step over ours, two stages on a link of 1000, 100 and 25 Mbit/s, nothing lost",
-        "links",
-        "{vs_torch_1f1b_1000mbit}, {vs_torch_1f1b_100mbit}, {vs_torch_1f1b_25mbit} of its 1F1B; "
-        "{vs_torch_best_1000mbit}, {vs_torch_best_100mbit}, {vs_torch_best_25mbit} of its best schedule",
+        "torch's step over ours, two emulated stages on a link of 1000, 100, 50 and 25 Mbit/s, nothing lost",
+        "links-emulated",
+        "{vs_torch_1f1b_1000mbit_emulated}, {vs_torch_1f1b_100mbit_emulated}, {vs_torch_1f1b_50mbit_emulated}, "
+        "{vs_torch_1f1b_25mbit_emulated} of its 1F1B; {vs_torch_best_1000mbit_emulated}, "
+        "{vs_torch_best_100mbit_emulated}, {vs_torch_best_50mbit_emulated}, {vs_torch_best_25mbit_emulated} of its "
+        "best schedule",
     ),
-    Headline("the same at 25 Mbit/s, with codecs", "links", "{vs_torch_1f1b_25mbit_codec}"),
+    Headline("the same at 25 Mbit/s, with codecs", "links-emulated", "{vs_torch_1f1b_25mbit_codec_emulated}"),
+    Headline(
+        "the same at 1000, 100 and 50 Mbit/s, where the stages compute and no processor is left over",
+        "links",
+        "{vs_torch_1f1b_1000mbit}, {vs_torch_1f1b_100mbit}, {vs_torch_1f1b_50mbit} of its 1F1B; "
+        "{vs_torch_best_1000mbit}, {vs_torch_best_100mbit}, {vs_torch_best_50mbit} of its best schedule",
+    ),
+    Headline(
+        "processor time of one stage over plain PyTorch, short operations: a GPT, GPT-2 with dropout, ResNet-18",
+        "host",
+        "{executor_over_plain_gpt_fp32}, {executor_over_plain_gpt2_fp32}, {executor_over_plain_resnet18_fp32}; under "
+        "autocast {executor_over_plain_gpt_bf16_autocast}, {executor_over_plain_gpt2_bf16_autocast}, "
+        "{executor_over_plain_resnet18_bf16_autocast}",
+    ),
     Headline(
         "a link that changes while it trains: fixed 1F1B over ours, and ours over an oracle",
         "adaptive",

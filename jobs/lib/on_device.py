@@ -49,12 +49,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trainer_of(
-    model: Any, data: TensorDataset, folder: Path, scaling_config: Any = None, **config: Any
+    model: Any, data: Any, folder: Path, scaling_config: Any = None, loss_fn: Any = loss_fn, **config: Any
 ) -> raypipe.PipelineTrainer:
     """Make the trainer of a model, with runs below ``folder``.
 
     Args:
         model: or a function that makes it.
+        data: dataset with a length.
+        loss_fn: None if the model computes its own loss.
         config: of PipelineConfig.
     """
     return raypipe.PipelineTrainer(
@@ -66,7 +68,7 @@ def trainer_of(
 
 @contextmanager
 def pipeline(
-    model: torch.nn.Module, data: TensorDataset, folder: Path, device_of: Callable[[int], Device],
+    model: torch.nn.Module, data: Any, folder: Path, device_of: Callable[[int], Device],
     **config: Any,
 ) -> Iterator[tuple[LocalFleet, Callable[[int], Iterator[list[list[StepReport]]]]]]:  # fmt: skip
     """Yield (stages, function that runs steps and yields each step's reports by stage); close them at the end.
@@ -74,7 +76,7 @@ def pipeline(
     Args:
         folder: parent folder of a run.
         device_of: worker -> its device.
-        config: fields of PipelineConfig.
+        config: fields of PipelineConfig, and loss_fn as of ``trainer_of``.
     """
     trainer = trainer_of(model, data, folder, **config)
     job = trainer._prepared()

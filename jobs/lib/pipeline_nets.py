@@ -1,4 +1,4 @@
-"""Four nets whose plans are checked against real runs: VGG-16, ResNet-50, DenseNet-121 and GPT-2.
+"""Nets whose plans and costs are checked against real runs: VGG-16, ResNet-18 and 50, DenseNet-121 and GPT-2.
 
 The vision nets are those of torchvision, layer by layer and with its parameter counts, but need nothing besides
 torch; ``width`` makes them thinner for tests, with every layer still there. GPT-2 is that of transformers, from a small
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-__all__ = ["Repeated", "densenet121", "gpt2", "images", "resnet50", "sentences", "vgg16"]
+__all__ = ["Repeated", "densenet121", "gpt2", "images", "resnet18", "resnet50", "sentences", "vgg16"]
 
 VGG16 = (1, 1, "M", 2, 2, "M", 4, 4, 4, "M", 8, 8, 8, "M", 8, 8, 8, "M")
 """Channels in units of the width; "M" halves the image."""
@@ -59,6 +59,35 @@ class _Vgg(nn.Module):
 def resnet50(classes: int = 10, width: int = 64) -> nn.Module:
     """Make ResNet-50: images (samples, 3, side, side), side at least 32."""
     return _ResNet(classes, width)
+
+
+def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
+    """Make ResNet-18 for small images (samples, 3, side, side), side at least 8: its stem keeps their size."""
+    blocks, channels = [], width
+    for place in range(4):
+        for index in range(2):
+            blocks.append(_Basic(channels, width << place, stride=2 if place and not index else 1))
+            channels = width << place
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes),
+    )  # fmt: skip
+
+
+class _Basic(nn.Module):
+    def __init__(self, channels: int, inner: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(channels, inner, 3, stride, padding=1, bias=False), nn.BatchNorm2d(inner)
+        self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != inner:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, inner, 1, stride, bias=False), nn.BatchNorm2d(inner))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        out += self.shortcut(x)
+        return self.relu(out)
 
 
 class _ResNet(nn.Module):
