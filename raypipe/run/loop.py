@@ -125,6 +125,9 @@ class _Loop:
         )  # fmt: skip
         self._evaluation: Numbers = ()  # of the last evaluation
         self._early = ""  # why the run ends at the current step, before its last one
+        # Taken over before its first checkpoint: a rollback depends on copies until one exists, for the parameters that
+        # the run began with were in the memory of the lost driver.
+        self._unsaved = False
 
     @property
     def _plan(self) -> PlanInForce:
@@ -328,9 +331,7 @@ class _Loop:
             progress.at, progress.skipped = progress.copies[newest]
         self.metrics.go_back(progress.at.step)
         progress.saved = progress.completed = self._checkpoints.find()
-        if not progress.saved:
-            # Until a checkpoint exists, a rollback depends on copies: the initial state was in that driver's memory.
-            self._ordering.save_soon()
+        self._unsaved = not progress.saved
         self._publish_resumption("with those of its stages that are left")
         self._reporter.folder.event("take over", str(lost), step=progress.at.step)
 
@@ -428,9 +429,12 @@ class _Loop:
         because the run may have rolled back.
         """
         progress, step = self._progress, self._progress.at.step
-        if progress.empty and progress.saved < step and self._checkpoints.due_at(step):
+        if progress.empty and progress.saved < step and (self._checkpoints.due_at(step) or self._unsaved):
             self._fleet.save(self._checkpoints.begin(step))
             progress.saved = step
+        elif self._unsaved:  # the run begins anew
+            self._ordering.save_soon()
+        self._unsaved = False
         no_manifest = progress.completed < progress.saved == step
         if progress.empty and not self._requests.stop_reason and self._evaluations.lacking(progress.at, progress.saved):
             self._evaluate()

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.api.handle import RunHandle
+from raypipe.engine.io.checkpoint import checkpoint_name
 from raypipe.errors import ConfigError, StageError
 from raypipe.run.lease import LOCK
 from raypipe.runtime.worker.places import NAMESPACE, actor_name, first_unused, is_driver, request_places
@@ -74,19 +75,24 @@ def goes_on_with_them(handle: RunHandle, folder: Path, *, locked_out: bool = Fal
     assert [line["reason"] for line in events(folder, "take over")][1:] == ["the driver of this run was lost"]
 
 
-def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(before: Held, tmp_path: Path) -> None:
-    """There is a checkpoint by then, for what the run began with is gone with its first driver."""
-    handle = surviving(tmp_path, "both", "noisy").start(ENDLESS, detached=True)
-    reached(handle, 10)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
+    before: Held, schedule: str, tmp_path: Path
+) -> None:
+    """The state that it adopts is saved before the next step, for what the run began with is gone with its driver."""
+    handle = surviving(tmp_path, "both", "noisy", schedule=schedule).start(ENDLESS, detached=True)
+    reached(handle, 25)  # an asynchronous run has copies of step 20
     goes_on_with_them(handle, tmp_path / "both")
     wait_until(lambda: handle.status().checkpoint != "")
+    (adopted,) = {event["step"] for event in events(tmp_path / "both", "recovery")}
+    assert handle.status().checkpoint.endswith(checkpoint_name(adopted))
     stages = stages_of(handle)
     os.kill(stages[0], signal.SIGKILL)
     kill_driver(tmp_path / "both")
     wait_until(
         lambda: [one != old for one, old in zip(stages_of(handle), stages, strict=False)] == [True, False], WAIT_S
     )
-    whole(tmp_path, "both", handle)
+    whole(tmp_path, "both", handle, schedule=schedule)
     assert {found["reason"].partition(":")[0] for found in events(tmp_path / "both", "recovery")} != set()
     assert events(tmp_path / "both", "resume") == []
 
