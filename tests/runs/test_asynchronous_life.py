@@ -265,8 +265,7 @@ def test_the_price_is_that_of_the_record() -> None:
     for optimizer, gaps in RECORDED_GAP.items():
         for gap, correction in zip(gaps, ("", "_predict"), strict=True):
             name = f"own_rate_loss_gap_text_2bw_{optimizer.lower()}{correction}"
-            recorded = next((run["figures"][name] for run in runs if name in run["figures"]), None)
-            assert gap == (None if recorded is None else pytest.approx(recorded, abs=0.005))
+            assert gap == pytest.approx(next(run["figures"][name] for run in runs if name in run["figures"]), abs=0.005)
 
 
 @pytest.mark.parametrize(

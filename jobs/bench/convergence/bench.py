@@ -251,7 +251,7 @@ class Study:
         while loss is not None:
             lower = neighbour(rate, -1)
             lower_loss = self._mean_loss(kind, lower)
-            if lower_loss is not None and lower_loss >= loss:
+            if lower_loss is not None and lower_loss > loss:  # equal if both diverged
                 return rate
             rate, loss = lower, lower_loss
         return None
