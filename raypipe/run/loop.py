@@ -432,7 +432,7 @@ class _Loop:
         if progress.empty and progress.saved < step and (self._checkpoints.due_at(step) or self._unsaved):
             self._fleet.save(self._checkpoints.begin(step))
             progress.saved = step
-        elif self._unsaved:  # the run begins anew
+        elif self._unsaved:  # at step 0, which has no checkpoint
             self._ordering.save_soon()
         self._unsaved = False
         no_manifest = progress.completed < progress.saved == step

@@ -333,7 +333,7 @@ def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, 
     Raises:
         StageError: the operation made another number of draws, so that the numbers of later draws would shift.
     """
-    if op is _ATTENTION and _is_plain(_AttentionKind.of(*args, **kwargs)):
+    if op is _ATTENTION and _has_torchs_bits(_AttentionKind.of(*args, **kwargs)):
         return _attention(key, index, *args, **kwargs)
     return _under_mode(op, key, index, *args, draws=draws, **kwargs)
 
@@ -384,7 +384,7 @@ class _AttentionKind(NamedTuple):
 
 
 @cache
-def _is_plain(kind: _AttentionKind) -> bool:
+def _has_torchs_bits(kind: _AttentionKind) -> bool:
     """Return True if ``_attention`` has the bits of torch's attention, forward and backward, with small tensors.
 
     `_attention` is used for such kinds only, so that another release of torch may cost speed, but never bits.
@@ -394,17 +394,16 @@ def _is_plain(kind: _AttentionKind) -> bool:
     drawn = torch.Generator().manual_seed(0)
     shapes = (2, 4, 3, 8), (2, 2 if kind.grouped else 4, 5, 8), (2, 2 if kind.grouped else 4, 5, 8)
     given = [torch.randn(shape, generator=drawn).to(kind.dtype) for shape in shapes]
-    mask = torch.randn(3, 5, generator=drawn).clamp(min=0.0)
-    given_mask = None if kind.mask is None else mask.to(kind.mask)
+    mask = None if kind.mask is None else torch.randn(3, 5, generator=drawn).clamp(min=0.0).to(kind.mask)
     named: dict[str, Any] = {"scale": kind.scale, "enable_gqa": kind.grouped}
     found: list[tuple[torch.Tensor, ...]] = []
     ways: tuple[Callable[..., torch.Tensor], ...] = (_attention, partial(_under_mode, _ATTENTION))
-    plain_saving = saved_tensors_hooks(lambda x: x, lambda x: x)  # who counts saved tensors must not count these
+    uncounted = saved_tensors_hooks(lambda x: x, lambda x: x)  # hooks around the first forward must not count these
     for attend in ways:
         cast = torch.autocast("cpu", kind.cast, enabled=kind.cast is not None)
-        with _disable_current_modes(), plain_saving, torch.enable_grad(), cast:
+        with _disable_current_modes(), uncounted, torch.enable_grad(), cast:
             leaves = [x.clone().requires_grad_() for x in given]
-            y = attend(RandomKey(0, 0, 0), 0, *leaves, given_mask, 0.5, kind.causal, **named)
+            y = attend(RandomKey(0, 0, 0), 0, *leaves, mask, 0.5, kind.causal, **named)
             found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
