@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +121,17 @@ def test_bytes_that_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     So no byte more is sent, but where sums travel in half their bytes: 2 + 4 of each element then, and not 2 + 2.
     """
-    sent: dict[tuple[bool, str, int], int] = {}
-    inner = LocalFleet._run_segment
+    sent: Counter[tuple[bool, str, int]] = Counter()
+    run = LocalFleet.run
 
-    def counted(fleet: LocalFleet, order: Any, schedule: Any) -> Any:
-        reports = inner(fleet, order, schedule)
-        if order.training:
-            settings = fleet.executors[0].settings
-            how = settings.shard_optimizer, settings.codec_sums, len(fleet.executors)
-            sent[how] = sum(report.exchanged_bytes for of_stage in reports for report in of_stage)
-        return reports
+    def counted(fleet: LocalFleet, *requests: Any, **how: Any) -> Iterator[Any]:
+        settings = fleet.executors[0].settings
+        for reports in run(fleet, *requests, **how):
+            key = settings.shard_optimizer, settings.codec_sums, len(fleet.executors)
+            sent[key] += sum(report.exchanged_bytes for of_stage in reports for report in of_stage)
+            yield reports
 
-    monkeypatch.setattr(LocalFleet, "_run_segment", counted)
+    monkeypatch.setattr(LocalFleet, "run", counted)
     gradients = sum(p.numel() * 4 for p in wide().parameters())
     for count, codec in ((2, "none"), (3, "none"), (2, "bf16")):
         for how in ({}, SHARDED):
